@@ -1,0 +1,37 @@
+"""The taxonomy of failures. What a class is decides what the run does; the message says what a person should do.
+
+- `UserError`: the configuration, a file or a user function is wrong. Printed as one sentence, exit code 2, no traceback.
+- `BadTrajectory`: one group went wrong. It is data: retried, then dead-lettered and counted; the run goes on.
+- `EngineLost`: an engine stopped answering. The group is retried elsewhere, the engine is fenced and replaced.
+- `Fatal`: the run cannot go on (the learner, the producer or a disk broke). It stops within seconds, with its cause.
+"""
+
+from __future__ import annotations
+
+
+class MilesError(Exception):
+    """Base of all errors this project raises on purpose."""
+
+
+class UserError(MilesError):
+    """Something the user gave is wrong; the message names it and says what to set instead."""
+
+
+class BadTrajectory(MilesError):
+    """A group cannot be trained as it is; the run goes on without it."""
+
+
+class EngineLost(MilesError):
+    """An engine stopped answering or was fenced while it held a request."""
+
+
+class Fatal(MilesError):
+    """The run cannot go on; the message names the broken part and its cause."""
+
+
+class WindowError(MilesError, ValueError):
+    """The window was used against its rules (a position out of range, completed twice, or after close)."""
+
+
+class LedgerError(MilesError):
+    """A group took a step that its state does not allow: a bug in the scheduler, never the user's fault."""

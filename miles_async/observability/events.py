@@ -1,0 +1,202 @@
+"""Everything that happens in a run, as typed events.
+
+The pipeline emits them; the trace file, the metrics, the three log lines, the progress bar and the summary are folds
+over the one stream. Nobody who only looks on is asked anything by the pipeline, so looking on cannot slow it down.
+
+`time` is wall-clock seconds (`time.time`), so that events of several processes compare. On disk an event is one JSON
+object per line with its `type` (`events.jsonl`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    time: float
+
+
+class RunStarted(Event, frozen=True):
+    run: str
+    entry: str
+    """`train_async.py` or `train.py`."""
+    rollouts: int
+    groups_per_rollout: int
+    samples_per_group: int
+    queue_capacity: int
+    window: int
+    slots: int | None
+    """B, or None where no staleness limit is set."""
+    weight_transfer: str
+
+
+class GroupMoved(Event, frozen=True):
+    """A ledger transition. `counts` are the groups in each state after it, by state name."""
+
+    sequence: int
+    feed_index: str
+    attempt: int
+    before: str | None
+    after: str
+    reason: str | None
+    counts: dict[str, int]
+    """Live states only (fed, in_flight, finished, queued, leased, trained)."""
+
+
+class GroupGenerated(Event, frozen=True):
+    """A group's generation and reward are done."""
+
+    sequence: int
+    started: float
+    generated: float
+    """When the last sample ended; `time` is when its reward was there too."""
+    versions: tuple[int, int]
+    """Oldest and newest weight version of its tokens."""
+    response_tokens: int
+    reward: float
+    truncated: int
+
+
+class AdmissionBlocked(Event, frozen=True):
+    """Admission could not go on for `seconds`, because of `cause` (`in_flight`, `slots`, `queue`, `data`, `paused`)."""
+
+    cause: str
+    seconds: float
+
+
+class Queue(Event, frozen=True):
+    """The queue after a put, a get or a sweep."""
+
+    depth: int
+    blocked: int
+    """Finished groups that the window holds back."""
+
+
+class Drained(Event, frozen=True):
+    """A batch left the queue for the trainer."""
+
+    rollout: int
+    depth: int
+    """Groups still queued."""
+    waited: float
+    """Seconds the trainer waited for it."""
+    recycled: int
+    """Groups recycled as stale since the drain before."""
+
+
+class StepStarted(Event, frozen=True):
+    rollout: int
+    version: int
+    """Trainer version when the batch entered the step."""
+    staleness: list[int]
+    """One entry per group of the batch, in versions."""
+    groups: list[int]
+    """Their sequence numbers."""
+
+
+class StepEnded(Event, frozen=True):
+    rollout: int
+    started: float
+    ended: float
+    tokens: int
+    finite: bool
+    reward: float
+    """Mean over the batch's samples."""
+    response_length: float
+    metrics: dict[str, float]
+
+
+class PublishStarted(Event, frozen=True):
+    version: int
+    queue: int
+    """Queue depth at that moment."""
+
+
+class PublishEnded(Event, frozen=True):
+    version: int
+    live: bool
+    """False when no engine took it."""
+    staged_seconds: float
+    paused_seconds: float
+    """From the first pause request until every engine decodes again."""
+    write_seconds: float
+    bytes: int
+    queue: int
+    fenced: list[str]
+
+
+class Evaluated(Event, frozen=True):
+    name: str
+    rollout: int
+    """-1 before training."""
+    accuracy: float
+    problems: int
+    seconds: float
+    truncated: float
+
+
+class EngineChanged(Event, frozen=True):
+    engine: str
+    state: str
+    """`routed`, `fenced` or `lost`."""
+    version: int | None
+    reason: str | None
+
+
+class EngineBusy(Event, frozen=True):
+    """Seconds in which at least one request was at the engines, since the run began."""
+
+    busy: float
+    in_flight: int
+    """Requests at the engines now."""
+
+
+class Stalled(Event, frozen=True):
+    """No group was collected for `seconds` while the trainer waited."""
+
+    seconds: float
+    queue: int
+    collected: int
+    wanted: int
+
+
+class LoopLag(Event, frozen=True):
+    seconds: float
+
+
+class RunEnded(Event, frozen=True):
+    reason: str
+    """`done`, `interrupted` or the sentence that says what broke."""
+
+
+AnyEvent = (
+    RunStarted
+    | GroupMoved
+    | GroupGenerated
+    | AdmissionBlocked
+    | Queue
+    | Drained
+    | StepStarted
+    | StepEnded
+    | PublishStarted
+    | PublishEnded
+    | Evaluated
+    | EngineChanged
+    | EngineBusy
+    | Stalled
+    | LoopLag
+    | RunEnded
+)
+
+
+class EventSink(Protocol):
+    def emit(self, event: Event) -> None:
+        """Take note of an event. Never blocks and never raises."""
+        ...
+
+
+encode = msgspec.json.Encoder().encode
+"""An event as one line of JSON, without the newline."""
+decode = msgspec.json.Decoder(AnyEvent).decode

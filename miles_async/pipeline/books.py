@@ -1,0 +1,73 @@
+"""The state that the loops share: the ledger, the versions, the last sign of progress, and the event stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from miles_async.core.ledger import LIVE, Ledger, State, Transition
+from miles_async.errors import LedgerError
+from miles_async.observability.events import EventSink, GroupMoved
+from miles_async.pipeline.signal import Changed
+from miles_async.ports import Clock
+from miles_async.types import DropReason, Group
+
+
+class Books:
+    """Keeps the ledger and tells the event stream of every entry; one per run."""
+
+    def __init__(self, clock: Clock, events: EventSink) -> None:
+        self.ledger = Ledger()
+        self.changed = Changed()
+        """Notified at every transition and publish: all that any loop ever waits for."""
+        self.clock = clock
+        self.events = events
+        self.trainer_version = 0
+        """Weight snapshots handed to publishing, live or not."""
+        self.live_version = -1
+        """Newest version on every routed engine; -1 before the first publish."""
+        self.last_progress = clock.now()
+        """When a group was last collected, a step ended or a version went live."""
+
+    def progressed(self) -> None:
+        self.last_progress = self.clock.now()
+
+    def feed(self, group: Group) -> None:
+        """Enter a group fresh from the data source; it gets its sequence number."""
+        transition = self.ledger.feed()
+        group.sequence = transition.sequence
+        self._tell(group, transition)
+
+    def adopt(self, group: Group) -> None:
+        """Enter a finished group that a user's rollout function made without the pipeline; it is leased at once."""
+        self.feed(group)
+        for state in (State.IN_FLIGHT, State.FINISHED, State.QUEUED, State.LEASED):
+            self.advance([group], state)
+
+    def advance(self, groups: Iterable[Group], state: State) -> None:
+        for group in groups:
+            self._tell(group, self.ledger.advance(sequence_of(group), state))
+
+    def drop(self, group: Group, reason: DropReason) -> None:
+        self._tell(group, self.ledger.drop(sequence_of(group), reason))
+
+    def _tell(self, group: Group, transition: Transition) -> None:
+        counts = self.ledger.counts
+        self.events.emit(
+            GroupMoved(
+                time=self.clock.now(),
+                sequence=transition.sequence,
+                feed_index=group.feed_index,
+                attempt=group.attempt,
+                before=transition.before,
+                after=transition.after,
+                reason=transition.reason,
+                counts={state: counts[state] for state in LIVE},
+            )
+        )
+        self.changed.notify()
+
+
+def sequence_of(group: Group) -> int:
+    if group.sequence is None:
+        raise LedgerError(f"group {group.feed_index} was never admitted")
+    return group.sequence

@@ -1,0 +1,123 @@
+"""From queue to batch: the trainer's side of the queue, with the staleness gate at its door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from miles_async.core.admission import Admission
+from miles_async.core.ledger import State
+from miles_async.core.staleness import StalenessGate
+from miles_async.errors import UserError
+from miles_async.observability.events import Drained, Queue
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.crew import Crew
+from miles_async.pipeline.produce import Producer
+from miles_async.pipeline.recycle import Recycler
+from miles_async.types import DropReason, Group
+
+
+class Drain:
+    """Takes batches of fresh groups out of the queue; what is too old is recycled and the batch topped up."""
+
+    def __init__(
+        self,
+        *,
+        books: Books,
+        producer: Producer,
+        recycler: Recycler,
+        gate: StalenessGate,
+        stream_admission: Admission,
+        crew: Callable[[], Crew],
+    ) -> None:
+        self._books = books
+        self._producer = producer
+        self._recycler = recycler
+        self._gate = gate
+        self._stream_admission = stream_admission
+        self._crew = crew
+        self._recycled_before = 0
+        self.wanted = 0
+        """Groups the trainer waits for now; 0 while it does not wait."""
+        self.collected = 0
+        """How many of them it has."""
+
+    async def stream(self, rollout_id: int, size: int) -> list[Group]:
+        """One batch from the persistent producer, which the first call starts (seed `fully-async`)."""
+        if not self._producer.is_open:
+            self._producer.open(self._crew(), self._stream_admission)
+        return await self._take(rollout_id, size)
+
+    async def batch(self, rollout_id: int, size: int, over_sampling: int) -> list[Group]:
+        """One batch from a producer that runs for this call only; at its end what is in flight is aborted.
+
+        At most `over_sampling` groups are under way for the call. Finished surplus stays in the queue and is taken
+        first by the next call, subject to the gate.
+        """
+        counts = self._books.ledger.counts
+        held_by_trainer = counts[State.LEASED] + counts[State.TRAINED]
+        admission = Admission(
+            max_in_flight=over_sampling, room=self._producer.queue.capacity, slots=held_by_trainer + over_sampling
+        )
+        self._producer.open(self._crew(), admission)
+        try:
+            return await self._take(rollout_id, size)
+        finally:
+            await self._producer.close()
+
+    def sweep(self) -> None:
+        """Recycle queued groups that are too old already, so that they are regenerated at once."""
+        version = self._books.trainer_version
+        for group in self._producer.queue.sweep(lambda group: self._gate.too_old(group.oldest_version, version)):
+            self._recycle(group)
+
+    def refuse_stale(self, groups: list[Group]) -> list[Group]:
+        """The groups that may enter a step now; the others are recycled."""
+        fresh: list[Group] = []
+        for group in groups:
+            if self._gate.too_old(group.oldest_version, self._books.trainer_version):
+                self._recycle(group)
+            else:
+                fresh.append(group)
+        return fresh
+
+    async def _take(self, rollout_id: int, size: int) -> list[Group]:
+        """Waits for queued groups; unblocked by the window releasing one."""
+        books, queue = self._books, self._producer.queue
+        waiting_since = books.clock.now()
+        groups: list[Group] = []
+        self.wanted, self.collected = size, 0
+        while len(groups) < size:
+            await books.changed.until(lambda: bool(queue) or self._producer.starved)
+            if not queue:
+                raise UserError(
+                    f"the data ended after {books.ledger.fed} groups with {len(groups)} of {size} for rollout "
+                    f"{rollout_id}; lower --num-rollout or give more prompts"
+                )
+            group = queue.get()
+            books.advance([group], State.LEASED)
+            groups += self.refuse_stale([group])
+            self.collected = len(groups)
+        self.wanted, self.collected = 0, 0
+        now = books.clock.now()
+        recycled = self._recycler.recycled
+        books.events.emit(Queue(time=now, depth=len(queue), blocked=self._producer.window.blocked))
+        books.events.emit(
+            Drained(
+                time=now,
+                rollout=rollout_id,
+                depth=len(queue),
+                waited=now - waiting_since,
+                recycled=recycled - self._recycled_before,
+            )
+        )
+        self._recycled_before = recycled
+        return sorted(groups, key=lambda group: [sample.index or 0 for sample in group])
+
+    def _recycle(self, group: Group) -> None:
+        version = self._books.trainer_version
+        self._recycler.retry(
+            group,
+            DropReason.STALE,
+            f"its oldest token is of version {group.oldest_version}, the trainer is at {version}, "
+            f"and --max-weight-staleness is {self._gate.limit}",
+        )

@@ -1,0 +1,114 @@
+"""New weights onto the engines, in two phases: stage while generation runs, then pause, write, commit, resume.
+
+A version is announced only on an engine whose every byte was written and verified. An engine that fails is fenced: the
+router sends it nothing until it holds the current version. `stage` waits for the publish before it (there is one staging
+buffer); it is unblocked by that publish ending. Nothing here waits for the next batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from miles_async.core.ledger import State
+from miles_async.errors import EngineLost, Fatal
+from miles_async.observability.events import PublishEnded, PublishStarted
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.crew import Crew
+from miles_async.ports import Fleet, WeightChannel
+from miles_async.types import Group, WriteOutcome
+
+
+class Publisher:
+    def __init__(
+        self,
+        *,
+        books: Books,
+        channel: WeightChannel,
+        fleet: Fleet,
+        pause_mode: str,
+        queue_depth: Callable[[], int],
+        on_live: Callable[[], None],
+    ) -> None:
+        self._books = books
+        self._channel = channel
+        self._fleet = fleet
+        self._pause_mode = pause_mode
+        self._queue_depth = queue_depth
+        self._on_live = on_live
+        self._running: asyncio.Task[None] | None = None
+        self._staged: tuple[int, Sequence[Group], float] | None = None
+
+    async def stage(self, version: int, trained: Sequence[Group]) -> None:
+        """Set the learner's present weights aside as `version`; `trained` are the groups that helped make it."""
+        await self.idle()
+        started = self._books.clock.now()
+        await self._channel.stage(version)
+        self._books.trainer_version = version
+        self._staged = (version, trained, self._books.clock.now() - started)
+
+    def start(self, crew: Crew) -> None:
+        """Publish what is staged beside whatever else goes on."""
+        self._running = crew.spawn("publish", self.publish())
+
+    async def idle(self) -> None:
+        """Return when no publish is running. Its failure is the crew's to report."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def publish(self) -> None:
+        """Make the staged version live on every routed engine; nothing staged, nothing done."""
+        if self._staged is None:
+            return
+        (version, trained, staged_seconds), self._staged = self._staged, None
+        books = self._books
+        books.events.emit(PublishStarted(time=books.clock.now(), version=version, queue=self._queue_depth()))
+        paused_at = books.clock.now()
+        try:
+            await self._fleet.pause(self._pause_mode)
+            outcomes = await self._write(version)
+        finally:
+            await self._fleet.resume()
+        paused_seconds = books.clock.now() - paused_at
+        live = self._fleet.routed()
+        books.events.emit(
+            PublishEnded(
+                time=books.clock.now(),
+                version=version,
+                live=bool(live),
+                staged_seconds=staged_seconds,
+                paused_seconds=paused_seconds,
+                write_seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
+                bytes=sum(outcome.bytes for outcome in outcomes),
+                queue=self._queue_depth(),
+                fenced=[outcome.engine for outcome in outcomes if outcome.error],
+            )
+        )
+        if not live:
+            causes = "; ".join(f"{outcome.engine}: {outcome.error}" for outcome in outcomes) or "no engine is left"
+            raise Fatal(f"version {version} reached no engine ({causes}); the engines' logs are in the run folder")
+        books.live_version = version
+        books.advance(trained, State.PUBLISHED)
+        books.progressed()
+        self._on_live()
+        books.changed.notify()
+
+    async def _write(self, version: int) -> list[WriteOutcome]:
+        """Write, once more where it failed, then commit; who still failed is fenced."""
+        engines = self._fleet.routed()
+        outcomes = {outcome.engine: outcome for outcome in await self._channel.write(version, engines)}
+        if torn := [engine for engine, outcome in outcomes.items() if outcome.error]:
+            outcomes |= {outcome.engine: outcome for outcome in await self._channel.write(version, torn)}
+        return list(await asyncio.gather(*(self._commit(version, outcome) for outcome in outcomes.values())))
+
+    async def _commit(self, version: int, outcome: WriteOutcome) -> WriteOutcome:
+        if outcome.error is None:
+            try:
+                await self._fleet.commit(outcome.engine, version)
+                return outcome
+            except EngineLost as lost:
+                outcome = WriteOutcome(
+                    engine=outcome.engine, seconds=outcome.seconds, bytes=outcome.bytes, error=str(lost)
+                )
+        await self._fleet.fence(outcome.engine, outcome.error or "")
+        return outcome

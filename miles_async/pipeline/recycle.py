@@ -1,0 +1,38 @@
+"""What becomes of a group that cannot be trained: back to the feed for a fresh attempt, or buried with its reason."""
+
+from __future__ import annotations
+
+from miles_async.pipeline.books import Books
+from miles_async.ports import DataSource, DeadLetters
+from miles_async.types import DropReason, Group
+
+
+class Recycler:
+    """Attempts are capped, so that a prompt which fails or ages every time cannot circle for good."""
+
+    def __init__(self, books: Books, data: DataSource, dead_letters: DeadLetters, max_attempts: int) -> None:
+        self._books = books
+        self._data = data
+        self._dead_letters = dead_letters
+        self._max_attempts = max_attempts
+        self.recycled = 0
+        """Groups sent back as stale since the run began."""
+
+    def retry(self, group: Group, reason: DropReason, error: str) -> None:
+        """End this attempt as `reason`; the prompt goes first in line, or to the dead letters after its last attempt."""
+        self._books.drop(group, reason)
+        self.recycled += reason is DropReason.STALE
+        if group.attempt + 1 >= self._max_attempts:
+            self._dead_letters.bury(group, reason, error)
+            return
+        group.attempt += 1
+        self._return(group)
+
+    def give_back(self, group: Group, reason: DropReason) -> None:
+        """End this attempt through no fault of the prompt's: it does not count against the cap."""
+        self._books.drop(group, reason)
+        self._return(group)
+
+    def _return(self, group: Group) -> None:
+        group.reset()
+        self._data.add_samples([group])

@@ -1,0 +1,262 @@
+"""Fully asynchronous RL post-training: the algorithm.
+
+             ┌──────────────────── recycled prompts (first in line) ────────────────────┐
+             ▼                                                                          │
+    data ─► feed ─► generate ─► reward ─► filter ─► window ─► queue ─► staleness gate ─► step
+             ▲                                                                          │
+             └──────── slots freed when the weights are live ◄──── publish ◄────────────┘
+
+    loop      file        consumes              waits for                          unblocked by
+    feed      produce.py  the data source       a place in flight, a slot, room    a group that ends, a publish, a drain
+    group     produce.py  one admitted group    the engines, the reward            the engines, the reward
+    train     here        the queue             a full batch of fresh groups       the window releasing groups
+    publish   publish.py  staged weights        the engines to pause and resume    the engines
+    watch     watch.py    -                     nothing                            -
+
+Training is the one finite clock. The others run until it ends; one that returns on its own is an error. Every group is
+in exactly one state of `core/ledger.py`, and every state change is an event.
+
+Three cadences share this file, and differ in when a rollout starts and when its weights are published:
+
+    train.py                      generate, train, publish, in turns                          staleness 0
+    train_async.py, batch         the next batch is generated while this one trains           staleness 1
+    train_async.py, fully async   a persistent producer fills the queue; publishes overlap    at most the bound
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from miles_async.config.schema import RunConfig
+from miles_async.core.admission import Admission
+from miles_async.core.bounds import Bounds
+from miles_async.core.ledger import State
+from miles_async.core.staleness import StalenessGate, staleness
+from miles_async.errors import Fatal
+from miles_async.observability.events import EventSink, StepEnded, StepStarted
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.crew import Crew
+from miles_async.pipeline.drain import Drain
+from miles_async.pipeline.evaluate import Evaluator
+from miles_async.pipeline.produce import Producer
+from miles_async.pipeline.publish import Publisher
+from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.watch import Watch
+from miles_async.ports import (
+    Clock,
+    DataSource,
+    DeadLetters,
+    Fleet,
+    Generator,
+    Learner,
+    Rewarder,
+    WeightChannel,
+)
+from miles_async.types import DropReason, Group
+
+RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]
+"""`(rollout_id, source) -> groups`: a user's or a shipped rollout function, its arguments bound."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """The outside world of one run."""
+
+    clock: Clock
+    events: EventSink
+    data: DataSource
+    generator: Generator
+    evaluator: Generator
+    """Like `generator`, but greedy."""
+    rewarder: Rewarder
+    learner: Learner
+    channel: WeightChannel
+    fleet: Fleet
+    dead_letters: DeadLetters
+    keep: Callable[[Group], bool]
+    """The dynamic sampling filter's verdict on a finished group."""
+    problems: Sequence[Group]
+    """Held-out problems, one sample each; none means no evaluation."""
+
+
+class Service:
+    """One run: `await run(rollout)` returns when `num_rollout` batches are trained, published and evaluated."""
+
+    def __init__(self, config: RunConfig, bounds: Bounds, ports: Ports, *, take_turns: bool) -> None:
+        self._config = config
+        self._ports = ports
+        self._take_turns = take_turns
+        self._gate = StalenessGate(config.rollout.max_weight_staleness)
+        self._crew: Crew
+        self._stopping = asyncio.Event()
+        self._trained: list[Group] = []
+        """Groups in the weights since the last staged version."""
+        self.books = Books(ports.clock, ports.events)
+        recycler = Recycler(self.books, ports.data, ports.dead_letters, config.rollout.max_attempts)
+        self._producer = Producer(
+            books=self.books,
+            data=ports.data,
+            generator=ports.generator,
+            rewarder=ports.rewarder,
+            keep=ports.keep,
+            recycler=recycler,
+            window_size=bounds.window,
+            queue_capacity=config.rollout.queue_capacity,
+        )
+        self._drain = Drain(
+            books=self.books,
+            producer=self._producer,
+            recycler=recycler,
+            gate=self._gate,
+            stream_admission=Admission(
+                max_in_flight=bounds.in_flight, room=config.rollout.queue_capacity, slots=bounds.slots
+            ),
+            crew=lambda: self._crew,
+        )
+        self._publisher = Publisher(
+            books=self.books,
+            channel=ports.channel,
+            fleet=ports.fleet,
+            pause_mode=config.weights.pause_generation_mode,
+            queue_depth=lambda: len(self._producer.queue),
+            on_live=self._drain.sweep,
+        )
+        self._watch = Watch(
+            books=self.books,
+            producer=self._producer,
+            drain=self._drain,
+            generator=ports.generator,
+            warn_seconds=config.observability.no_progress_warn_seconds,
+            abort_seconds=config.observability.no_progress_abort_seconds,
+        )
+        self._evaluator = Evaluator(self.books, ports.evaluator, ports.rewarder, ports.problems)
+        self._source = RolloutSource(ports.data, self._drain, self._evaluator)
+
+    def stop(self) -> None:
+        """End the run after the step that is being taken; what was trained is still published."""
+        self._stopping.set()
+        self.books.changed.notify()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopping.is_set()
+
+    async def run(self, rollout: RolloutFunction) -> None:
+        """Raises UserError, Fatal, or whatever a user's function raised; everything started is ended first."""
+        async with Crew() as self._crew:
+            self._crew.forever("watch", self._watch.run())
+            await self._publisher.stage(0, [])
+            await self._publisher.publish()
+            await self._evaluator.evaluate(-1)
+            await self._train(rollout)
+            await self._producer.close()
+            if not self.stopped:
+                await self._evaluator.evaluate(self._config.rollout.num_rollout - 1)
+
+    async def _train(self, rollout: RolloutFunction) -> None:
+        """The finite clock: one batch, one step, one version (every `update_weights_interval` batches)."""
+        last = self._config.rollout.num_rollout - 1
+        interval = self._config.weights.update_weights_interval
+        batch = self._crew.spawn("rollout-0", self._next_batch(rollout, 0))
+        for rollout_id in range(last + 1):
+            groups = await self._unless_stopped(batch)
+            if groups is None:
+                break
+            continuous = self._producer.is_open
+            prefetch = not continuous and not self._take_turns
+            if prefetch:
+                # Nothing is in flight between two batches: the version goes live before the next one starts.
+                await self._publisher.publish()
+            groups = await self._only_fresh(rollout_id, groups)
+            if prefetch and rollout_id < last:
+                batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+            await self._step(rollout_id, groups)
+            if (rollout_id + 1) % interval == 0 or rollout_id == last:
+                await self._publisher.stage(self.books.trainer_version + 1, self._trained)
+                self._trained = []
+                if continuous:
+                    self._publisher.start(self._crew)
+                elif self._take_turns:
+                    await self._publisher.publish()
+            if not prefetch and rollout_id < last:
+                batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+        await self._publisher.idle()
+        await self._publisher.publish()
+
+    async def _step(self, rollout_id: int, groups: list[Group]) -> None:
+        """The optimizer steps of one batch."""
+        version = self.books.trainer_version
+        ages = [staleness(group.oldest_version, version) for group in groups]
+        if self._gate.limit is not None and max(ages) > self._gate.limit:
+            raise Fatal(f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug")
+        if self._config.rollout.shuffle_rewards:
+            shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
+        samples = [sample for group in groups for sample in group]
+        self._ports.events.emit(
+            StepStarted(
+                time=self._ports.clock.now(),
+                rollout=rollout_id,
+                version=version,
+                staleness=ages,
+                groups=[group.sequence or 0 for group in groups],
+            )
+        )
+        report = await self._ports.learner.train(rollout_id, groups)
+        self.books.progressed()
+        self._ports.events.emit(
+            StepEnded(
+                time=self._ports.clock.now(),
+                rollout=rollout_id,
+                started=report.started,
+                ended=report.ended,
+                tokens=report.tokens,
+                finite=report.finite,
+                reward=sum(sample.scalar_reward for sample in samples) / len(samples),
+                response_length=sum(sample.response_length for sample in samples) / len(samples),
+                metrics=dict(report.metrics),
+            )
+        )
+        if report.finite:
+            self.books.advance(groups, State.TRAINED)
+            self._trained += groups
+        else:
+            for group in groups:
+                self.books.drop(group, DropReason.NONFINITE)
+
+    async def _only_fresh(self, rollout_id: int, groups: list[Group]) -> list[Group]:
+        """The batch with what grew too old since its drain recycled and replaced: topped up, never shrunk."""
+        while missing := len(groups) - len(fresh := self._drain.refuse_stale(groups)):
+            if self._producer.is_open:
+                groups = fresh + await self._drain.stream(rollout_id, missing)
+            else:
+                groups = fresh + await self._drain.batch(rollout_id, missing, missing)
+        return groups
+
+    async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
+        groups = await rollout(rollout_id, self._source)
+        for group in groups:
+            if group.sequence is None:
+                self.books.adopt(group)
+        return groups
+
+    async def _unless_stopped(self, batch: asyncio.Task[list[Group]]) -> list[Group] | None:
+        """The batch, or None when the run is asked to stop first."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([batch, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        return None if self.stopped else await batch
+
+
+def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
+    """Permute the rewards between all samples of a batch: the control in which there is nothing to learn."""
+    samples = [sample for group in groups for sample in group]
+    rewards = [sample.reward for sample in samples]
+    random.Random(seed).shuffle(rewards)
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward

@@ -1,0 +1,44 @@
+"""What a rollout function is handed: the data source, plus the pipeline's own ways to collect a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles_async.pipeline.drain import Drain
+from miles_async.pipeline.evaluate import Evaluator
+from miles_async.ports import DataSource
+from miles_async.types import Group
+
+
+class RolloutSource:
+    """A `DataSource` that can also collect. Users' functions that only know slime's two methods need nothing more."""
+
+    def __init__(self, data: DataSource, drain: Drain, evaluator: Evaluator) -> None:
+        self._data = data
+        self._drain = drain
+        self._evaluator = evaluator
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        return self._data.get_samples(num_samples)
+
+    def add_samples(self, samples: Sequence[Group]) -> None:
+        self._data.add_samples(samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._data.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._data.load_state_dict(state)
+
+    async def drain_stream(self, rollout_id: int, size: int) -> list[Group]:
+        """A batch of `size` groups from the persistent producer, which the first call starts."""
+        return await self._drain.stream(rollout_id, size)
+
+    async def collect_batch(self, rollout_id: int, size: int, over_sampling: int) -> list[Group]:
+        """A batch of `size` groups out of `over_sampling` generated for it; the rest is aborted and goes back."""
+        return await self._drain.batch(rollout_id, size, over_sampling)
+
+    async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
+        """Rewards and truncation flags on the held-out problems, by data set."""
+        return await self._evaluator.evaluate(rollout_id)

@@ -1,0 +1,69 @@
+"""Looks on while the run goes: loop lag, engine load, and whether anything still moves.
+
+Never waits for another loop, so that it speaks when the others are stuck.
+"""
+
+from __future__ import annotations
+
+from miles_async.errors import Fatal
+from miles_async.observability.events import EngineBusy, LoopLag, Stalled
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.drain import Drain
+from miles_async.pipeline.produce import Producer
+from miles_async.ports import Generator
+
+TICK_SECONDS = 0.5
+
+
+class Watch:
+    def __init__(
+        self,
+        *,
+        books: Books,
+        producer: Producer,
+        drain: Drain,
+        generator: Generator,
+        warn_seconds: float,
+        abort_seconds: float,
+    ) -> None:
+        self._books = books
+        self._producer = producer
+        self._drain = drain
+        self._generator = generator
+        self._warn_seconds = warn_seconds
+        self._abort_seconds = abort_seconds
+
+    async def run(self) -> None:
+        books = self._books
+        warnings = 0
+        while True:
+            asleep_at = books.clock.now()
+            await books.clock.sleep(TICK_SECONDS)
+            now = books.clock.now()
+            books.events.emit(LoopLag(time=now, seconds=max(0.0, now - asleep_at - TICK_SECONDS)))
+            books.events.emit(
+                EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
+            )
+            still = now - books.last_progress
+            if still < self._warn_seconds:
+                warnings = 0
+            elif still >= self._warn_seconds * (warnings + 1):
+                warnings += 1
+                self._warn(now, still)
+            if still >= self._abort_seconds:
+                raise Fatal(
+                    f"nothing moved for {still:.0f}s (--no-progress-abort-seconds): queue {len(self._producer.queue)}, "
+                    f"{self._generator.in_flight} requests in flight, trainer version {books.trainer_version}, "
+                    f"live version {books.live_version}"
+                )
+
+    def _warn(self, now: float, still: float) -> None:
+        self._books.events.emit(
+            Stalled(
+                time=now,
+                seconds=still,
+                queue=len(self._producer.queue),
+                collected=self._drain.collected,
+                wanted=self._drain.wanted,
+            )
+        )

@@ -1,0 +1,132 @@
+"""The outside world as the pipeline sees it: one Protocol per neighbour.
+
+`pipeline/` is written against these and nothing else; `adapters/` implements them for Ray, SGLang, Megatron and
+Mooncake, and `tests/sim/` for a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from miles_async.types import DropReason, Group, StepReport, WriteOutcome
+
+
+class Clock(Protocol):
+    """Time. `now` is wall-clock seconds (`time.time`), so that events of several processes compare."""
+
+    def now(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class DataSource(Protocol):
+    """Prompts, in feed order, recycled ones first (slime's `RolloutDataSourceWithBuffer`)."""
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next groups of pending samples; at most `num_samples`, fewer only when the data ends for good."""
+        ...
+
+    def add_samples(self, samples: Sequence[Group]) -> None:
+        """Take groups back, first in line: recycled ones after a reset, partial ones with their tokens."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Generator(Protocol):
+    """Turns a group of pending samples into one of finished samples, in place."""
+
+    async def generate(self, group: Group) -> None:
+        """Fill tokens, log-probabilities, spans and status of every sample.
+
+        Raises BadTrajectory when this group cannot be generated (4xx, prompt too long), EngineLost when the engine
+        went away and another attempt may succeed.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """Stop what is in flight; the pending `generate` calls return with status ABORTED and the tokens so far."""
+        ...
+
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at the engines now."""
+        ...
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which at least one request was at the engines, since the start."""
+        ...
+
+
+class Rewarder(Protocol):
+    """Scores a finished group, in place."""
+
+    async def score(self, group: Group) -> None:
+        """Set `reward` on every sample. Raises BadTrajectory when a score cannot be had."""
+        ...
+
+
+class DeadLetters(Protocol):
+    """Where prompts go that failed or aged in every attempt: kept with the reason, never lost silently."""
+
+    def bury(self, group: Group, reason: DropReason, error: str) -> None: ...
+
+
+class Learner(Protocol):
+    """The trainer, all ranks of it."""
+
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        """Take the optimizer steps of one batch. Raises Fatal when a rank is lost."""
+        ...
+
+
+class WeightChannel(Protocol):
+    """Moves weights from the learner to the engines. Two phases, so that only the write lies inside the pause."""
+
+    @property
+    def name(self) -> str:
+        """`p2p`, `broadcast` or `disk`."""
+        ...
+
+    async def stage(self, version: int) -> None:
+        """Copy the learner's present weights aside as `version`, in the layout the engines need.
+
+        Called between optimizer steps; generation goes on. The next `train` may begin as soon as this returns.
+        """
+        ...
+
+    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+        """Write the staged version to each engine and verify it; one outcome per engine, none raised."""
+        ...
+
+
+class Fleet(Protocol):
+    """The engines and the router in front of them."""
+
+    def routed(self) -> Sequence[str]:
+        """The names of the engines that requests may reach now."""
+        ...
+
+    async def pause(self, mode: str) -> None:
+        """Stop decoding on every routed engine (`retract`, `in_place` or `abort`); returns when all have stopped."""
+        ...
+
+    async def commit(self, engine: str, version: int) -> None:
+        """Drop what was cached under older weights and announce `version` on a paused, freshly written engine.
+
+        Raises EngineLost when the engine does not then report that version.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Let every routed engine decode again."""
+        ...
+
+    async def fence(self, engine: str, reason: str) -> None:
+        """Take an engine out of the router: nothing reaches it until it holds the current version."""
+        ...

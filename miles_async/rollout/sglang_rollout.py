@@ -1,0 +1,18 @@
+"""The batch rollout function: one batch per call, the surplus of over-sampling aborted (seed `slime-walkthrough`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_async.pipeline.source import RolloutSource
+from miles_async.rollout.contract import Arguments
+
+
+async def generate_rollout(
+    args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
+) -> Any:
+    """`rollout_batch_size` groups out of `over_sampling_batch_size`; with `evaluation`, the held-out scores."""
+    if evaluation:
+        return await data_source.evaluate(rollout_id)
+    over_sampling = args.over_sampling_batch_size or args.rollout_batch_size
+    return await data_source.collect_batch(rollout_id, args.rollout_batch_size, over_sampling)

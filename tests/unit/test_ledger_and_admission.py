@@ -1,0 +1,112 @@
+import pytest
+
+from miles_async.core.admission import Admission, Blocked
+from miles_async.core.ledger import Ledger, State
+from miles_async.core.queue import GroupQueue
+from miles_async.core.staleness import StalenessGate, staleness
+from miles_async.errors import LedgerError
+from miles_async.types import DropReason
+
+WAY = (State.IN_FLIGHT, State.FINISHED, State.QUEUED, State.LEASED, State.TRAINED, State.PUBLISHED)
+
+
+def walk(ledger: Ledger, until: State) -> int:
+    sequence = ledger.feed().sequence
+    for state in WAY[: WAY.index(until) + 1]:
+        ledger.advance(sequence, state)
+    return sequence
+
+
+def test_a_group_walks_from_fed_to_published_and_leaves():
+    ledger = Ledger()
+    sequence = walk(ledger, State.PUBLISHED)
+    assert ledger.state(sequence) is None
+    assert ledger.counts[State.PUBLISHED] == 1
+    ledger.check_conservation()
+
+
+def test_sequence_numbers_are_never_reused():
+    ledger = Ledger()
+    first = ledger.feed().sequence
+    ledger.drop(first, DropReason.FAILED)
+    assert ledger.feed().sequence == first + 1
+
+
+def test_a_group_cannot_skip_a_state():
+    ledger = Ledger()
+    sequence = ledger.feed().sequence
+    with pytest.raises(LedgerError, match="cannot go from fed to queued"):
+        ledger.advance(sequence, State.QUEUED)
+
+
+def test_a_trained_group_cannot_be_dropped():
+    ledger = Ledger()
+    sequence = walk(ledger, State.TRAINED)
+    with pytest.raises(LedgerError, match="is trained"):
+        ledger.drop(sequence, DropReason.STALE)
+
+
+def test_a_group_ends_once():
+    ledger = Ledger()
+    sequence = ledger.feed().sequence
+    ledger.drop(sequence, DropReason.FILTERED)
+    with pytest.raises(LedgerError, match="not live"):
+        ledger.drop(sequence, DropReason.FILTERED)
+    assert ledger.dropped[DropReason.FILTERED] == 1
+    ledger.check_conservation()
+
+
+def test_admission_names_the_limit_it_waits_for():
+    ledger = Ledger()
+    assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is None
+    walk(ledger, State.IN_FLIGHT)
+    assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is Blocked.IN_FLIGHT
+    assert Admission(max_in_flight=2, room=10, slots=1).blocked_by(ledger) is Blocked.SLOTS
+    assert Admission(max_in_flight=2, room=1, slots=None).blocked_by(ledger) is Blocked.ROOM
+
+
+def test_a_slot_is_held_until_the_weights_are_live():
+    ledger = Ledger()
+    admission = Admission(max_in_flight=5, room=5, slots=1)
+    sequence = walk(ledger, State.TRAINED)
+    assert admission.blocked_by(ledger) is Blocked.SLOTS
+    ledger.advance(sequence, State.PUBLISHED)
+    assert admission.blocked_by(ledger) is None
+
+
+def test_room_counts_what_is_under_way_so_that_a_put_never_meets_a_full_queue():
+    ledger = Ledger()
+    for state in (State.IN_FLIGHT, State.FINISHED, State.QUEUED):
+        walk(ledger, state)
+    walk(ledger, State.LEASED)
+    assert Admission(max_in_flight=9, room=3, slots=None).blocked_by(ledger) is Blocked.ROOM
+    assert Admission(max_in_flight=9, room=4, slots=None).blocked_by(ledger) is None
+
+
+def test_the_queue_is_first_in_first_out_and_refuses_a_put_when_full():
+    queue = GroupQueue[int](2)
+    queue.put(1)
+    queue.put(2)
+    with pytest.raises(LedgerError, match="holds 2 groups"):
+        queue.put(3)
+    assert [queue.get(), queue.get()] == [1, 2]
+
+
+def test_a_sweep_takes_the_hopeless_and_keeps_the_order():
+    queue = GroupQueue[int](5)
+    for group in range(5):
+        queue.put(group)
+    assert queue.sweep(lambda group: group % 2 == 0) == [0, 2, 4]
+    assert [queue.get(), queue.get()] == [1, 3]
+
+
+def test_the_gate_passes_groups_up_to_the_limit():
+    gate = StalenessGate(limit=2)
+    assert not gate.too_old(oldest_version=3, trainer_version=5)
+    assert gate.too_old(oldest_version=2, trainer_version=5)
+    assert not StalenessGate(limit=None).too_old(oldest_version=0, trainer_version=99)
+
+
+def test_tokens_from_the_future_are_an_error():
+    with pytest.raises(ValueError, match="version 4 before"):
+        staleness(oldest_version=4, trainer_version=3)
