@@ -103,26 +103,26 @@ class Producer:
         sequence = sequence_of(group)
         books.advance([group], State.IN_FLIGHT)
         if self._closing:
-            self._leave(sequence)
-            return self._recycler.give_back(group, DropReason.ABORTED)
+            self._recycler.give_back(group, DropReason.ABORTED)
+            return self._leave(sequence)
         started = books.clock.now()
         try:
             await self._generator.generate(group)
             generated = books.clock.now()
             if any(sample.status is SampleStatus.ABORTED for sample in group):
-                self._leave(sequence)
-                return self._recycler.give_back(group, DropReason.ABORTED)
+                self._recycler.give_back(group, DropReason.ABORTED)
+                return self._leave(sequence)
             await self._rewarder.score(group)
             kept = self._keep(group)
             oldest, newest = group.oldest_version, max(span.version for sample in group for span in sample.spans)
         except BadTrajectory as error:
-            self._leave(sequence)
-            return self._recycler.retry(group, DropReason.FAILED, str(error))
+            self._recycler.retry(group, DropReason.FAILED, str(error))
+            return self._leave(sequence)
         except EngineLost:
             if not self._closing:
                 await books.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
-            self._leave(sequence)
-            return self._recycler.give_back(group, DropReason.ENGINE_LOST)
+            self._recycler.give_back(group, DropReason.ENGINE_LOST)
+            return self._leave(sequence)
         books.events.emit(
             GroupGenerated(
                 time=books.clock.now(),
@@ -140,8 +140,8 @@ class Producer:
             self.window.mark_completed(sequence, group)
             self._collect()
         else:
-            self._leave(sequence)
             books.drop(group, DropReason.FILTERED)
+            self._leave(sequence)
 
     def _leave(self, sequence: int) -> None:
         """A group that will not be collected gives its place in the window to the next."""

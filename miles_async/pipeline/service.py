@@ -113,7 +113,7 @@ class Service:
             recycler=recycler,
             gate=self._gate,
             stream_admission=Admission(
-                max_in_flight=bounds.in_flight, room=config.rollout.queue_capacity, slots=bounds.slots
+                max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots
             ),
             crew=lambda: self._crew,
         )

@@ -12,10 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles_async.config.schema import RunConfig
+from miles_async.core.bounds import Bounds, Schedule
 from miles_async.errors import BadTrajectory
-from miles_async.observability.events import Event
+from miles_async.observability.audit import Audit
+from miles_async.observability.events import Event, RunStarted
+from miles_async.pipeline.service import Ports, Service
+from miles_async.pipeline.source import RolloutSource
 from miles_async.types import DropReason, Group, Sample, SampleStatus, StepReport, VersionSpan, WriteOutcome
-from tests.sim.virtual_time import VirtualClock
+from tests.sim.virtual_time import VirtualClock, run_virtual
 
 
 class Trace:
@@ -86,7 +91,7 @@ class Engines:
         self._failure_rate = failure_rate
         self._stage_seconds = stage_seconds
         self._write_seconds = write_seconds
-        self._aborting: set[asyncio.Event] = set()
+        self._aborting: dict[asyncio.Event, None] = {}
         self.version = -1
         self.in_flight = 0
         self.busy_seconds = 0.0
@@ -98,7 +103,7 @@ class Engines:
         latency = self._latency(group, self._rng)
         fails = self._rng.random() < self._failure_rate
         aborted = asyncio.Event()
-        self._aborting.add(aborted)
+        self._aborting[aborted] = None
         self._enter()
         try:
             await asyncio.wait_for(aborted.wait(), latency)
@@ -107,7 +112,7 @@ class Engines:
             status = SampleStatus.COMPLETED
         finally:
             self._leave()
-            self._aborting.discard(aborted)
+            del self._aborting[aborted]
         if fails and status is SampleStatus.COMPLETED:
             raise BadTrajectory("injected failure")
         spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(range(born, self.version + 1))]
@@ -164,13 +169,14 @@ class Trainer:
 
     clock: VirtualClock
     seconds: float
+    finite: Callable[[int], bool]
     batches: list[list[str]] = field(default_factory=list)
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         started = self.clock.now()
         await self.clock.sleep(self.seconds)
         self.batches.append([group.feed_index for group in groups])
-        return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=True)
+        return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=self.finite(rollout_id))
 
 
 class Judge:
@@ -185,3 +191,105 @@ class Graveyard:
 
     def bury(self, group: Group, reason: DropReason, error: str) -> None:
         self.buried.append((group.feed_index, reason, error))
+
+
+Latency = Callable[[Group, random.Random], float]
+
+
+@dataclass(kw_only=True)
+class World:
+    """One simulated run. `run()` plays it to the end; the fields then say what came of it."""
+
+    config: RunConfig
+    schedule: Schedule = Schedule.FULLY_ASYNC
+    latency: Latency = lambda group, rng: rng.lognormvariate(0.0, 1.0)
+    train_seconds: float = 1.0
+    failure_rate: float = 0.0
+    stage_seconds: float = 0.01
+    write_seconds: float = 0.02
+    keep: Callable[[Group], bool] = lambda group: True
+    prompts: int | None = None
+    seed: int = 0
+    finite: Callable[[int], bool] = lambda rollout_id: True
+    sinks: tuple[Any, ...] = ()
+    """More event sinks, called beside the trace."""
+    trace: Trace = field(default_factory=Trace)
+    graveyard: Graveyard = field(default_factory=Graveyard)
+
+    def __post_init__(self) -> None:
+        rollout = self.config.rollout
+        self.bounds = Bounds.derive(
+            rollout_batch_size=rollout.rollout_batch_size,
+            over_sampling_batch_size=rollout.over_sampling_batch_size,
+            windowed_fifo_ratio=rollout.windowed_fifo_ratio,
+            max_weight_staleness=rollout.max_weight_staleness,
+            update_weights_interval=self.config.weights.update_weights_interval,
+            queue_capacity=rollout.queue_capacity,
+            schedule=self.schedule,
+        )
+        self.audit = Audit(rollout.max_weight_staleness, windowed=self.schedule is Schedule.FULLY_ASYNC)
+        self.seconds = 0.0
+
+    def emit(self, event: Event) -> None:
+        for sink in (self.trace, *self.sinks):
+            sink.emit(event)
+        self.audit.observe(event)
+
+    def run(self) -> World:
+        run_virtual(self._run())
+        return self
+
+    async def _run(self) -> None:
+        clock = VirtualClock()
+        engines = Engines(
+            clock,
+            self.latency,
+            seed=self.seed,
+            failure_rate=self.failure_rate,
+            stage_seconds=self.stage_seconds,
+            write_seconds=self.write_seconds,
+        )
+        self.trainer = Trainer(clock, self.train_seconds, self.finite)
+        self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
+        self.service = Service(
+            self.config,
+            self.bounds,
+            Ports(
+                clock=clock,
+                events=self,
+                data=self.feed,
+                generator=engines,
+                evaluator=engines,
+                rewarder=Judge(),
+                learner=self.trainer,
+                channel=engines,
+                fleet=engines,
+                dead_letters=self.graveyard,
+                keep=self.keep,
+                problems=(),
+            ),
+            take_turns=self.schedule is Schedule.TURNS,
+        )
+        self.emit(
+            RunStarted(
+                time=clock.now(),
+                run="sim",
+                entry="sim",
+                rollouts=self.config.rollout.num_rollout,
+                groups_per_rollout=self.config.rollout.rollout_batch_size,
+                samples_per_group=self.config.rollout.n_samples_per_prompt,
+                queue_capacity=self.config.rollout.queue_capacity,
+                window=self.bounds.window,
+                slots=self.bounds.slots,
+                weight_transfer="virtual",
+            )
+        )
+        await self.service.run(self._rollout)
+        self.service.books.ledger.check_conservation()
+        self.seconds = clock.now()
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        size = self.config.rollout.rollout_batch_size
+        if self.schedule is Schedule.FULLY_ASYNC:
+            return await source.drain_stream(rollout_id, size)
+        return await source.collect_batch(rollout_id, size, self.bounds.generation_batch)

@@ -1,0 +1,44 @@
+"""User functions, named in the configuration as `module.function`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from miles_async.errors import UserError
+
+
+def load_function(path: str, *, setting: str, within: str | None = None) -> Callable[..., Any]:
+    """Import `path`; where its first name is no module, look for it inside the package `within`.
+
+    `setting` is the configuration field that holds the path, for the message. Raises UserError with the reason: no such
+    module, the module fails to import (with its error), no such function in it.
+    """
+    module_path, _, name = path.rpartition(".")
+    if not module_path:
+        raise UserError(f"{setting} {path!r} names no module: write module.function")
+    module = _import(module_path, within, f"{setting} {path!r} cannot be imported")
+    if not hasattr(module, name):
+        public = [other for other, value in vars(module).items() if callable(value)]
+        near = get_close_matches(name, public, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"{setting} {path!r}: module {module.__name__} has no function {name!r}{hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _import(module_path: str, within: str | None, complaint: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_path)
+    except ModuleNotFoundError as error:
+        if within is not None and error.name == module_path.partition(".")[0]:
+            return _import(f"{within}.{module_path}", None, complaint)
+        raise UserError(f"{complaint}: {error}") from error
+    except Exception as error:
+        # Importing runs the user's code, which may raise anything.
+        raise UserError(f"{complaint}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,136 @@
+"""The service under virtual time: what runs is `miles_async.pipeline.service`, only the ports are simulated."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from miles_async.config.schema import Rollout, RunConfig, Weights
+from miles_async.core.bounds import Schedule
+from miles_async.errors import Fatal, UserError
+from miles_async.observability.events import PublishEnded, Stalled, StepStarted
+from miles_async.types import DropReason
+from tests.sim.virtual_time import run_virtual
+from tests.sim.world import World
+
+
+def config(**rollout: object) -> RunConfig:
+    settings = {"rollout_batch_size": 8, "num_rollout": 60, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
+    return RunConfig(rollout=Rollout(**{**settings, **rollout}))
+
+
+def ages(world: World) -> list[int]:
+    return [age for step in world.trace.of(StepStarted) for age in step.staleness]
+
+
+def test_taking_turns_trains_on_fresh_groups_only():
+    world = World(config=config(), schedule=Schedule.TURNS).run()
+    assert set(ages(world)) == {0}
+    assert world.audit.violations == []
+
+
+def test_one_step_off_trains_every_batch_but_the_first_exactly_one_version_late():
+    world = World(config=config(), schedule=Schedule.ONE_STEP_OFF).run()
+    assert set(ages(world)[:8]) == {0}
+    assert set(ages(world)[8:]) == {1}
+    assert world.audit.violations == []
+
+
+def test_fully_async_stays_within_the_bound_it_derives():
+    world = World(config=config(windowed_fifo_ratio=0.3)).run()
+    assert max(ages(world)) <= world.bounds.staleness == 3
+    assert world.audit.recycled == 0
+    assert world.audit.violations == []
+
+
+def test_the_three_cadences_order_by_speed():
+    seconds = [World(config=config(), schedule=schedule).run().seconds for schedule in Schedule]
+    fully_async, one_step_off, turns = seconds
+    assert fully_async < one_step_off < turns
+
+
+def test_every_batch_is_full_and_every_batch_is_published():
+    world = World(config=config()).run()
+    assert [len(batch) for batch in world.trainer.batches] == [8] * 60
+    assert [event.version for event in world.trace.of(PublishEnded)] == list(range(61))
+
+
+def test_an_update_interval_publishes_every_so_many_batches_and_the_last():
+    settings = RunConfig(rollout=config(num_rollout=7).rollout, weights=Weights(update_weights_interval=3))
+    world = World(config=settings).run()
+    assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3]
+    assert world.audit.violations == []
+
+
+def test_failed_groups_are_retried_and_buried_after_their_last_attempt():
+    world = World(config=config(max_attempts=2), failure_rate=0.4).run()
+    buried = {feed_index for feed_index, _, _ in world.graveyard.buried}
+    trained = {feed_index for batch in world.trainer.batches for feed_index in batch}
+    assert buried
+    assert not buried & trained
+    assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.FAILED}
+    assert world.audit.owed <= buried | {group.feed_index for group in world.feed.get_samples(10_000)}
+
+
+def test_a_version_is_published_while_the_queue_is_empty():
+    world = World(config=config(), latency=lambda group, rng: 5.0).run()
+    assert any(event.version > 0 and event.queue == 0 for event in world.trace.of(PublishEnded))
+
+
+def test_a_filter_that_drops_most_groups_does_not_stop_the_run():
+    world = World(config=config(), keep=lambda group: int(group.feed_index.split("_")[-1]) % 3 == 0).run()
+    assert len(world.trainer.batches) == 60
+    assert world.audit.violations == []
+
+
+def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots():
+    world = World(config=config(num_rollout=10), finite=lambda rollout_id: rollout_id % 2 == 0).run()
+    assert world.service.books.ledger.dropped[DropReason.NONFINITE] == 5 * 8
+    assert world.audit.violations == []
+
+
+def test_over_sampling_keeps_the_first_and_gives_the_rest_back():
+    world = World(config=config(over_sampling_batch_size=16, num_rollout=5), schedule=Schedule.TURNS).run()
+    assert [len(batch) for batch in world.trainer.batches] == [8] * 5
+    assert world.service.books.ledger.dropped[DropReason.ABORTED] > 0
+    trained = [feed_index for batch in world.trainer.batches for feed_index in batch]
+    assert len(set(trained)) == len(trained)
+
+
+def test_data_that_ends_too_early_is_named():
+    with pytest.raises(UserError, match="the data ended after 20 groups with 4 of 8 for rollout 2"):
+        World(config=config(), prompts=20).run()
+
+
+def test_data_that_ends_with_the_last_batch_is_enough():
+    world = World(config=config(num_rollout=3), prompts=24).run()
+    assert len(world.trainer.batches) == 3
+
+
+def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
+    world = World(config=config(), latency=lambda group, rng: 1e6)
+    with pytest.raises(Fatal, match=r"nothing moved for 600s .* 8 requests in flight"):
+        world.run()
+    warnings = world.trace.of(Stalled)
+    assert [round(event.seconds) for event in warnings[:2]] == [30, 60]
+    assert (warnings[0].collected, warnings[0].wanted) == (0, 8)
+
+
+def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it():
+    world = World(config=config(num_rollout=1000))
+
+    async def stop_soon() -> None:
+        asyncio.get_running_loop().call_later(20.0, lambda: world.service.stop())
+        await world._run()
+
+    run_virtual(stop_soon())
+    assert 0 < len(world.trainer.batches) < 1000
+    assert world.trace.of(PublishEnded)[-1].version == len(world.trainer.batches)
+
+
+def test_the_same_seed_gives_the_same_trace():
+    def trace() -> list[object]:
+        return World(config=config(), failure_rate=0.2, seed=5).run().trace.events
+
+    assert trace() == trace()
