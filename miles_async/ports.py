@@ -47,10 +47,12 @@ class Generator(Protocol):
         """
         ...
 
-    async def abort(self) -> None:
-        """Stop what is in flight; the pending `generate` calls return with status ABORTED and the tokens so far."""
-        ...
+    async def abort(self, group: Group | None = None) -> None:
+        """Stop one group, or all that is in flight.
 
+        The pending `generate` calls return with status ABORTED and the tokens so far.
+        """
+        ...
 
     @property
     def in_flight(self) -> int:

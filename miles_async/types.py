@@ -116,6 +116,14 @@ class Group(list[Sample]):
         self.sequence = sequence
         """The order of admission, given by the scheduler; None before admission. Each attempt gets a new one."""
 
+    @staticmethod
+    def of(samples: Iterable[Sample]) -> Group:
+        """A group as it is; a plain list, as slime's functions return it, with the feed index its samples name."""
+        if isinstance(samples, Group):
+            return samples
+        members = list(samples)
+        return Group(members, feed_index=members[0].metadata.get("feed_index", "") if members else "")
+
     @property
     def oldest_version(self) -> int:
         """The oldest weight version that sampled any token of the group.
@@ -149,6 +157,8 @@ class DropReason(StrEnum):
     FILTERED = "filtered"
     FAILED = "failed"
     ENGINE_LOST = "engine_lost"
+    HEAD_DEADLINE = "head_deadline"
+    """The head of the window took too long and was sent back (`core/head.py`)."""
     NONFINITE = "nonfinite"
     ABORTED = "aborted"
     SHUTDOWN = "shutdown"

@@ -71,7 +71,7 @@ class Data(Section):
     reasoning_gym_size: int = Field(20_000, ge=1)
     """Training problems per epoch."""
     prompt_template: str = "{question}"
-    """How a reasoning-gym question becomes the prompt. `{question}` is the text, `{expression}` what follows its last colon."""
+    """The prompt of a reasoning-gym question: `{question}` is the text, `{expression}` what follows its last colon."""
     eval_size: int = Field(512, ge=0)
     """Held-out problems for greedy accuracy, none of which is trained on; 0 measures none."""
     rollout_shuffle: bool = True
@@ -97,6 +97,10 @@ class Rollout(Section):
     """Groups older than this many versions when their step begins are recycled. Unset: no bound but the queue."""
     queue_capacity: int = Field(1000, ge=1)
     """Groups the queue holds at most; a full queue stops admission, nothing is dropped."""
+    head_deadline_seconds: float | None = Field(None, gt=0)
+    """A group that heads the window for longer is a straggler. Unset: it may take its time."""
+    head_deadline_action: Literal["wait", "recycle", "salvage"] = "recycle"
+    """What happens to a straggler: nothing, a fresh attempt, or another attempt that continues its tokens."""
     max_attempts: int = Field(3, ge=1)
     """Attempts per prompt before it goes to the dead-letter file."""
     rollout_max_prompt_len: int | None = Field(None, ge=1)
@@ -115,6 +119,8 @@ class Rollout(Section):
     """The built-in reward: reasoning_gym, or exact (the answer equals the label)."""
     custom_rm_path: str | None = None
     """Your own reward, async fn(args, sample) -> float, as module.function."""
+    reward_timeout_seconds: float = Field(60.0, gt=0)
+    """A group whose rewards take longer fails and is retried."""
     dynamic_sampling_filter_path: str | None = None
     """Keep a finished group or not: fn(args, group) -> bool, as module.function."""
     shuffle_rewards: bool = False

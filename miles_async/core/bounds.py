@@ -28,6 +28,7 @@ class Schedule(StrEnum):
 class Bounds:
     """All counts are groups, but for `staleness`, which is in weight versions."""
 
+    schedule: Schedule
     generation_batch: int
     """N: groups in flight at most."""
     window: int
@@ -69,6 +70,7 @@ class Bounds:
             slots = (max_weight_staleness + 1) * publish_groups - (window - 1)
             staleness = (slots + window - 2) // publish_groups
         return cls(
+            schedule=schedule,
             generation_batch=generation_batch,
             window=window,
             window_asked=asked,

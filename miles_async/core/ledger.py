@@ -101,8 +101,10 @@ class Ledger:
         """Every attempt fed is live in one state, published or dropped. Raises LedgerError otherwise."""
         live = sum(self.counts[state] for state in LIVE)
         ended = self.counts[State.PUBLISHED] + self.counts[State.DROPPED]
-        if live != len(self._states) or live + ended != self.fed or self.counts[State.DROPPED] != sum(
-            self.dropped.values()
+        if (
+            live != len(self._states)
+            or live + ended != self.fed
+            or self.counts[State.DROPPED] != sum(self.dropped.values())
         ):
             raise LedgerError(f"{self.fed} groups fed, but {live} live and {ended} ended: {self.counts}")
 

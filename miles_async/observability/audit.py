@@ -20,7 +20,7 @@ from miles_async.observability.events import (
 _BEFORE_COLLECTION = frozenset({"fed", "in_flight", "finished"})
 _WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 _NEXT = dict(zip(_WAY, _WAY[1:], strict=False))
-_RETURNS = frozenset({"stale", "failed", "engine_lost", "aborted"})
+_RETURNS = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborted"})
 """Reasons after which the prompt is owed another attempt, or a grave."""
 
 

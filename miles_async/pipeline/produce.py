@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from miles_async.core.admission import Admission
+from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.queue import GroupQueue
 from miles_async.core.window import WindowedFIFOCollector
@@ -22,7 +24,7 @@ from miles_async.ports import DataSource, Generator, Rewarder
 from miles_async.types import DropReason, Group, SampleStatus
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
-"""Between losing an engine and trying its group elsewhere: long enough for the router to notice, short for the group."""
+"""Between losing an engine and trying its group elsewhere: the router needs a moment to notice."""
 
 
 class Producer:
@@ -38,6 +40,7 @@ class Producer:
         keep: Callable[[Group], bool],
         recycler: Recycler,
         window_size: int,
+        head_policy: HeadPolicy,
         queue_capacity: int,
     ) -> None:
         self._books = books
@@ -46,26 +49,33 @@ class Producer:
         self._rewarder = rewarder
         self._keep = keep
         self._recycler = recycler
+        self._head_policy = head_policy
+        self._generating: dict[int, Group] = {}
+        """Groups at the engines, by sequence number."""
+        self._overdue: set[int] = set()
+        """Groups that the head policy aborted and that have not come back yet."""
         self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
         self.window: WindowedFIFOCollector[Group] = WindowedFIFOCollector(None, window_size)
         self._found_nothing_at = -1
         """The notification at which the feed last looked for data and found none."""
-        self._feeding: asyncio.Task[None] | None = None
+        self._loops: list[asyncio.Task[None]] = []
+        """Running while the tap is open."""
         self._closing = False
 
     @property
     def is_open(self) -> bool:
-        return self._feeding is not None
+        return bool(self._loops)
 
     def open(self, crew: Crew, admission: Admission) -> None:
         """Start admitting groups, each in a task of `crew`."""
-        self._feeding = crew.spawn("feed", self._feed(crew, admission))
+        self._loops = [crew.spawn("feed", self._feed(crew, admission))]
+        if self._head_policy.active:
+            self._loops.append(crew.spawn("head", self._hurry_head()))
 
     async def close(self) -> None:
         """Stop admitting; what is in flight is aborted and goes back to the feed. Returns when nothing is in flight."""
-        if self._feeding is not None:
-            self._feeding.cancel()
-            self._feeding = None
+        while self._loops:
+            self._loops.pop().cancel()
         counts = self._books.ledger.counts
         self._closing = True
         try:
@@ -98,64 +108,101 @@ class Producer:
             # A generator that never suspends (a replayed cache) must not starve the other loops.
             await asyncio.sleep(0)
 
+    async def _hurry_head(self) -> None:
+        """Waits for the head to overstay its deadline; unblocked by time, or by the head moving on."""
+        books, window = self._books, self.window
+        while True:
+            head = window.head
+            try:
+                async with asyncio.timeout(self._head_policy.deadline_seconds):
+                    await books.changed.until(partial(self._moved_past, head))
+                continue
+            except TimeoutError:
+                pass
+            # A head that is not at the engines is being scored, or is not admitted yet: there is nothing to abort.
+            if group := self._generating.get(head):
+                self._overdue.add(head)
+                await self._generator.abort(group)
+            await books.changed.until(partial(self._moved_past, head))
+
+    def _moved_past(self, head: int) -> bool:
+        return self.window.head != head
+
     async def _produce(self, group: Group) -> None:
-        books = self._books
-        sequence = sequence_of(group)
+        """One attempt, from admission to its end: in the window, or out of it."""
+        books, sequence = self._books, sequence_of(group)
         books.advance([group], State.IN_FLIGHT)
-        if self._closing:
-            self._recycler.give_back(group, DropReason.ABORTED)
-            return self._leave(sequence)
-        started = books.clock.now()
         try:
-            await self._generator.generate(group)
-            generated = books.clock.now()
-            if any(sample.status is SampleStatus.ABORTED for sample in group):
-                self._recycler.give_back(group, DropReason.ABORTED)
-                return self._leave(sequence)
-            await self._rewarder.score(group)
-            kept = self._keep(group)
-            oldest, newest = group.oldest_version, max(span.version for sample in group for span in sample.spans)
+            outcome = await self._attempt(group)
         except BadTrajectory as error:
+            outcome = SampleStatus.FAILED
             self._recycler.retry(group, DropReason.FAILED, str(error))
-            return self._leave(sequence)
         except EngineLost:
+            outcome = SampleStatus.FAILED
             if not self._closing:
                 await books.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
             self._recycler.give_back(group, DropReason.ENGINE_LOST)
-            return self._leave(sequence)
-        books.events.emit(
+        if outcome is SampleStatus.ABORTED:
+            self._send_back(group)
+        self._overdue.discard(sequence)
+        if outcome is SampleStatus.COMPLETED and self._keep(group):
+            books.advance([group], State.FINISHED)
+            self.window.mark_completed(sequence, group)
+        else:
+            if outcome is SampleStatus.COMPLETED:
+                books.drop(group, DropReason.FILTERED)
+            # A group that will not be collected gives its place in the window to the next.
+            self.window.drop(sequence)
+        self._collect()
+
+    async def _attempt(self, group: Group) -> SampleStatus:
+        """Generate and score. Returns COMPLETED or ABORTED; raises BadTrajectory or EngineLost."""
+        clock, sequence = self._books.clock, sequence_of(group)
+        if self._closing:
+            return SampleStatus.ABORTED
+        started = clock.now()
+        self._generating[sequence] = group
+        try:
+            await self._generator.generate(group)
+        finally:
+            del self._generating[sequence]
+        if any(sample.status is SampleStatus.ABORTED for sample in group):
+            return SampleStatus.ABORTED
+        generated = clock.now()
+        await self._rewarder.score(group)
+        self._books.events.emit(
             GroupGenerated(
-                time=books.clock.now(),
+                time=clock.now(),
                 sequence=sequence,
                 started=started,
                 generated=generated,
-                versions=(oldest, newest),
+                versions=(group.oldest_version, max(span.version for sample in group for span in sample.spans)),
                 response_tokens=group.response_tokens,
                 reward=sum(sample.scalar_reward for sample in group) / len(group),
                 truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
             )
         )
-        if kept:
-            books.advance([group], State.FINISHED)
-            self.window.mark_completed(sequence, group)
-            self._collect()
-        else:
-            books.drop(group, DropReason.FILTERED)
-            self._leave(sequence)
+        return SampleStatus.COMPLETED
 
-    def _leave(self, sequence: int) -> None:
-        """A group that will not be collected gives its place in the window to the next."""
-        self.window.drop(sequence)
-        self._collect()
+    def _send_back(self, group: Group) -> None:
+        """An aborted group goes back to the feed: salvaged or recycled as a slow head, or as nobody's fault."""
+        if sequence_of(group) not in self._overdue:
+            self._recycler.give_back(group, DropReason.ABORTED)
+        elif self._head_policy.action is HeadAction.SALVAGE:
+            self._recycler.salvage(group)
+        else:
+            self._recycler.retry(
+                group,
+                DropReason.HEAD_DEADLINE,
+                f"it held up the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
+            )
 
     def _collect(self) -> None:
         for group in self.window.drain():
             self.queue.put(group)
             self._books.advance([group], State.QUEUED)
             self._books.progressed()
-        self._books.events.emit(
-            Queue(time=self._books.clock.now(), depth=len(self.queue), blocked=self.window.blocked)
-        )
+        self._books.events.emit(Queue(time=self._books.clock.now(), depth=len(self.queue), blocked=self.window.blocked))
 
     @property
     def starved(self) -> bool:

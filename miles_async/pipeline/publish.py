@@ -1,8 +1,8 @@
 """New weights onto the engines, in two phases: stage while generation runs, then pause, write, commit, resume.
 
-A version is announced only on an engine whose every byte was written and verified. An engine that fails is fenced: the
-router sends it nothing until it holds the current version. `stage` waits for the publish before it (there is one staging
-buffer); it is unblocked by that publish ending. Nothing here waits for the next batch.
+A version is announced only on an engine whose every byte was written and verified. An engine that fails is fenced:
+the router sends it nothing until it holds the current version. `stage` waits for the publish before it (there is one
+staging buffer); it is unblocked by that publish ending. Nothing here waits for the next batch.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Recycler:
         """Groups sent back as stale since the run began."""
 
     def retry(self, group: Group, reason: DropReason, error: str) -> None:
-        """End this attempt as `reason`; the prompt goes first in line, or to the dead letters after its last attempt."""
+        """End this attempt as `reason`; the prompt goes first in line, or, after its last, to the dead letters."""
         self._books.drop(group, reason)
         self.recycled += reason is DropReason.STALE
         if group.attempt + 1 >= self._max_attempts:
@@ -32,6 +32,12 @@ class Recycler:
         """End this attempt through no fault of the prompt's: it does not count against the cap."""
         self._books.drop(group, reason)
         self._return(group)
+
+    def salvage(self, group: Group) -> None:
+        """End this attempt but keep its tokens: the next one continues them. It keeps its first version with them."""
+        self._books.drop(group, DropReason.HEAD_DEADLINE)
+        group.sequence = None
+        self._data.add_samples([group])
 
     def _return(self, group: Group) -> None:
         group.reset()

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from miles_async.config.schema import RunConfig
 from miles_async.core.admission import Admission
 from miles_async.core.bounds import Bounds
+from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
 from miles_async.errors import Fatal
@@ -105,6 +106,9 @@ class Service:
             keep=ports.keep,
             recycler=recycler,
             window_size=bounds.window,
+            head_policy=HeadPolicy(
+                config.rollout.head_deadline_seconds, HeadAction(config.rollout.head_deadline_action)
+            ),
             queue_capacity=config.rollout.queue_capacity,
         )
         self._drain = Drain(
@@ -112,9 +116,7 @@ class Service:
             producer=self._producer,
             recycler=recycler,
             gate=self._gate,
-            stream_admission=Admission(
-                max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots
-            ),
+            stream_admission=Admission(max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots),
             crew=lambda: self._crew,
         )
         self._publisher = Publisher(
@@ -192,7 +194,9 @@ class Service:
         version = self.books.trainer_version
         ages = [staleness(group.oldest_version, version) for group in groups]
         if self._gate.limit is not None and max(ages) > self._gate.limit:
-            raise Fatal(f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug")
+            raise Fatal(
+                f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug"
+            )
         if self._config.rollout.shuffle_rewards:
             shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
         samples = [sample for group in groups for sample in group]

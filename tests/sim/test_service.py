@@ -78,6 +78,15 @@ def test_a_version_is_published_while_the_queue_is_empty():
     assert any(event.version > 0 and event.queue == 0 for event in world.trace.of(PublishEnded))
 
 
+def test_a_straggler_at_the_head_is_recycled_after_its_deadline_and_buried_after_its_attempts():
+    world = World(
+        config=config(head_deadline_seconds=10.0, max_attempts=2),
+        latency=lambda group, rng: 1e6 if group.feed_index == "sample_0_5" else rng.lognormvariate(0.0, 1.0),
+    ).run()
+    assert world.graveyard.buried[0][:2] == ("sample_0_5", DropReason.HEAD_DEADLINE)
+    assert world.audit.violations == []
+
+
 def test_a_filter_that_drops_most_groups_does_not_stop_the_run():
     world = World(config=config(), keep=lambda group: int(group.feed_index.split("_")[-1]) % 3 == 0).run()
     assert len(world.trainer.batches) == 60

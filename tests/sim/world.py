@@ -91,7 +91,7 @@ class Engines:
         self._failure_rate = failure_rate
         self._stage_seconds = stage_seconds
         self._write_seconds = write_seconds
-        self._aborting: dict[asyncio.Event, None] = {}
+        self._aborting: dict[int, asyncio.Event] = {}
         self.version = -1
         self.in_flight = 0
         self.busy_seconds = 0.0
@@ -103,7 +103,7 @@ class Engines:
         latency = self._latency(group, self._rng)
         fails = self._rng.random() < self._failure_rate
         aborted = asyncio.Event()
-        self._aborting[aborted] = None
+        self._aborting[id(group)] = aborted
         self._enter()
         try:
             await asyncio.wait_for(aborted.wait(), latency)
@@ -112,7 +112,7 @@ class Engines:
             status = SampleStatus.COMPLETED
         finally:
             self._leave()
-            del self._aborting[aborted]
+            del self._aborting[id(group)]
         if fails and status is SampleStatus.COMPLETED:
             raise BadTrajectory("injected failure")
         spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(range(born, self.version + 1))]
@@ -122,8 +122,8 @@ class Engines:
             sample.tokens = [0] * (1 + len(spans))
             sample.status = status
 
-    async def abort(self) -> None:
-        for event in self._aborting:
+    async def abort(self, group: Group | None = None) -> None:
+        for event in list(self._aborting.values()) if group is None else [self._aborting[id(group)]]:
             event.set()
 
     def _enter(self) -> None:
