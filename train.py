@@ -1,6 +1,6 @@
 """Synchronous training: generate, train and publish in turns, with the flags of train_async.py.
 
-    python train.py --config configs/arithmetic-cpu.yaml
+python train.py --config configs/arithmetic-cpu.yaml
 """
 
 import sys

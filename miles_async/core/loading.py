@@ -11,8 +11,8 @@ from typing import Any
 from miles_async.errors import UserError
 
 
-def load_function(path: str, *, setting: str, within: str | None = None) -> Callable[..., Any]:
-    """Import `path`; where its first name is no module, look for it inside the package `within`.
+def load_function(path: str, *, setting: str) -> Callable[..., Any]:
+    """Import the function that `path` names.
 
     `setting` is the configuration field that holds the path, for the message. Raises UserError with the reason: no such
     module, the module fails to import (with its error), no such function in it.
@@ -20,7 +20,7 @@ def load_function(path: str, *, setting: str, within: str | None = None) -> Call
     module_path, _, name = path.rpartition(".")
     if not module_path:
         raise UserError(f"{setting} {path!r} names no module: write module.function")
-    module = _import(module_path, within, f"{setting} {path!r} cannot be imported")
+    module = _import(module_path, f"{setting} {path!r} cannot be imported")
     if not hasattr(module, name):
         public = [other for other, value in vars(module).items() if callable(value)]
         near = get_close_matches(name, public, n=3)
@@ -32,13 +32,9 @@ def load_function(path: str, *, setting: str, within: str | None = None) -> Call
     return function  # type: ignore[no-any-return]
 
 
-def _import(module_path: str, within: str | None, complaint: str) -> ModuleType:
+def _import(module_path: str, complaint: str) -> ModuleType:
     try:
         return importlib.import_module(module_path)
-    except ModuleNotFoundError as error:
-        if within is not None and error.name == module_path.partition(".")[0]:
-            return _import(f"{within}.{module_path}", None, complaint)
-        raise UserError(f"{complaint}: {error}") from error
     except Exception as error:
         # Importing runs the user's code, which may raise anything.
         raise UserError(f"{complaint}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,56 @@
+SHELL := bash
+PYTHON := .venv/bin/python
+READY := .venv/ready
+ARGS ?=
+
+ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-gpu run test test-unit test-stack sim lint format lock clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@printf '\nARGS="…" passes flags on: make run ARGS="--num-rollout 20 --seed 7", make test ARGS="-k staleness"\n'
+
+setup: $(READY) ## Create .venv from requirements/cpu.lock; does nothing when it is up to date
+
+# Only a changed lock or project file installs anything, so a second `make run` starts at once.
+$(READY): requirements/cpu.lock pyproject.toml requirements/install.sh
+	@bash requirements/install.sh
+	@touch $@
+
+setup-gpu: ## On a machine with CUDA: install SGLang with its own dependencies and Mooncake's RDMA build
+	@bash requirements/install.sh gpu
+	@touch $(READY)
+
+run: $(READY) ## The main job: a tiny model learns arithmetic under fully asynchronous RL
+	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
+
+test: $(READY) ## All tests: unit, simulation, then the real engines (at most 10 minutes)
+	@$(PYTHON) -m pytest tests/unit tests/sim tests/stack $(ARGS)
+
+test-unit: $(READY) ## Unit tests, seconds
+	@$(PYTHON) -m pytest tests/unit $(ARGS)
+
+test-stack: $(READY) ## Tests on the real engines
+	@$(PYTHON) -m pytest tests/stack $(ARGS)
+
+sim: $(READY) ## The real pipeline under a virtual clock, neighbours simulated
+	@$(PYTHON) -m pytest tests/sim $(ARGS)
+
+lint: $(READY) ## ruff, mypy --strict and the import rules
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@.venv/bin/lint-imports
+
+format: $(READY) ## Let ruff rewrite what it can
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+lock: ## Renew requirements/cpu.lock from pyproject.toml and requirements/cpu.in
+	@bash requirements/lock.sh
+
+clean: ## Remove .venv and caches; keeps runs/ and warm-started models
+	@rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,46 @@
+"""Checkpoints in Hugging Face format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+
+_BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+@contextmanager
+def appears_complete(path: Path) -> Iterator[Path]:
+    """A folder to fill that takes the name `path` at the end, so that nobody finds half of it.
+
+    Raises OSError when a folder with anything in it has that name already.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+        draft.rename(path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, notes: Mapping[str, str]) -> None:
+    """Write `tensors` as safetensors; configuration and tokenizer are copied from the checkpoint `like`.
+
+    `notes` are further files, their text by their names. Raises OSError when `path` exists already.
+    """
+    with appears_complete(path) as draft:
+        save_torch_state_dict(tensors, draft)
+        for pattern in _BESIDE_WEIGHTS:
+            for file in like.glob(pattern):
+                if not file.name.endswith(".safetensors.index.json"):
+                    shutil.copy2(file, draft)
+        for name, text in notes.items():
+            (draft / name).write_text(text)

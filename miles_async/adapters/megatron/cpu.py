@@ -1,0 +1,49 @@
+"""What lets Megatron-core 0.16 run on machines without CUDA. Nothing here is used where CUDA is present.
+
+Megatron names CUDA in a few constructors and asserts even where it computes nothing there. They are answered while the
+model is built and while the optimizer steps; forward and backward run untouched, and at full speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+@contextmanager
+def cuda_means_cpu() -> Iterator[None]:
+    """Within, in this thread, code that asks for CUDA gets the CPU. With CUDA present: nothing happens."""
+    if not on_cpu():
+        yield
+        return
+    # Called by Megatron at every forward too; without CUDA it could only raise, so it may stay replaced.
+    torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
+    with _CudaMeansCpu():
+        yield
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1:
+            # The optimizer tells its kinds of parameters apart by the CUDA names of their types.
+            return func(*args, **kwargs).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)

@@ -1,0 +1,95 @@
+"""Packed forward passes, and what is read off them: log-probabilities and next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from miles_async.adapters.megatron.attention import packed_params
+from miles_async.adapters.megatron.batch import PackedBatch, pack_sequences
+from miles_async.adapters.megatron.model import Model
+from miles_async.core.packing import pack
+from miles_async.losses.logprobs import token_logprobs
+
+
+def packed_logits(model: Model, batch: PackedBatch, device: torch.device) -> Tensor:
+    """[T, columns] logits of this tensor-parallel rank's part of the (padded) vocabulary, at every place of the pack."""
+    tokens, lengths = batch.tokens, batch.lengths
+    split = parallel_state.get_tensor_model_parallel_world_size() if model.bridge.config.sequence_parallel else 1
+    if missing := -len(tokens) % split:
+        # Sequence parallelism cuts the pack into equal parts: a sequence of its own makes up the difference.
+        tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
+    positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    logits: Tensor = model.ddp(
+        torch.from_numpy(tokens)[None].to(device),
+        torch.from_numpy(positions)[None].to(device),
+        None,
+        packed_seq_params=packed_params(lengths, device),
+    )
+    return logits[0]
+
+
+def target_logprobs(model: Model, batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[m] log-probability of each target token given what precedes it, at temperature 1, and [m] entropy, in nats."""
+    targets = torch.from_numpy(batch.targets).to(device)
+    logits = packed_logits(model, batch, device).index_select(0, targets - 1)
+    start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
+    columns = min(logits.shape[1], model.vocab_size - start)
+    shared = parallel_state.get_tensor_model_parallel_world_size() > 1
+    return token_logprobs(
+        logits[:, :columns].float(),
+        torch.from_numpy(batch.tokens[batch.targets]).to(device),
+        vocab_start=start,
+        group=parallel_state.get_tensor_model_parallel_group() if shared else None,
+    )
+
+
+@torch.no_grad()
+def sequence_logprobs(
+    model: Model, token_lists: Sequence[list[int]], *, max_tokens: int, device: torch.device
+) -> list[list[float]]:
+    """For each sequence, the log-probability of every token but the first, given those before it."""
+    results: list[list[float]] = [[] for _ in token_lists]
+    [bins] = pack([len(tokens) for tokens in token_lists], max_tokens)
+    for bin_ in bins:
+        batch = pack_sequences([token_lists[i] for i in bin_], [1] * len(bin_))
+        logprobs = iter(target_logprobs(model, batch, device)[0].tolist())
+        for i in bin_:
+            results[i] = [next(logprobs) for _ in token_lists[i][1:]]
+    return results
+
+
+@torch.no_grad()
+def greedy(
+    model: Model, prompts: Sequence[list[int]], *, max_new_tokens: int, eos: int, max_tokens: int, device: torch.device
+) -> list[list[int]]:
+    """The most probable continuation of each prompt, token by token, up to and with `eos`.
+
+    Every step runs the whole prefix again: meant for short answers to many prompts, where a KV cache gains little.
+    """
+    outputs: list[list[int]] = [[] for _ in prompts]
+    live = list(range(len(prompts)))
+    for _ in range(max_new_tokens):
+        for i, token in zip(live, _next_tokens(model, [prompts[i] + outputs[i] for i in live], max_tokens, device), strict=True):
+            outputs[i].append(token)
+        live = [i for i in live if outputs[i][-1] != eos]
+        if not live:
+            break
+    return outputs
+
+
+def _next_tokens(model: Model, sequences: list[list[int]], max_tokens: int, device: torch.device) -> list[int]:
+    chosen = [0] * len(sequences)
+    [bins] = pack([len(sequence) for sequence in sequences], max_tokens)
+    for bin_ in bins:
+        batch = pack_sequences([sequences[i] for i in bin_], [len(sequences[i]) - 1 for i in bin_])
+        last = packed_logits(model, batch, device).index_select(0, torch.from_numpy(batch.targets).to(device))
+        best = gather_from_tensor_model_parallel_region(last)[:, : model.vocab_size].argmax(-1)
+        for i, token in zip(bin_, best.tolist(), strict=True):
+            chosen[i] = token
+    return chosen

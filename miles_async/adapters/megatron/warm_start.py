@@ -1,0 +1,143 @@
+"""Supervised steps before RL, through the same learner, once per model and data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.parallel import free_port
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
+
+Problems = Sequence[tuple[str, str]]
+"""Prompts and their answers."""
+
+Report = Callable[[int, float, float], None]
+"""Step, loss in nats per token, greedy accuracy."""
+
+_RECIPE = 1
+"""Raise when a change here makes other models from the same settings."""
+_LR_WARMUP_STEPS = 20
+_NOTE = "warm_start.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStarted:
+    path: str
+    """Folder of the Hugging Face checkpoint."""
+    cached: bool
+    """It was made before; nothing was trained now."""
+    accuracy: float | None
+    """Greedy accuracy on the check problems when it was made; None where nothing was taught."""
+    steps: int
+    seconds: float
+    """Spent now: next to nothing when cached."""
+
+
+def warm_start(config: RunConfig, problems: Problems, check: Problems, report: Report) -> WarmStarted:
+    """The checkpoint that RL starts from: the tiny model or `hf_checkpoint`, after supervised steps on `problems`.
+
+    Ends at the first greedy accuracy on `check` inside `warm_start_accuracy`. The result lies in the cache under the
+    hash of everything that made it. Runs as one rank, whatever the learner's size. `report` hears of every look.
+    With `warm_start_max_steps` 0 nothing is trained, and a given checkpoint is returned as it is.
+
+    Raises UserError when the accuracy jumps over the range or does not reach it.
+    """
+    started = time.monotonic()
+    if config.model.hf_checkpoint is not None and config.warm_start.warm_start_max_steps == 0:
+        return WarmStarted(config.model.hf_checkpoint, True, None, 0, 0.0)
+    place = Path(config.warm_start.cache_dir).expanduser() / _key(config, problems, check)
+    cached = place.exists()
+    if not cached:
+        _make(config, problems, check, place, report)
+    made = json.loads((place / _NOTE).read_text())
+    return WarmStarted(str(place), cached, made["accuracy"], made["steps"], time.monotonic() - started)
+
+
+def _key(config: RunConfig, problems: Problems, check: Problems) -> str:
+    what = {
+        "recipe": _RECIPE,
+        "model": config.model.model_dump(mode="json"),
+        "warm_start": config.warm_start.model_dump(mode="json", exclude={"cache_dir"}),
+        "learner": config.learner.model_dump(include={"adam_beta1", "adam_beta2", "weight_decay", "clip_grad", "seed"}),
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "mbridge", "transformers")},
+        "problems": [list(problems), list(check)],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _make(config: RunConfig, problems: Problems, check: Problems, place: Path, report: Report) -> None:
+    one_rank = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+    alone = config.model_copy(update={"learner": config.learner.model_copy(update=one_rank)})
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = config.model.hf_checkpoint
+        if checkpoint is None:
+            checkpoint = f"{scratch}/tiny"
+            create_tiny_model(config.model.tiny_model, Path(checkpoint), seed=config.learner.seed)
+        learner = MegatronLearner(alone, checkpoint, 0, 1, "127.0.0.1", free_port())
+        try:
+            steps, accuracy = _teach(config, learner, checkpoint, problems, check, report)
+            learner.save_hf(str(place), {_NOTE: json.dumps({"accuracy": accuracy, "steps": steps})})
+        finally:
+            learner.close()
+
+
+def _teach(
+    config: RunConfig,
+    learner: MegatronLearner,
+    checkpoint: str,
+    problems: Problems,
+    check: Problems,
+    report: Report,
+) -> tuple[int, float | None]:
+    """Supervised steps until the accuracy is inside the range; the steps taken and the accuracy."""
+    settings = config.warm_start
+    low, high = settings.warm_start_accuracy
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    lessons, checks = ([_encoded(tokenizer, pair) for pair in pairs] for pairs in (problems, check))
+    draw = random.Random(config.learner.seed)
+    accuracy = None
+    for step in range(1, settings.warm_start_max_steps + 1):
+        prompts, answers = zip(*draw.sample(lessons, settings.warm_start_batch_size), strict=True)
+        loss = learner.supervised_step(prompts, answers, settings.warm_start_lr * min(1.0, step / _LR_WARMUP_STEPS))
+        if step % settings.warm_start_check_every:
+            continue
+        accuracy = _accuracy(learner, checks, tokenizer.eos_token_id)
+        report(step, loss, accuracy)
+        if accuracy > high:
+            raise UserError(
+                f"the warm start jumped over {low} to {high} to {accuracy:.3f} at step {step}: "
+                "lower warm_start_check_every or warm_start_lr, or widen warm_start_accuracy"
+            )
+        if accuracy >= low:
+            return step, accuracy
+    if settings.warm_start_max_steps:
+        raise UserError(
+            f"the warm start's greedy accuracy stayed below {low} for {settings.warm_start_max_steps} steps "
+            f"(last: {accuracy}): raise warm_start_max_steps or warm_start_lr"
+        )
+    return 0, None
+
+
+def _encoded(tokenizer: Any, pair: tuple[str, str]) -> tuple[list[int], list[int]]:
+    prompt, answer = pair
+    return tokenizer.encode(prompt), [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def _accuracy(learner: MegatronLearner, checks: Sequence[tuple[list[int], list[int]]], eos: int) -> float:
+    """Share of the check problems whose greedy continuation is the answer, token by token."""
+    longest = max(len(answer) for _, answer in checks)
+    outputs = learner.greedy([prompt for prompt, _ in checks], longest, eos)
+    return sum(output == answer for output, (_, answer) in zip(outputs, checks, strict=True)) / len(checks)

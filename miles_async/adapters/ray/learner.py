@@ -1,0 +1,95 @@
+"""The learner and its weight channel, as the pipeline sees them, over the Ray actors of all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+
+from miles_async.adapters.megatron.batch import policy_steps
+from miles_async.config.schema import RunConfig
+from miles_async.errors import Fatal, UserError
+from miles_async.types import Group, StepReport, WriteOutcome
+
+Rank = Any
+"""Handle of a `workers.learner.LearnerRank` actor."""
+
+
+class RayLearner:
+    """`ports.Learner`: cuts a batch up for the ranks and merges what they report."""
+
+    def __init__(self, config: RunConfig, ranks: Sequence[Rank]) -> None:
+        self._settings = config.learner
+        self._std_normalization = config.algorithm.grpo_std_normalization
+        self._ranks = ranks
+
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        # Packing a large batch takes long enough to be felt by a loop that also keeps requests in flight.
+        shares = await asyncio.to_thread(self._share, groups)
+        tensor_parallel = self._settings.tensor_model_parallel_size
+        reports = await _of_all(
+            rank.train.remote(rollout_id, shares[i // tensor_parallel]) for i, rank in enumerate(self._ranks)
+        )
+        one_per_share = reports[::tensor_parallel]
+        return StepReport(
+            started=min(report.started for report in reports),
+            ended=max(report.ended for report in reports),
+            tokens=sum(report.tokens for report in one_per_share),
+            finite=all(report.finite for report in reports),
+            metrics=reports[0].metrics,
+        )
+
+    def _share(self, groups: Sequence[Group]) -> list[Any]:
+        try:
+            return policy_steps(
+                groups,
+                steps=self._settings.num_steps_per_rollout,
+                ranks=len(self._ranks) // self._settings.tensor_model_parallel_size,
+                max_tokens=self._settings.max_tokens_per_gpu,
+                std_normalization=self._std_normalization,
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
+        """See `MegatronLearner.logprobs`."""
+        results = await _of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)
+        return results[0]  # type: ignore[no-any-return]
+
+    async def save_hf(self, path: str) -> None:
+        await _of_all(rank.save_hf.remote(path) for rank in self._ranks)
+
+
+class RayWeightChannel:
+    """`ports.WeightChannel`: all ranks gather, rank 0 writes."""
+
+    def __init__(self, name: str, ranks: Sequence[Rank]) -> None:
+        self._name = name
+        self._ranks = ranks
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def stage(self, version: int) -> None:
+        await _of_all(rank.stage.remote(version) for rank in self._ranks)
+
+    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+        [outcomes] = await _of_all([self._ranks[0].write.remote(version, list(engines))])
+        return outcomes  # type: ignore[no-any-return]
+
+
+async def _of_all(calls: Any) -> list[Any]:
+    """The answers of all ranks. Raises Fatal at the first that is lost or fails: the others would wait for it."""
+    pending: list[Awaitable[Any]] = list(calls)
+    try:
+        return list(await asyncio.gather(*pending))
+    except RayError as error:
+        raise Fatal(f"a learner rank failed: {_cause(error)}") from error
+
+
+def _cause(error: RayError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

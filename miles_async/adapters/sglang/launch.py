@@ -1,0 +1,178 @@
+"""A real SGLang server: its command line, its environment, its start."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from miles_async.adapters.sglang.process import PortTaken, ServerProcess, free_port
+from miles_async.errors import Fatal, UserError
+
+KV_CACHE_BYTES_ON_CPU = 1 << 30
+"""Upper bound of the KV cache where there is no device memory to measure."""
+PORT_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What one engine is to be."""
+
+    name: str
+    model_path: str
+    log_path: Path
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    cpus: tuple[int, ...] | None = None
+    """CPU cores the engine may use; None: any."""
+    concurrency: int = 512
+    """Requests it runs at once at most."""
+    seed: int = 42
+    p2p: bool = True
+    """Open its weights to Mooncake's one-sided writes."""
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """Any other argument of `sglang.launch_server` by its own name, dashes or underscores; these win."""
+    start_timeout: float = 300.0
+    """Seconds until it must be healthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the others need to know of a running engine."""
+
+    name: str
+    url: str
+    pid: int
+    tp: int
+
+
+class EngineServer:
+    """One SGLang server process on loopback."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._process: ServerProcess | None = None
+
+    def start(self) -> EngineInfo:
+        """Start it and wait until it is healthy.
+
+        Raises UserError for a model folder that is none, Fatal with the last cause in the log when it dies or is late.
+        """
+        _require_checkpoint(self.spec.model_path)
+        for _ in range(PORT_ATTEMPTS):
+            port, bootstrap_port = free_port(), free_port()
+            url = f"http://127.0.0.1:{port}"
+            arguments = command(self.spec, port, bootstrap_port)
+            self._process = ServerProcess(
+                f"engine {self.spec.name}", "sglang.launch_server", arguments, f"{url}/health", self.spec.log_path
+            )
+            try:
+                self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout)
+            except PortTaken:
+                continue
+            return EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp)
+        raise Fatal(
+            f"engine {self.spec.name} found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})"
+        )
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+
+def command(spec: EngineSpec, port: int, bootstrap_port: int) -> list[str]:
+    """Arguments of `sglang.launch_server`. `bootstrap_port` is where the addresses of the weights are told."""
+    arguments: dict[str, Any] = {
+        "model-path": spec.model_path,
+        "host": "127.0.0.1",
+        "port": port,
+        "tp-size": spec.tp,
+        "max-running-requests": spec.concurrency,
+        "random-seed": spec.seed,
+        "enable-metrics": True,
+        # The first request warms it up as well as a warm-up would, and counts.
+        "skip-server-warmup": True,
+        "log-level": "warning",
+        # An idle scheduler polls without pause otherwise: a whole core that the learner could use.
+        "sleep-on-idle": True,
+    }
+    if spec.p2p:
+        arguments["remote-instance-weight-loader-start-seed-via-transfer-engine"] = True
+        arguments["engine-info-bootstrap-port"] = bootstrap_port
+    if not has_cuda():
+        arguments |= {
+            "device": "cpu",
+            "attention-backend": "torch_native",
+            "dtype": "float32",
+            "disable-overlap-schedule": True,
+            "mem-fraction-static": 0.1,
+            "max-total-tokens": _kv_tokens(spec),
+        }
+    arguments |= {key.replace("_", "-"): value for key, value in spec.server_args.items()}
+    return [word for key, value in arguments.items() for word in _flag(key, value)]
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """What the server needs beside our own environment."""
+    values = {
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "NO_PROXY": "127.0.0.1",
+        # A health check that generates a token would hang while the engine is paused for a publish.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not has_cuda():
+        cores = spec.cpus or tuple(sorted(os.sched_getaffinity(0)))
+        values |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "MOONCAKE_PROTOCOL": "tcp",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(spec.tp)),
+            # More threads than free cores spin against each other and against the learner: 50 times slower was seen.
+            "OMP_NUM_THREADS": str(max(1, len(cores) // spec.tp // (1 if spec.cpus else 2))),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+    return values
+
+
+@cache
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _flag(key: str, value: Any) -> Iterator[str]:
+    if value is None or value is False:
+        return
+    yield f"--{key}"
+    if isinstance(value, list | tuple):
+        yield from map(str, value)
+    elif isinstance(value, dict):
+        yield json.dumps(value)
+    elif value is not True:
+        yield str(value)
+
+
+def _require_checkpoint(path: str) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(
+            f"{path} is no Hugging Face checkpoint: it has no config.json; set hf_checkpoint to such a folder"
+        )
+
+
+def _kv_tokens(spec: EngineSpec) -> int:
+    """Tokens of KV cache: enough for all requests at full length, bounded in bytes."""
+    model = json.loads((Path(spec.model_path) / "config.json").read_text())
+    heads = model.get("num_key_value_heads", model["num_attention_heads"])
+    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    bytes_per_token = 2 * 4 * model["num_hidden_layers"] * heads * width
+    return int(min(spec.concurrency * model["max_position_embeddings"], KV_CACHE_BYTES_ON_CPU // bytes_per_token))

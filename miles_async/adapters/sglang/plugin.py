@@ -1,0 +1,83 @@
+"""Hooks inside SGLang's own processes, through its plugin entry point. Declared in `pyproject.toml`:
+
+    [project.entry-points."sglang.srt.plugins"]
+    miles_async = "miles_async.adapters.sglang.plugin:register"
+
+One keeps cached prefixes honest after a weight publish and is active everywhere; the other opens CPU memory to
+one-sided writes and is active only without CUDA.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+Scheduler = Any
+"""`sglang.srt.managers.scheduler.Scheduler`: named only here, because importing it takes seconds."""
+
+
+def register() -> None:
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}._add_request_to_queue", name_prefix, HookType.BEFORE)
+    if not torch.cuda.is_available():
+        loader = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
+        HookRegistry.register(f"{loader}.register_memory_region_v2", _register_parameters, HookType.REPLACE)
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+
+
+def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache: bool = True) -> bool:
+    """Let `/flush_cache` succeed on a paused engine whose requests are merely waiting.
+
+    SGLang refuses to flush while any request is queued, so after a pause every prefix cached under the old weights
+    stays and is matched under the new ones, wrong by whole nats. Retracted requests hold no KV: the cache may go and
+    they stay. Requests paused in place do hold KV, so there the old prefixes are put out of reach instead: from now on
+    prefixes carry the name of a new epoch, and the old ones are evicted when room is needed.
+    """
+    if not scheduler._engine_paused or scheduler.is_fully_idle():
+        return original(scheduler, empty_cache)
+    if scheduler.running_batch.is_empty() and scheduler.last_batch is None and scheduler.chunked_req is None:
+        scheduler.tree_cache.reset()
+        scheduler.req_to_token_pool.clear()
+        scheduler.token_to_kv_pool_allocator.clear()
+        scheduler.req_to_token_pool.reset_aux_cache_allocator()
+        return True
+    scheduler.tree_cache.miles_epoch = vars(scheduler.tree_cache).get("miles_epoch", 0) + 1
+    for request in scheduler.waiting_queue:
+        name_prefix(scheduler, request)
+    return True
+
+
+def name_prefix(scheduler: Scheduler, request: Any, *_: Any, **__: Any) -> None:
+    """Put a request that enters the queue into the present epoch's part of the prefix cache."""
+    epoch = vars(scheduler.tree_cache).get("miles_epoch", 0)
+    if epoch:
+        own = (request.extra_key or "").partition("|epoch=")[0]
+        request.extra_key = f"{own}|epoch={epoch}"
+
+
+def _register_parameters(model: Any, transfer_engine: Any) -> dict[str, tuple[int, int, int]]:
+    """Open every parameter to one-sided writes; SGLang's own version walks CUDA's memory segments.
+
+    Returns, by parameter name, its address, number of elements and bytes per element.
+    """
+    regions = {}
+    for name, weight in model.named_parameters():
+        size = weight.numel() * weight.element_size()
+        if transfer_engine.register_memory(weight.data_ptr(), size) != 0:
+            raise RuntimeError(f"Mooncake could not register the {size} bytes of {name}; raise the memlock limit")
+        regions[name] = (weight.data_ptr(), weight.numel(), weight.element_size())
+    return regions
+
+
+def _fork_workers(_: None, *__: Any, **___: Any) -> None:
+    """Fork the scheduler and the detokenizer instead of spawning them: half the start-up, a third of the memory.
+
+    Spawned processes import torch and SGLang all over again. SGLang spawns because CUDA does not survive a fork;
+    without CUDA nothing in the server process happens before the fork that its children could not go on with.
+    """
+    multiprocessing.set_start_method("fork", force=True)

@@ -1,0 +1,16 @@
+"""The sglang-router process: `python -m miles_async.adapters.sglang.router_process '{"port": …}'`.
+
+The router's own launch module imports all of SGLang for a tracing option; this starts the same Rust router without it,
+in half a second instead of eight.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+
+if __name__ == "__main__":
+    Router.from_args(RouterArgs(**json.loads(sys.argv[1]))).start()

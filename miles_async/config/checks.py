@@ -1,0 +1,250 @@
+"""Settings that contradict each other, or name what is not there: one sentence each, which says what to set.
+
+Only what can be told at once and without importing anything heavy; what needs the data, the model or a user's module
+is checked by whoever opens it, at start-up and in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from miles_async.config.derived import (
+    bounds_of,
+    learner_ranks,
+    samples_per_rollout,
+    samples_per_step,
+    schedule_of,
+)
+from miles_async.config.schema import RunConfig
+from miles_async.core.bounds import Bounds, Schedule
+
+BUILT_IN_REWARDS = ("reasoning_gym", "exact")
+"""What `rm_type` may name (`rewards/builtin.py`)."""
+
+Check = Callable[[RunConfig], Iterator[str]]
+
+
+def problems(config: RunConfig, entry: str) -> list[str]:
+    """Why a run of `entry` would be refused; empty where it may start."""
+    schedule = schedule_of(config, entry)
+    found = [sentence for check in _CHECKS for sentence in check(config)]
+    if schedule is not Schedule.TURNS:
+        found += _staleness_limit(config)
+    if schedule is Schedule.FULLY_ASYNC:
+        found += _flow(config, bounds_of(config, entry))
+    return found
+
+
+def notes(config: RunConfig, entry: str) -> list[str]:
+    """Settings that will do nothing in this run, worth a warning."""
+    rollout = config.rollout
+    if schedule_of(config, entry) is Schedule.FULLY_ASYNC or rollout.windowed_fifo_ratio is None:
+        return []
+    surplus = rollout.over_sampling_batch_size not in (None, rollout.rollout_batch_size)
+    if surplus or rollout.dynamic_sampling_filter_path is not None:
+        return []
+    return [
+        "windowed_fifo_ratio has no effect: every generated group is trained; "
+        "set over_sampling_batch_size above rollout_batch_size, or a dynamic_sampling_filter_path"
+    ]
+
+
+def _batch_sizes(config: RunConfig) -> Iterator[str]:
+    rollout, learner = config.rollout, config.learner
+    samples, steps = samples_per_rollout(config), learner.num_steps_per_rollout
+    made = f"rollout_batch_size {rollout.rollout_batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt}"
+    if learner.global_batch_size is None:
+        if samples % steps:
+            fitting = _nearest_divisor(samples, steps)
+            yield (
+                f"{made} = {samples} samples cannot be split into num_steps_per_rollout {steps} equal steps; "
+                f"set num_steps_per_rollout to {fitting}"
+            )
+    elif samples != learner.global_batch_size * steps:
+        yield (
+            f"{made} = {samples} samples, but global_batch_size {learner.global_batch_size} * num_steps_per_rollout "
+            f"{steps} = {learner.global_batch_size * steps}; set {_fitting_sizes(config)}"
+        )
+    if samples_per_step(config) < (ranks := _data_parallel(config)):
+        yield (
+            f"a step of {samples_per_step(config)} samples leaves some of the {ranks} data-parallel learner ranks "
+            f"without any; set global_batch_size to {ranks} or more"
+        )
+
+
+def _fitting_sizes(config: RunConfig) -> str:
+    """The smallest changes after which the sizes agree."""
+    asked, steps = config.learner.global_batch_size or 1, config.learner.num_steps_per_rollout
+    samples, per_prompt = samples_per_rollout(config), config.rollout.n_samples_per_prompt
+    fits = []
+    if samples % steps == 0:
+        fits.append(f"global_batch_size to {samples // steps}")
+    if samples % asked == 0:
+        fits.append(f"num_steps_per_rollout to {samples // asked}")
+    if asked * steps % per_prompt == 0:
+        fits.append(f"rollout_batch_size to {asked * steps // per_prompt}")
+    if not fits:
+        size = _nearest_divisor(samples, asked)
+        fits.append(f"global_batch_size to {size} and num_steps_per_rollout to {samples // size}")
+    return ", or ".join(fits)
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda divisor: abs(divisor - wanted))
+
+
+def _data_parallel(config: RunConfig) -> int:
+    return learner_ranks(config) // config.learner.tensor_model_parallel_size
+
+
+def _over_sampling(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.over_sampling_batch_size is not None and rollout.over_sampling_batch_size < rollout.rollout_batch_size:
+        yield (
+            f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
+            f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
+        )
+    if rollout.n_samples_per_prompt == 1:
+        yield (
+            "n_samples_per_prompt 1 teaches nothing: advantage_estimator grpo compares the samples of a group; "
+            "set n_samples_per_prompt to 2 or more"
+        )
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.prompt_data is None and data.reasoning_gym_task is None:
+        yield "there is no data: set prompt_data to a JSONL file, or reasoning_gym_task to a task such as chain_sum"
+    if data.prompt_data is not None and data.reasoning_gym_task is not None:
+        yield "prompt_data and reasoning_gym_task are both set: unset one of them"
+    if data.prompt_data is not None and not Path(data.prompt_data).expanduser().is_file():
+        yield f"prompt_data {data.prompt_data}: no such file"
+
+
+def _reward(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.rm_type is None and rollout.custom_rm_path is None:
+        yield "there is no reward: set rm_type to reasoning_gym or exact, or custom_rm_path to module.function"
+    if rollout.rm_type not in (None, *BUILT_IN_REWARDS):
+        known = " or ".join(BUILT_IN_REWARDS)
+        yield f"rm_type {rollout.rm_type!r} is unknown: set {known}, or your own by custom_rm_path"
+    if rollout.rm_type is not None and rollout.custom_rm_path is not None:
+        yield "rm_type and custom_rm_path are both set: unset one of them"
+    if rollout.rm_type == "reasoning_gym" and config.data.reasoning_gym_task is None:
+        yield "rm_type reasoning_gym needs the problems of a reasoning_gym_task; for prompt_data set rm_type to exact"
+
+
+def _checkpoint(config: RunConfig) -> Iterator[str]:
+    checkpoint = config.model.hf_checkpoint
+    if checkpoint is None:
+        yield from _tiny_model(config)
+    elif not Path(checkpoint).expanduser().is_dir():
+        yield f"hf_checkpoint {checkpoint}: no such folder; set it to a Hugging Face checkpoint on this machine"
+    elif not (Path(checkpoint).expanduser() / "config.json").is_file():
+        yield f"hf_checkpoint {checkpoint} holds no config.json: it is not a Hugging Face checkpoint"
+
+
+def _tiny_model(config: RunConfig) -> Iterator[str]:
+    model, response = config.model.tiny_model, config.rollout.rollout_max_response_len
+    if model.hidden_size % model.num_attention_heads:
+        yield f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}"
+    if model.num_attention_heads % model.num_query_groups:
+        yield (
+            f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups "
+            f"{model.num_query_groups}"
+        )
+    if response >= model.max_position_embeddings:
+        yield (
+            f"rollout_max_response_len {response} leaves no room for a prompt in the tiny model's "
+            f"max_position_embeddings {model.max_position_embeddings}; set the one lower or the other higher"
+        )
+
+
+def _parallelism(config: RunConfig) -> Iterator[str]:
+    learner, engine, ranks = config.learner, config.engine, learner_ranks(config)
+    shards = learner.tensor_model_parallel_size
+    if ranks % shards:
+        yield (
+            f"actor_num_nodes * actor_num_gpus_per_node = {ranks} learner ranks are not divisible by "
+            f"tensor_model_parallel_size {shards}; set actor_num_gpus_per_node to a multiple of it"
+        )
+    if learner.sequence_parallel and shards == 1:
+        yield "sequence_parallel needs tensor-parallel ranks: set tensor_model_parallel_size above 1, or unset it"
+    if engine.rollout_num_gpus % engine.rollout_num_gpus_per_engine:
+        yield (
+            f"rollout_num_gpus {engine.rollout_num_gpus} is not divisible by rollout_num_gpus_per_engine "
+            f"{engine.rollout_num_gpus_per_engine}; set it to a multiple"
+        )
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    rollout, room = config.rollout, config.learner.max_tokens_per_gpu
+    longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
+    if longest > room:
+        yield (
+            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), more than "
+            f"max_tokens_per_gpu {room} lets into a micro-batch; set max_tokens_per_gpu to {longest} or more"
+        )
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
+    low, high = config.warm_start.warm_start_accuracy
+    if not 0 <= low < high <= 1:
+        yield f"warm_start_accuracy [{low:g}, {high:g}] is no range of accuracies; set it to [0.15, 0.35], for example"
+    warn, abort = config.observability.no_progress_warn_seconds, config.observability.no_progress_abort_seconds
+    if abort <= warn:
+        yield (
+            f"no_progress_abort_seconds {abort:g} stops the run before no_progress_warn_seconds {warn:g} warns; "
+            "set it higher"
+        )
+
+
+def _staleness_limit(config: RunConfig) -> Iterator[str]:
+    if config.rollout.max_weight_staleness == 0:
+        yield (
+            "max_weight_staleness 0 allows no overlap of generation and training: use train.py, which takes turns, "
+            "or set it to 1 or more"
+        )
+
+
+def _flow(config: RunConfig, bounds: Bounds) -> Iterator[str]:
+    """A queue and slots through which batches can flow at all."""
+    rollout = config.rollout
+    if rollout.queue_capacity < rollout.rollout_batch_size:
+        yield (
+            f"queue_capacity {rollout.queue_capacity} never holds a batch of rollout_batch_size "
+            f"{rollout.rollout_batch_size} groups; set it to {rollout.rollout_batch_size} or more"
+        )
+    elif bounds.generation_batch > bounds.room:
+        limit = (
+            f"queue_capacity {rollout.queue_capacity} reserves room for"
+            if bounds.room == rollout.queue_capacity
+            else f"max_weight_staleness {rollout.max_weight_staleness} with a window of {bounds.window} allows"
+        )
+        yield (
+            f"{bounds.generation_batch} groups can never be in flight: {limit} {bounds.room}; set "
+            f"over_sampling_batch_size to {_largest_feed(config)} or less, or raise that limit"
+        )
+
+
+def _largest_feed(config: RunConfig) -> int:
+    """The largest N that the room it leaves itself can hold; a smaller N has a smaller window and so more slots."""
+    rollout = config.rollout
+    for size in range(rollout.over_sampling_batch_size or 0, rollout.rollout_batch_size, -1):
+        smaller = config.model_copy(update={"rollout": rollout.model_copy(update={"over_sampling_batch_size": size})})
+        if size <= bounds_of(smaller, "train_async.py").room:
+            return size
+    return rollout.rollout_batch_size
+
+
+_CHECKS: tuple[Check, ...] = (
+    _batch_sizes,
+    _over_sampling,
+    _data,
+    _reward,
+    _checkpoint,
+    _parallelism,
+    _lengths,
+    _ranges,
+)

@@ -1,0 +1,80 @@
+"""What follows from a configuration: the schedule, the bounds, the sizes, and the table that start-up prints."""
+
+from __future__ import annotations
+
+from miles_async.config.schema import Rollout, RunConfig
+from miles_async.core.bounds import Bounds, Schedule
+
+FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+def schedule_of(config: RunConfig, entry: str) -> Schedule:
+    """`entry` is `train_async.py` or `train.py`. A user's own function returns a batch per call."""
+    if entry == "train.py":
+        return Schedule.TURNS
+    if config.rollout.rollout_function_path == FULLY_ASYNC_FUNCTION:
+        return Schedule.FULLY_ASYNC
+    return Schedule.ONE_STEP_OFF
+
+
+def bounds_of(config: RunConfig, entry: str) -> Bounds:
+    rollout = config.rollout
+    return Bounds.derive(
+        rollout_batch_size=rollout.rollout_batch_size,
+        over_sampling_batch_size=rollout.over_sampling_batch_size,
+        windowed_fifo_ratio=rollout.windowed_fifo_ratio,
+        max_weight_staleness=rollout.max_weight_staleness,
+        update_weights_interval=config.weights.update_weights_interval,
+        queue_capacity=rollout.queue_capacity,
+        schedule=schedule_of(config, entry),
+    )
+
+
+def samples_per_rollout(config: RunConfig) -> int:
+    return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+
+
+def samples_per_step(config: RunConfig) -> int:
+    """`global_batch_size`, or what the rollout batch and the steps per rollout make it."""
+    return config.learner.global_batch_size or samples_per_rollout(config) // config.learner.num_steps_per_rollout
+
+
+def learner_ranks(config: RunConfig) -> int:
+    return config.learner.actor_num_nodes * config.learner.actor_num_gpus_per_node
+
+
+def engines(config: RunConfig) -> int:
+    return config.engine.rollout_num_gpus // config.engine.rollout_num_gpus_per_engine
+
+
+def table(config: RunConfig, entry: str) -> str:
+    """The figures of start-up and of `--check-config`, one per line."""
+    bounds, rollout, learner = bounds_of(config, entry), config.rollout, config.learner
+    cut = f", cut from {bounds.window_asked}: a publish needs slots" if bounds.window < bounds.window_asked else ""
+    rows: list[tuple[str, object, str]] = [
+        ("schedule", bounds.schedule.replace("_", " "), entry),
+        ("N", bounds.generation_batch, "groups in flight at most"),
+        ("W", bounds.window, f"window in groups{cut}"),
+        ("P", bounds.publish_groups, "groups trained per publish"),
+        ("staleness", _or_none(bounds.staleness), "versions at most for a freshly sampled group"),
+    ]
+    if bounds.schedule is Schedule.FULLY_ASYNC:
+        rows += [
+            ("B", _or_none(bounds.slots), "slots between admission and live weights"),
+            ("queue", bounds.room, f"groups at most, with those in flight; queue_capacity {rollout.queue_capacity}"),
+        ]
+    steps = f"in {learner.num_steps_per_rollout} step(s) of {samples_per_step(config)}"
+    rows += [
+        ("batch", samples_per_rollout(config), f"samples: {_times(rollout)}, {steps}"),
+        ("learner", learner_ranks(config), f"rank(s), {learner.tensor_model_parallel_size} per layer"),
+        ("engines", engines(config), f"of {config.engine.rollout_num_gpus_per_engine} rank(s)"),
+    ]
+    return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
+
+
+def _times(rollout: Rollout) -> str:
+    return f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"
+
+
+def _or_none(value: int | None) -> str:
+    return "no limit" if value is None else str(value)

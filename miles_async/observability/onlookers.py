@@ -1,0 +1,69 @@
+"""Everyone who looks on at a run, together: trace, metrics, log lines, progress bar and summary."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from miles_async.config.schema import RunConfig
+from miles_async.observability.events import Event, RunEnded
+from miles_async.observability.lines import Lines
+from miles_async.observability.metrics import Metrics
+from miles_async.observability.progress import Progress
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.server import MetricsServer
+from miles_async.observability.summary import Summary
+from miles_async.observability.trace import TraceWriter
+
+
+class Onlookers:
+    """Shows each event to all of them; `summary.json` and the printed summary appear when the run ends."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+        """Raises UserError when the metrics port cannot be had."""
+        registry = CollectorRegistry()
+        self._metrics = Metrics(registry)
+        self._server = MetricsServer(registry, config.observability.metrics_port)
+        self._trace = TraceWriter(folder.events)
+        self._summary = Summary()
+        self._lines = Lines(sys.stdout)
+        self._progress = Progress(sys.stderr, enabled=config.observability.progress_bar)
+        self._folder = folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        self._trace.close()
+        self._server.close()
+
+    @property
+    def metrics_url(self) -> str:
+        return self._server.url
+
+    def emit(self, *events: Event) -> None:
+        for event in events:
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
+        self._trace.observe(event)
+        self._metrics.observe(event)
+        self._summary.observe(event)
+        self._lines.observe(event)
+        self._progress.observe(event)
+        if isinstance(event, RunEnded):
+            self._summary.write(self._folder.summary)
+            print(self._summary.text(), flush=True)
+
+    def tick(self) -> None:
+        """Move on what grows with time alone."""
+        now = time.time()
+        self._metrics.tick(now)
+        self._trace.tick(now)

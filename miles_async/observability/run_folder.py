@@ -1,0 +1,76 @@
+"""A folder per run, and `latest`, which always points at a whole one."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from miles_async.config.load import write_config
+from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where a run leaves its files."""
+
+    path: Path
+    """Absolute."""
+
+    @classmethod
+    def create(cls, config: RunConfig) -> Self:
+        """Create `<run_dir>/<time>-<data>/` with the resolved `config.yaml` in it, and point `latest` at it.
+
+        Two runs that start in the same second get different folders. Raises UserError when it cannot be written.
+        """
+        root = Path(config.observability.run_dir).expanduser().absolute()
+        data = config.data.reasoning_gym_task or Path(config.data.prompt_data or "run").stem
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            folder = cls(_create_unused(root, f"{time.strftime('%Y%m%d-%H%M%S')}-{data}"))
+            folder.logs.mkdir()
+            write_config(config, folder.path / "config.yaml")
+            _point_latest(root, folder.path)
+        except OSError as error:
+            raise UserError(
+                f"run_dir {root} cannot be used ({error.strerror}: {error.filename}): "
+                "set --run-dir to a folder that may be written"
+            ) from error
+        return folder
+
+    @property
+    def events(self) -> Path:
+        """The event stream, see `trace.py`."""
+        return self.path / "events.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def logs(self) -> Path:
+        """One file per process that writes its own."""
+        return self.path / "logs"
+
+
+def _create_unused(root: Path, stem: str) -> Path:
+    folder, attempt = root / stem, 1
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            attempt += 1
+            folder = root / f"{stem}-{attempt}"
+        else:
+            return folder
+
+
+def _point_latest(root: Path, folder: Path) -> None:
+    # A rename replaces the link in one step: a reader finds the old run or the new one, never nothing.
+    link = root / f".latest-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(root / "latest")

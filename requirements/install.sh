@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Create or update .venv. Called by `make`, which decides when.
+#   install.sh        CPU machine: exactly requirements/cpu.lock
+#   install.sh gpu    CUDA machine: the extra `gpu`, resolved; remembered, so that later updates stay on it
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv
+
+find_python() {
+    for name in python3.11 python3; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "Python 3.11 or newer is needed. On Debian and Ubuntu: sudo apt-get install python3.11 python3.11-venv" >&2
+    exit 1
+}
+
+create_venv() {
+    local python
+    python=$(find_python)
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        echo "$python has no venv module. On Debian and Ubuntu: sudo apt-get install python3-venv" >&2
+        exit 1
+    fi
+    echo "Creating $venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+}
+
+pip() {
+    "$venv/bin/python" -m pip --disable-pip-version-check --quiet --quiet "$@"
+}
+
+# Mooncake's engine links against libibverbs even where it speaks TCP.
+install_libibverbs() {
+    "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null && return
+    local command="apt-get install -y --no-install-recommends libibverbs1"
+    local as_root=""
+    [ "$(id -u)" = 0 ] || as_root="sudo -n"
+    if command -v apt-get >/dev/null && { [ -z "$as_root" ] || $as_root true 2>/dev/null; }; then
+        echo "Installing Debian's libibverbs1"
+        { $as_root apt-get update -qq && $as_root $command -qq; } >/dev/null 2>&1 && return
+    fi
+    echo "libibverbs1 is missing, so weights travel by broadcast instead of P2P. To install it: sudo $command" >&2
+}
+
+[ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || create_venv
+if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
+    echo "Installing for CUDA; this downloads many gigabytes"
+    pip uninstall --yes mooncake-transfer-engine-non-cuda # the same module as the RDMA build's
+    pip install --editable ".[gpu,dev]"
+    touch "$venv/gpu"
+else
+    echo "Installing $(grep -c == requirements/cpu.lock) pinned packages (about 3.3 GB the first time, a few minutes)"
+    pip install --no-deps --requirement requirements/cpu.lock
+    pip install --no-deps --no-build-isolation --editable .
+fi
+install_libibverbs

@@ -1,0 +1,194 @@
+"""What a real engine answers, through a real router, read by our generator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
+from miles_async.errors import BadTrajectory, EngineLost, Fatal, UserError
+from miles_async.types import SampleStatus
+from tests.stack.engine_stack import Stack, group_of
+
+pytest_plugins = ["tests.stack.engine_fixtures"]
+
+T = TypeVar("T")
+ENDLESS = SamplingParams(max_new_tokens=380)
+
+
+def test_a_group_comes_back_with_its_tokens_log_probabilities_and_versions(stack: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        group = group_of("What is 12 + 34?", samples=4)
+        await generator.generate(group)
+        version = next(stack.versions) - 1
+        for sample in group:
+            assert bytes(sample.tokens[: sample.prompt_length]) == b"What is 12 + 34?"
+            assert sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+            assert sample.response_length == len(sample.rollout_log_probs) > 0
+            assert stack.error(sample) < 1e-4
+            (span,) = sample.spans
+            assert (span.version, span.start, span.end) == (version, 0, sample.response_length)
+        assert len({tuple(sample.tokens) for sample in group}) > 1
+        assert generator.in_flight == 0
+        assert generator.busy_seconds > 0
+
+    stack.run(story)
+
+
+def test_evaluation_may_ask_for_greedy_answers(stack: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        group = group_of("1 + 1 =", samples=3)
+        await generator.generate(group, SamplingParams(max_new_tokens=6, temperature=0))
+        assert len({tuple(sample.tokens) for sample in group}) == 1
+        assert group[0].response_length <= 6
+
+    stack.run(story)
+
+
+def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(stack: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        group = group_of(list(range(60)), samples=4)
+        running = asyncio.create_task(generator.generate(group, ENDLESS))
+        await asyncio.sleep(0.5)
+        await generator.abort()
+        await running
+        cut = [sample for sample in group if sample.status is SampleStatus.ABORTED]
+        assert cut, "every sample ended by itself before the abort"
+        before = [list(sample.tokens) for sample in cut]
+        assert all(0 < sample.response_length < 380 for sample in cut)
+
+        await fleet.commit("e0", next(stack.versions))
+        await generator.generate(group, ENDLESS)
+        for sample, tokens in zip(cut, before, strict=True):
+            assert sample.status is not SampleStatus.ABORTED
+            assert sample.tokens[: len(tokens)] == tokens
+            assert [span.start for span in sample.spans] == [0, len(tokens) - 60]
+            assert sample.spans[0].version < sample.spans[1].version
+            assert sample.spans[-1].end == sample.response_length <= 380
+            assert stack.error(sample) < 1e-4
+
+    stack.run(story)
+
+
+def test_groups_beyond_the_limit_wait_their_turn(stack: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        seen = 0
+
+        async def look() -> None:
+            nonlocal seen
+            while True:
+                seen = max(seen, generator.in_flight)
+                await asyncio.sleep(0.002)
+
+        looking = asyncio.create_task(look())
+        groups = [group_of(f"{n} + {n} =", samples=5) for n in range(4)]
+        await asyncio.gather(*[generator.generate(group) for group in groups])
+        looking.cancel()
+        assert 0 < seen <= 4
+        assert all(sample.response_length > 0 for group in groups for sample in group)
+
+    stack.run(story, limit=4)
+
+
+def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(stack: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        with pytest.raises(BadTrajectory, match="answered 400"):
+            await generator.generate(group_of([1] * 600))
+
+    stack.run(story)
+
+
+def test_a_new_version_leaves_requests_in_flight_alone(stack: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        group = group_of(list(range(50)), samples=8)
+        running = asyncio.create_task(generator.generate(group, ENDLESS))
+        for mode in ("retract", "in_place"):
+            await asyncio.sleep(0.3)
+            await fleet.pause(mode)
+            await fleet.commit("e0", next(stack.versions))
+            await fleet.resume()
+        await running
+        assert all(sample.status is not SampleStatus.ABORTED for sample in group)
+        assert max(len(sample.spans) for sample in group) == 3
+        assert all(stack.error(sample) < 1e-4 for sample in group)
+
+    stack.run(story)
+
+
+def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(stack: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        await fleet.fence("e0", "the test wants it out")
+        assert fleet.routed() == ()
+        with pytest.raises(EngineLost, match="answered 503"):
+            await generator.generate(group_of("1 + 1 ="))
+        await fleet.admit("e0")
+        assert fleet.routed() == ("e0",)
+        await generator.generate(group_of("1 + 1 ="))
+
+    stack.run(story)
+
+
+def test_a_folder_that_is_no_checkpoint_is_the_users_error(tmp_path: Path) -> None:
+    spec = EngineSpec(name="e1", model_path=str(tmp_path / "nowhere"), log_path=tmp_path / "engine.log")
+    with pytest.raises(UserError, match="it has no config"):
+        EngineServer(spec).start()
+
+
+def test_an_engine_that_dies_at_start_tells_why_in_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    config = json.loads((checkpoint / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "no_such_model"}))
+    spec = EngineSpec(name="e1", model_path=str(broken), log_path=tmp_path / "engine.log")
+    with pytest.raises(Fatal, match=r"engine e1 ended at start.*no_such_model.*\(log: .*engine\.log\)") as failure:
+        EngineServer(spec).start()
+    assert "\n" not in str(failure.value)
+
+
+def test_an_engine_ends_with_its_owner_even_when_that_is_killed(checkpoint: Path, tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from pathlib import Path\n"
+            "from miles_async.adapters.sglang.launch import EngineServer, EngineSpec\n"
+            "EngineServer(EngineSpec(name='e1', model_path=sys.argv[1], log_path=Path(sys.argv[2]))).start()",
+            str(checkpoint),
+            str(tmp_path / "engine.log"),
+        ]
+    )
+    (server,) = _wait_for(lambda: _children(owner.pid))
+    assert _alive(server)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert _wait_for(lambda: not _alive(server))
+
+
+def _wait_for(reached: Callable[[], T]) -> T:
+    deadline = time.monotonic() + 10
+    while not (result := reached()):
+        assert time.monotonic() < deadline, "it did not happen within 10 s"
+        time.sleep(0.05)
+    return result
+
+
+def _children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def _alive(pid: int) -> bool:
+    """A process that ended but was not yet waited for does not count."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"

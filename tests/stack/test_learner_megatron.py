@@ -1,0 +1,206 @@
+"""One rank of the real Megatron learner, in this process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from miles_async.adapters.megatron.batch import TrainStep, policy_steps
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.parallel import free_port
+from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
+from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
+from miles_async.types import Group, Sample
+
+pytestmark = pytest.mark.stack
+
+SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
+CONFIG = RunConfig(learner=Learner(lr=1e-3, max_tokens_per_gpu=64), algorithm=Algorithm(eps_clip=0.01))
+LENGTHS = (5, 17, 40, 16, 9, 3, 1, 31)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """A model this small gains nothing from more, and loses much where others use the cores too."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_tiny_model(SHAPE, path, seed=1)
+    return path
+
+
+@contextmanager
+def learning_from(path: Path) -> Iterator[MegatronLearner]:
+    learner = MegatronLearner(CONFIG, str(path), 0, 1, "127.0.0.1", free_port())
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+@pytest.fixture
+def learner(tiny: Path) -> Iterator[MegatronLearner]:
+    with learning_from(tiny) as learner:
+        yield learner
+
+
+def token_lists(seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(256) for _ in range(length)] for length in LENGTHS]
+
+
+def batch(*, poison: bool = False) -> list[Group]:
+    """Four groups of two samples with made-up rewards; the engines' log-probabilities are made up too."""
+    draw = random.Random(3)
+    groups = []
+    for g in range(4):
+        samples = [
+            Sample(
+                index=2 * g + i,
+                tokens=[draw.randrange(256) for _ in range(9 + g)],
+                response_length=4,
+                rollout_log_probs=[-5.0 - draw.random() for _ in range(4)],
+                reward=float("nan") if poison and g == 3 else float(i),
+            )
+            for i in range(2)
+        ]
+        groups.append(Group(samples))
+    return groups
+
+
+def shares(groups: list[Group], *, steps: int = 1) -> list[TrainStep]:
+    [own] = policy_steps(groups, steps=steps, ranks=1, max_tokens=64, std_normalization=False)
+    return own
+
+
+def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def hf_logprobs(path: Path, tokens: list[int]) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(tokens[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
+
+
+def test_packed_logprobs_are_those_of_hugging_face_one_sequence_at_a_time(learner: MegatronLearner, tiny: Path) -> None:
+    for tokens, logprobs in zip(token_lists(), learner.logprobs(token_lists()), strict=True):
+        assert logprobs == pytest.approx(hf_logprobs(tiny, tokens), abs=2e-6)
+
+
+def test_weights_leave_as_they_came_in(learner: MegatronLearner, tiny: Path) -> None:
+    state = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).state_dict()
+    exported = weights_of(learner)
+    assert set(state) - set(exported) == {"lm_head.weight"}, "tied to the embedding"
+    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+
+
+def test_a_llama_with_its_own_output_head_agrees_with_hugging_face_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    with learning_from(tmp_path / "llama") as learner:
+        [logprobs] = learner.logprobs([token_lists()[1]])
+        assert "lm_head.weight" in weights_of(learner)
+    assert logprobs == pytest.approx(hf_logprobs(tmp_path / "llama", token_lists()[1]), abs=2e-6)
+
+
+def test_one_step_raises_the_probability_of_what_was_rewarded(learner: MegatronLearner) -> None:
+    groups = batch()
+    before = learner.logprobs([sample.tokens for group in groups for sample in group])
+    report = learner.train(0, shares(groups))
+    after = learner.logprobs([sample.tokens for group in groups for sample in group])
+    change = [sum(new[-4:]) - sum(old[-4:]) for new, old in zip(after, before, strict=True)]
+    assert report.finite
+    assert report.ended >= report.started
+    assert report.tokens == sum(len(sample.tokens) for group in groups for sample in group)
+    assert all(rewarded > plain for plain, rewarded in zip(change[::2], change[1::2], strict=True))
+    gaps = [
+        abs(old - rollout)
+        for group, logprobs in zip([s for g in groups for s in g], before, strict=True)
+        for old, rollout in zip(logprobs[-4:], group.rollout_log_probs, strict=True)
+    ]
+    assert report.metrics["logprob_gap_mean"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+    assert report.metrics["logprob_gap_max"] == pytest.approx(max(gaps), abs=1e-5)
+    assert report.metrics["clip_fraction"] == 0
+
+
+def test_later_steps_of_a_batch_measure_their_ratio_from_before_the_first(learner: MegatronLearner) -> None:
+    report = learner.train(0, shares(batch()) * 2)
+    assert report.metrics["clip_fraction"] > 0, "the second pass over the same samples has moved away"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_reward_that_is_not_a_number_leaves_every_bit_of_the_weights(learner: MegatronLearner, steps: int) -> None:
+    before = weights_of(learner)
+    poisoned = learner.train(0, shares(batch(poison=True), steps=steps))
+    assert not poisoned.finite
+    assert same(before, weights_of(learner))
+    assert learner.train(1, shares(batch())).finite
+    assert not same(before, weights_of(learner))
+
+
+def test_a_batch_that_failed_in_its_second_step_leaves_no_trace_in_the_optimizer(tiny: Path) -> None:
+    def weights_after(*batches: list[TrainStep]) -> dict[str, torch.Tensor]:
+        with learning_from(tiny) as learner:
+            for i, steps in enumerate(batches):
+                learner.train(i, steps)
+            return weights_of(learner)
+
+    good, failing = shares(batch()), shares(batch(poison=True), steps=2)
+    assert same(weights_after(good, failing, good), weights_after(good, good))
+    assert same(weights_after(failing, good), weights_after(good))
+
+
+def test_a_saved_checkpoint_loads_in_transformers_with_its_tokenizer(learner: MegatronLearner, tmp_path: Path) -> None:
+    learner.train(0, shares(batch()))
+    learner.save_hf(str(tmp_path / "saved"))
+    tokens = token_lists()[2]
+    assert learner.logprobs([tokens])[0] == pytest.approx(hf_logprobs(tmp_path / "saved", tokens), abs=2e-6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("1+1") == [49, 43, 49]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"], "no draft is left behind"
+
+
+def test_greedy_decoding_repeats_what_supervised_steps_taught(learner: MegatronLearner) -> None:
+    lessons = {b"one": b"1", b"three": b"333"}
+    prompts, answers = [list(p) for p in lessons], [[*a, EOS_ID] for a in lessons.values()]
+    losses = [learner.supervised_step(prompts, answers, 5e-3) for _ in range(30)]
+    assert losses[-1] < 0.1 < losses[0]
+    assert learner.greedy(prompts, 6, EOS_ID) == answers
+    assert learner.greedy(prompts, 2, EOS_ID) == [answers[0], answers[1][:2]]
+
+
+@pytest.mark.parametrize("text", ["12 + 3 =", "  héllo\n\t日本 😀 ", "\x00\x7f", ""])
+def test_the_byte_tokenizer_gives_back_any_text(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_same_seed_makes_the_same_tiny_model(tiny: Path, tmp_path: Path) -> None:
+    create_tiny_model(SHAPE, tmp_path / "again", seed=1)
+    create_tiny_model(SHAPE, tmp_path / "other", seed=2)
+    files = [(path / "model.safetensors").read_bytes() for path in (tiny, tmp_path / "again", tmp_path / "other")]
+    assert files[0] == files[1] != files[2]

@@ -1,0 +1,70 @@
+"""Who may import whom (docs: DESIGN of the layers in pyproject.toml, [tool.importlinter])."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
+
+
+def lint(tree):
+    return subprocess.run([LINT_IMPORTS, "--no-cache"], cwd=tree, capture_output=True, text=True)
+
+
+def imported(path, *, top_level_only=False):
+    """Names of the packages that a file imports."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield str(node.module).partition(".")[0]
+
+
+def test_the_import_rules_hold():
+    done = lint(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+VIOLATIONS = {
+    "Workers compose the library": ("miles_async/rollout/contract.py", "import workers.driver"),
+    "imports point down only": ("miles_async/core/queue.py", "import miles_async.pipeline.service"),
+    "know Ray": ("miles_async/observability/trace.py", "import ray"),
+    "knows Megatron": ("workers/driver.py", "from megatron import core"),
+    "know SGLang": ("miles_async/rewards/builtin.py", "def f():\n    import sglang"),
+    "knows Mooncake": ("workers/driver.py", "import mooncake.engine"),
+    "load without torch": ("miles_async/config/schema.py", "import torch"),
+    "The core does no I/O": ("miles_async/core/window.py", "import asyncio"),
+}
+
+
+def test_each_import_rule_catches_what_it_forbids(tmp_path):
+    for name in ("miles_async", "workers"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for file, line in VIOLATIONS.values():
+        with (tmp_path / file).open("a") as source:
+            source.write(f"\n{line}\n")
+    verdicts = [line for line in lint(tmp_path).stdout.splitlines() if " BROKEN" in line or " KEPT" in line]
+    assert [line for line in verdicts if " KEPT" in line] == []
+    assert [rule for rule in VIOLATIONS if not any(rule in line for line in verdicts)] == []
+    assert len(verdicts) == len(VIOLATIONS)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "miles_async" / "core").glob("*.py")), ids=lambda path: path.stem)
+def test_the_core_uses_the_standard_library_alone(path):
+    assert set(imported(path)) <= {*sys.stdlib_module_names, "miles_async"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "miles_async" / "cpu_compat").glob("*.py")), ids=lambda path: path.stem)
+def test_what_every_import_of_torch_loads_costs_only_the_standard_library(path):
+    assert set(imported(path, top_level_only=True)) <= sys.stdlib_module_names
+
+
+def test_importing_the_package_does_nothing():
+    assert (ROOT / "miles_async" / "__init__.py").read_text() == ""

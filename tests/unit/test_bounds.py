@@ -1,0 +1,131 @@
+from collections import deque
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_async.core.bounds import Bounds, Schedule, window_size
+from miles_async.core.window import WindowedFIFOCollector
+
+
+@pytest.mark.parametrize(
+    "ratio, generation_batch, window",
+    [(0.0, 64, 1), (0.3, 64, 19), (0.3, 256, 76), (0.5, 1, 1), (1.0, 64, 64), (None, 64, 64), (0.29, 100, 29)],
+)
+def test_the_window_is_the_ratio_of_what_is_in_flight(ratio, generation_batch, window):
+    assert window_size(ratio, generation_batch) == window
+
+
+def test_over_sampling_is_what_is_kept_in_flight():
+    assert Bounds.derive(rollout_batch_size=16).generation_batch == 16
+    assert Bounds.derive(rollout_batch_size=16, over_sampling_batch_size=32).generation_batch == 32
+
+
+def test_publishing_every_third_batch_makes_a_version_of_three_batches():
+    bounds = Bounds.derive(rollout_batch_size=16, update_weights_interval=3, max_weight_staleness=1)
+    assert bounds.publish_groups == 48
+    assert bounds.slots == 2 * 48 - (16 - 1)
+
+
+def test_a_limit_of_two_leaves_three_batches_of_slots_less_the_window():
+    bounds = Bounds.derive(rollout_batch_size=32, windowed_fifo_ratio=0.3, max_weight_staleness=2)
+    assert (bounds.window, bounds.slots, bounds.staleness) == (9, 3 * 32 - 8, 2)
+
+
+def test_a_window_too_wide_for_the_limit_is_cut_until_a_publish_has_its_slots():
+    bounds = Bounds.derive(
+        rollout_batch_size=8, over_sampling_batch_size=64, windowed_fifo_ratio=1, max_weight_staleness=2
+    )
+    assert (bounds.window_asked, bounds.window, bounds.slots) == (64, 17, 8)
+
+
+def test_without_a_limit_only_the_queue_bounds_the_groups_in_the_pipeline():
+    bounds = Bounds.derive(rollout_batch_size=32, queue_capacity=100)
+    assert (bounds.slots, bounds.staleness, bounds.room) == (None, None, 100)
+
+
+def test_the_queue_never_needs_more_room_than_there_are_slots():
+    assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=1000).room == 64 - 31
+    assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=20).room == 20
+
+
+@pytest.mark.parametrize("schedule, staleness", [(Schedule.ONE_STEP_OFF, 1), (Schedule.TURNS, 0)])
+def test_batch_schedules_have_a_fixed_staleness_and_need_no_slots(schedule, staleness):
+    bounds = Bounds.derive(
+        rollout_batch_size=8,
+        over_sampling_batch_size=64,
+        windowed_fifo_ratio=1,
+        max_weight_staleness=1,
+        schedule=schedule,
+    )
+    assert (bounds.staleness, bounds.slots, bounds.window) == (staleness, None, 64)
+
+
+sizes = st.builds(
+    dict,
+    rollout_batch_size=st.integers(1, 6),
+    over_sampling_batch_size=st.none() | st.integers(1, 20),
+    windowed_fifo_ratio=st.none() | st.floats(0, 1),
+    max_weight_staleness=st.integers(0, 4),
+    update_weights_interval=st.integers(1, 3),
+)
+
+
+@given(sizes)
+def test_the_bound_never_exceeds_the_limit_and_a_publish_always_has_its_slots(settings):
+    bounds = Bounds.derive(**settings)
+    assert bounds.staleness <= settings["max_weight_staleness"]
+    assert bounds.slots >= bounds.publish_groups
+    wider = bounds.slots - 1
+    assert bounds.window == bounds.window_asked or wider < bounds.publish_groups
+
+
+@given(sizes, st.randoms(use_true_random=False))
+def test_no_order_of_finishing_and_publishing_makes_a_group_older_than_the_bound(settings, random):
+    bounds = Bounds.derive(**settings)
+    oldest = max(ages(bounds, settings["rollout_batch_size"], random, groups=40 * bounds.publish_groups))
+    assert oldest <= bounds.staleness
+
+
+def ages(bounds, batch, random, groups):
+    """Ages in versions of trained groups, while what happens next is drawn at random whenever it can happen."""
+    window = WindowedFIFOCollector(None, bounds.window)
+    in_flight, queue, since_publish, staged = {}, deque(), 0, deque()
+    admitted = held = trainer_version = live_version = 0
+    trained = []
+    while len(trained) < groups:
+        can = []
+        if held < bounds.slots and len(in_flight) < bounds.generation_batch:
+            can.append("admit")
+        if in_flight:
+            can.append("finish")
+        if len(queue) >= batch:
+            can.append("train")
+        if staged:
+            can.append("publish")
+        match random.choice(can):
+            case "admit":
+                in_flight[admitted] = live_version
+                admitted, held = admitted + 1, held + 1
+            case "finish":
+                # The head is slow: whoever can pass it does.
+                sequence = random.choice(sorted(in_flight)[-2:])
+                window.mark_completed(sequence, in_flight.pop(sequence))
+                queue.extend(window.drain())
+            case "train":
+                trained += [trainer_version - queue.popleft() for _ in range(batch)]
+                since_publish += batch
+                if since_publish == bounds.publish_groups:
+                    trainer_version, since_publish = trainer_version + 1, 0
+                    staged.append(trainer_version)
+            case "publish":
+                live_version = staged.popleft()
+                held -= bounds.publish_groups
+    return trained
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_the_bound_is_tight_some_order_reaches_it(ratio):
+    bounds = Bounds.derive(rollout_batch_size=4, windowed_fifo_ratio=ratio, max_weight_staleness=1)
+    assert max(max(ages(bounds, 4, Random(seed), groups=80)) for seed in range(50)) == bounds.staleness

@@ -1,0 +1,173 @@
+import pytest
+
+from miles_async.config.checks import notes, problems
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of, schedule_of, table
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import Assignment
+from miles_async.config.load import build
+from miles_async.core.bounds import Schedule
+
+RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
+ASYNC = {"rollout_function_path": FULLY_ASYNC_FUNCTION}
+
+
+def config(**settings):
+    return build([Assignment(SETTINGS[name].path, value, name) for name, value in (RUNNABLE | settings).items()])
+
+
+def refusals(entry="train_async.py", **settings):
+    return problems(config(**settings), entry)
+
+
+def refusal(entry="train_async.py", **settings):
+    (sentence,) = refusals(entry, **settings)
+    return sentence
+
+
+def test_a_run_that_fits_is_not_refused():
+    assert refusals() == []
+    assert refusals(**ASYNC, max_weight_staleness=2, windowed_fifo_ratio=0.3) == []
+    assert refusals("train.py", max_weight_staleness=0) == []
+
+
+@pytest.mark.parametrize(
+    "sizes, advice",
+    [
+        ((128, 1), "set global_batch_size to 256, or num_steps_per_rollout to 2, or rollout_batch_size to 16"),
+        ((24, 2), "set global_batch_size to 128, or rollout_batch_size to 6"),
+        ((100, 3), "set global_batch_size to 128 and num_steps_per_rollout to 2"),
+        ((None, 3), "set num_steps_per_rollout to 2"),
+    ],
+)
+def test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do(sizes, advice):
+    size, steps = sizes
+    said = refusal(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=size, num_steps_per_rollout=steps)
+    assert said.endswith(advice)
+    assert "rollout_batch_size 32 * n_samples_per_prompt 8 = 256 samples" in said
+
+
+def test_batch_sizes_that_agree_are_accepted():
+    sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8}
+    assert refusals(**sizes, global_batch_size=64, num_steps_per_rollout=4) == []
+    assert refusals(**sizes, num_steps_per_rollout=4) == []
+
+
+def test_a_queue_that_never_holds_a_batch_is_refused():
+    said = refusal(**ASYNC, rollout_batch_size=32, queue_capacity=31)
+    assert "queue_capacity 31 never holds a batch" in said
+    assert refusals(**ASYNC, rollout_batch_size=32, queue_capacity=32) == []
+    assert refusals(rollout_batch_size=32, queue_capacity=31) == []
+
+
+def test_more_groups_in_flight_than_there_are_slots_are_refused_with_the_largest_number_that_fits():
+    settings = {**ASYNC, "rollout_batch_size": 32, "windowed_fifo_ratio": 0.3, "max_weight_staleness": 1}
+    said = refusal(**settings, over_sampling_batch_size=64)
+    assert "64 groups can never be in flight: max_weight_staleness 1 with a window of 19 allows 46" in said
+    assert "set over_sampling_batch_size to 50 or less" in said
+    assert refusals(**settings, over_sampling_batch_size=50) == []
+    assert refusals(**settings, over_sampling_batch_size=51) != []
+
+
+def test_more_groups_in_flight_than_the_queue_has_room_for_are_refused():
+    said = refusal(**ASYNC, rollout_batch_size=32, over_sampling_batch_size=200, queue_capacity=100)
+    assert "queue_capacity 100 reserves room for 100; set over_sampling_batch_size to 100 or less" in said
+
+
+def test_a_limit_of_zero_is_refused_when_generation_and_training_overlap():
+    assert "use train.py" in refusal(max_weight_staleness=0)
+    assert "use train.py" in refusal(**ASYNC, max_weight_staleness=0)
+    assert refusals("train.py", **ASYNC, max_weight_staleness=0) == []
+
+
+def test_over_sampling_below_the_batch_is_refused():
+    assert "over_sampling_batch_size 8 is below rollout_batch_size 32" in refusal(over_sampling_batch_size=8)
+
+
+def test_groups_of_one_are_refused_since_grpo_learns_nothing_from_them():
+    assert "n_samples_per_prompt to 2 or more" in refusal(n_samples_per_prompt=1)
+
+
+def test_there_is_one_source_of_prompts_and_it_exists(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    files = {"rm_type": "exact", "reasoning_gym_task": None}
+    assert "there is no data" in refusal(**files)
+    assert "both set" in refusal(prompt_data=str(rows))
+    assert refusal(**files, prompt_data="nowhere.jsonl") == "prompt_data nowhere.jsonl: no such file"
+    assert refusals(**files, prompt_data=str(rows)) == []
+
+
+def test_there_is_one_reward_and_it_fits_the_data(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    assert "there is no reward" in refusal(rm_type=None)
+    assert "rm_type and custom_rm_path are both set" in refusal(custom_rm_path="mine.reward")
+    assert "rm_type 'exakt' is unknown: set reasoning_gym or exact" in refusal(rm_type="exakt")
+    assert "set rm_type to exact" in refusal(reasoning_gym_task=None, prompt_data=str(rows))
+    assert refusals(rm_type=None, custom_rm_path="mine.reward") == []
+
+
+def test_a_checkpoint_is_a_folder_with_a_config(tmp_path):
+    assert "no such folder" in refusal(hf_checkpoint="nowhere")
+    assert "holds no config.json" in refusal(hf_checkpoint=str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert refusals(hf_checkpoint=str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 3}, "4 learner ranks are not divisible by"),
+        ({"sequence_parallel": True}, "set tensor_model_parallel_size above 1"),
+        ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "rollout_num_gpus 3 is not divisible by"),
+        ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "global_batch_size": 8, "rollout_batch_size": 4,
+          "n_samples_per_prompt": 2}, "set global_batch_size to 16 or more"),
+        ({"hidden_size": 130}, "hidden_size 130 is not divisible by num_attention_heads 4"),
+        ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
+        ({"rollout_max_response_len": 512}, "leaves no room for a prompt"),
+        ({"max_tokens_per_gpu": 100, "rollout_max_prompt_len": 96}, "set max_tokens_per_gpu to 104 or more"),
+        ({"warm_start_accuracy": [0.5, 0.2]}, "is no range of accuracies"),
+        ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(settings, said):
+    assert said in refusal(**settings)
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    assert len(refusals(rm_type=None, reasoning_gym_task=None, hf_checkpoint="nowhere")) == 3
+
+
+def test_a_window_that_cannot_matter_is_noted():
+    (note,) = notes(config(windowed_fifo_ratio=0.3), "train_async.py")
+    assert note.startswith("windowed_fifo_ratio has no effect")
+    assert notes(config(windowed_fifo_ratio=0.3, over_sampling_batch_size=64), "train_async.py") == []
+    assert notes(config(windowed_fifo_ratio=0.3, dynamic_sampling_filter_path="my.filter"), "train.py") == []
+    assert notes(config(**ASYNC, windowed_fifo_ratio=0.3), "train_async.py") == []
+
+
+@pytest.mark.parametrize(
+    "entry, settings, schedule",
+    [
+        ("train.py", ASYNC, Schedule.TURNS),
+        ("train_async.py", ASYNC, Schedule.FULLY_ASYNC),
+        ("train_async.py", {}, Schedule.ONE_STEP_OFF),
+        ("train_async.py", {"rollout_function_path": "mine.generate"}, Schedule.ONE_STEP_OFF),
+    ],
+)
+def test_the_entry_and_the_rollout_function_decide_who_waits_for_whom(entry, settings, schedule):
+    assert schedule_of(config(**settings), entry) is schedule
+
+
+def test_the_table_gives_window_slots_publish_bound_and_queue():
+    run = config(**ASYNC, max_weight_staleness=2, windowed_fifo_ratio=0.3)
+    rows = {line.split()[0]: line.split()[1] for line in table(run, "train_async.py").splitlines()}
+    assert [rows[name] for name in ("N", "W", "P", "B", "staleness", "queue", "batch")] == [
+        "32", "9", "32", "88", "2", "88", "256",
+    ]  # fmt: skip
+
+
+def test_the_table_says_when_the_window_was_cut():
+    run = config(**ASYNC, max_weight_staleness=1, over_sampling_batch_size=64)
+    assert bounds_of(run, "train_async.py").window == 33
+    assert "cut from 64" in table(run, "train_async.py")

@@ -1,0 +1,202 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from miles_async.config.fields import SETTINGS
+from miles_async.config.load import build, load_config, read_yaml, write_config
+from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
+
+RUNNABLE = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym", "--rollout-max-response-len", "8"]
+
+
+def load(*argv):
+    return load_config([*RUNNABLE, *argv], entry="train_async.py")
+
+
+def complaint(*argv):
+    with pytest.raises(UserError) as raised:
+        load(*argv)
+    return str(raised.value)
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(text, name="run.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_a_later_file_a_flag_and_an_override_win_in_this_order(config_file):
+    first = config_file("rollout: {num_rollout: 1, rollout_batch_size: 1, n_samples_per_prompt: 2, max_attempts: 1}")
+    second = config_file("rollout: {rollout_batch_size: 2, n_samples_per_prompt: 3, max_attempts: 2}", "second.yaml")
+    rollout = load(
+        "rollout.max_attempts=4",
+        "--max-attempts", "3", "--n-samples-per-prompt", "4", "--config", first, "--config", second,
+    ).rollout  # fmt: skip
+    assert (rollout.num_rollout, rollout.rollout_batch_size) == (1, 2)
+    assert (rollout.n_samples_per_prompt, rollout.max_attempts) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--num-rollout", "7"], ["--num_rollout", "7"], ["--num-rollout=7"], ["rollout.num_rollout=7"]]
+)
+def test_a_setting_can_be_written_in_four_ways(argv):
+    assert load(*argv).rollout.num_rollout == 7
+
+
+def test_switches_are_turned_on_and_off():
+    assert load("--grpo-std-normalization").algorithm.grpo_std_normalization is True
+    assert load("--no-use-tis", "--num-rollout", "3").algorithm.use_tis is False
+    assert load("--use-tis=false").algorithm.use_tis is False
+    assert load("--use-tis", "false").algorithm.use_tis is False
+
+
+def test_a_setting_whose_name_begins_with_no_is_not_taken_for_a_negation():
+    assert load("--no-progress-warn-seconds", "5").observability.no_progress_warn_seconds == 5
+
+
+def test_lists_are_written_as_words_or_as_yaml():
+    assert load("--engine-cpus", "0", "1", "--num-rollout", "3").engine.engine_cpus == [0, 1]
+    assert load("--engine-cpus", "[0, 1]").engine.engine_cpus == [0, 1]
+    assert load("--rollout-stop", "END", "007", "rollout.num_rollout=3").rollout.rollout_stop == ["END", "007"]
+    assert load("--warm-start-accuracy", "0.1", "0.3").warm_start.warm_start_accuracy == (0.1, 0.3)
+    assert load("--engine-cpus", "null").engine.engine_cpus is None
+
+
+def test_texts_need_no_quotes():
+    assert load("--prompt-template", "{expression}").data.prompt_template == "{expression}"
+    assert load("--prompt-template", "rollout = x").data.prompt_template == "rollout = x"
+    assert load("--cache-dir", "007").warm_start.cache_dir == "007"
+    assert load("data.prompt_template=a: b").data.prompt_template == "a: b"
+
+
+def test_null_unsets_what_a_file_set(config_file):
+    file = config_file("rollout: {max_weight_staleness: 3, over_sampling_batch_size: 64}")
+    rollout = load("--config", file, "--max-weight-staleness", "null", "rollout.over_sampling_batch_size=null").rollout
+    assert (rollout.max_weight_staleness, rollout.over_sampling_batch_size) == (None, None)
+
+
+def test_numbers_with_an_exponent_are_numbers_everywhere(config_file):
+    file = config_file("learner: {lr: 1e-5}\nengine: {sglang_server_args: {a: 1e-3}}")
+    config = load("--config", file, "--sglang-b", "2e-3")
+    assert config.learner.lr == 1e-5
+    assert config.engine.sglang_server_args == {"a": 1e-3, "b": 2e-3}
+
+
+def test_other_sglang_flags_are_collected_for_the_server():
+    arguments = load(
+        "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache", "--sglang-cuda-graph-bs", "1", "2",
+        "--sglang-server-concurrency", "9",
+    ).engine  # fmt: skip
+    assert arguments.sglang_server_concurrency == 9
+    assert arguments.sglang_server_args == {
+        "mem_fraction_static": 0.8,
+        "disable_radix_cache": True,
+        "cuda_graph_bs": [1, 2],
+    }
+
+
+def test_an_override_reaches_into_a_dict_and_leaves_the_rest_of_it(config_file):
+    file = config_file("data: {reasoning_gym_settings: {min_terms: 2, max_terms: 2}}")
+    config = load("--config", file, "data.reasoning_gym_settings.max_terms=3")
+    assert config.data.reasoning_gym_settings == {"min_terms": 2, "max_terms": 3}
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--rollout-batchsize", "3"], "unknown flag --rollout-batchsize; did you mean --rollout-batch-size?"),
+        (["--sglang-server-concurency", "3"], "did you mean --sglang-server-concurrency?"),
+        (["--sglang-router-polcy", "x"], "did you mean --sglang-router-policy?"),
+        (["--zzzzzz"], "unknown flag --zzzzzz"),
+        (["rollout.lr=1"], "unknown setting rollout.lr; write it as learner.lr="),
+        (["rollout.batch_size=1"], "did you mean rollout.rollout_batch_size?"),
+        (["run_my_model"], "unexpected argument 'run_my_model'"),
+        (["--lr"], "--lr needs a value"),
+        (["--no-use-tis=1"], "--no-use-tis takes no value"),
+        (["--config"], "--config needs a YAML file"),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
+        (["--lr", "fast"], "--lr: input should be a valid number"),
+        (["--num-rollout", "0"], "--num-rollout: input should be greater than or equal to 1, got 0"),
+        (["learner.lr=-1"], "learner.lr: input should be greater than 0, got -1"),
+        (["--weight-transfer", "pigeon"], "--weight-transfer: input should be 'auto', 'p2p', 'broadcast' or 'disk'"),
+        (["--reasoning-gym-settings", "{a"], "--reasoning-gym-settings: '{a' is not valid YAML"),
+        (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy: a value is missing, got [0.2]"),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_its_place_and_the_nearest_name(argv, said):
+    assert said in complaint(*argv)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("rollout: {batch_size: 3}", "run.yaml: unknown key rollout.batch_size"),
+        ("rollout: {rollout_batchsize: 3}", "did you mean rollout_batch_size?"),
+        ("rolout: {num_rollout: 3}", "unknown key rolout; did you mean rollout?"),
+        ("learner: {rollout_batch_size: 3}", "write it as rollout.rollout_batch_size"),
+        ("rollout_batch_size: 3", "write it as rollout.rollout_batch_size"),
+        ("model: {tiny_model: {layers: 3}}", "unknown key model.tiny_model.layers; did you mean num_layers?"),
+        ("rollout: 3", "run.yaml: rollout is a section, but holds 3"),
+        ("- 1", "expected sections"),
+        ("rollout: {num_rollout: many}", "run.yaml: rollout.num_rollout: input should be a valid integer"),
+        ("rollout: {num_rollout: 1, num_rollout: 2}", "'num_rollout' stands twice"),
+        ("rollout: {", "run.yaml: not valid YAML"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_said_with_the_file_and_the_key(config_file, text, said):
+    assert said in complaint("--config", config_file(text))
+
+
+def test_every_wrong_value_is_named_at_once(config_file):
+    said = complaint("--lr", "-1", "--config", config_file("rollout: {num_rollout: 0}"))
+    assert "--lr:" in said
+    assert "rollout.num_rollout:" in said
+
+
+def test_an_empty_section_or_file_sets_nothing(config_file):
+    assert build(read_yaml(Path(config_file("rollout:\n")))) == RunConfig()
+    assert build(read_yaml(Path(config_file("")))) == RunConfig()
+
+
+def test_the_written_configuration_loads_as_an_equal_one(tmp_path):
+    config = load(
+        "--rollout-stop", "END", "1", "--lr", "1e-7", "--engine-cpus", "0", "--sglang-a", "x: y",
+        "--prompt-template", "{q} é",
+    )  # fmt: skip
+    write_config(config, tmp_path / "config.yaml")
+    assert load_config(["--config", str(tmp_path / "config.yaml")], entry="train_async.py") == config
+    assert set(yaml.safe_load((tmp_path / "config.yaml").read_text())) == set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    "given", ["fully_async_rollout.generate_rollout_fully_async", "sglang_rollout.generate_rollout"]
+)
+def test_the_short_path_of_a_shipped_rollout_function_is_ours(given):
+    assert load("--rollout-function-path", given).rollout.rollout_function_path == f"miles_async.rollout.{given}"
+
+
+def test_a_users_module_of_the_same_name_is_used_instead(tmp_path, monkeypatch):
+    (tmp_path / "fully_async_rollout.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = "fully_async_rollout.generate_rollout_fully_async"
+    assert load("--rollout-function-path", mine).rollout.rollout_function_path == mine
+
+
+def test_every_setting_has_a_name_of_its_own_and_a_help_text():
+    fields = list(leaves(RunConfig))
+    assert len(fields) == len(SETTINGS)
+    assert [name for name, setting in SETTINGS.items() if not setting.help] == []
+
+
+def leaves(section):
+    for name, field in section.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from leaves(field.annotation)
+        else:
+            yield name

@@ -1,0 +1,60 @@
+"""Every configuration in configs/ starts, and its launch script passes what it is given."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_async.config.cli import parse_or_exit
+from miles_async.config.load import read_yaml
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def gpu_machine(tmp_path):
+    """What a machine for the GPU configurations would have: a checkpoint and prompts."""
+    checkpoint = tmp_path / "Qwen3-4B"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1", "label": "2"}\n')
+    return ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(prompts)]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("entry", ["train_async.py", "train.py"])
+def test_a_shipped_configuration_passes_its_check(path, entry, gpu_machine, capsys):
+    brings_data = any(assignment.path == ("data", "reasoning_gym_task") for assignment in read_yaml(path))
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit(["--config", str(path), "--check-config", *([] if brings_data else gpu_machine)], entry)
+    assert exited.value.code == 0, capsys.readouterr().err
+
+
+def test_the_qwen_script_checks_its_eight_gpus(gpu_machine, tmp_path):
+    # The script runs the .venv of its own checkout, which need not be where these tests run: give it one.
+    tree = tmp_path / "tree"
+    python = tree / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    shutil.copytree(ROOT / "configs", tree / "configs")
+    shutil.copy(ROOT / "train_async.py", tree)
+    done = subprocess.run(
+        [tree / "configs" / "qwen3-4b-8gpu.sh", gpu_machine[1], gpu_machine[3], "--num-rollout", "5", "--check-config"],
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
+    assert (rows["learner"], rows["engines"], rows["N"], rows["B"]) == ("4", "4", "64", "78")
+
+
+def test_the_qwen_script_says_what_it_needs():
+    done = subprocess.run([ROOT / "configs" / "qwen3-4b-8gpu.sh"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "CHECKPOINT_FOLDER PROMPTS.jsonl" in done.stderr

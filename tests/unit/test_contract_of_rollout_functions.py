@@ -1,0 +1,179 @@
+"""What users' rollout functions are called with, and what they may return."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.config.schema import RunConfig, Section
+from miles_async.core.loading import load_function
+from miles_async.errors import UserError
+from miles_async.ports import DataSource
+from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
+from miles_async.types import Group, Sample
+
+
+def finished(index: int | None, prompt: str = "q", feed_index: str = "sample_0_0") -> Sample:
+    return Sample(
+        index=index,
+        prompt=prompt,
+        metadata={"feed_index": feed_index},
+        tokens=[1, 2, 3],
+        response_length=2,
+        rollout_log_probs=[-0.1, -0.2],
+    )
+
+
+class NoData:
+    """A data source that is handed on but never asked."""
+
+
+def call(function: Any, *, evaluation: bool = False) -> Any:
+    source: DataSource = NoData()  # type: ignore[assignment]
+    args = flat_args(RunConfig(), sglang_router_port=30000)
+    return asyncio.run(call_rollout_function(function, args, 5, source, evaluation=evaluation))
+
+
+def test_every_leaf_of_the_configuration_and_what_the_run_adds_is_an_attribute() -> None:
+    config = RunConfig.model_validate({"rollout": {"rollout_batch_size": 7}})
+    args = flat_args(config, sglang_router_ip="127.0.0.1")
+    assert args.rollout_batch_size == 7
+    assert args.hidden_size == config.model.tiny_model.hidden_size
+    assert args.sglang_router_ip == "127.0.0.1"
+
+
+def test_no_two_sections_share_a_field_name() -> None:
+    def names(section: Section) -> list[str]:
+        found = []
+        for name, value in section:
+            found += names(value) if isinstance(value, Section) else [name]
+        return found
+
+    flat = names(RunConfig())
+    assert len(flat) == len(set(flat))
+
+
+def test_args_are_read_only_and_name_the_nearest_setting() -> None:
+    args = flat_args(RunConfig())
+    with pytest.raises(AttributeError, match=r"args\.lr is read-only"):
+        args.lr = 1.0
+    with pytest.raises(AttributeError, match="did you mean 'rollout_batch_size'"):
+        _ = args.rollout_batchsize
+
+
+def test_args_travel_between_processes() -> None:
+    assert pickle.loads(pickle.dumps(flat_args(RunConfig()))).n_samples_per_prompt == 8
+
+
+def test_an_async_function_is_awaited_with_everything_it_is_promised() -> None:
+    async def function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+        await asyncio.sleep(0)
+        return args.sglang_router_port, rollout_id, type(data_source), evaluation
+
+    assert call(function, evaluation=True) == (30000, 5, NoData, True)
+
+
+def test_a_plain_function_runs_beside_the_loop() -> None:
+    def function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+        return threading.current_thread()
+
+    assert call(function) is not threading.main_thread()
+
+
+def test_a_plain_function_that_returns_a_coroutine_is_awaited_too() -> None:
+    async def later(rollout_id: int) -> int:
+        return rollout_id
+
+    assert call(lambda args, rollout_id, data_source, evaluation: later(rollout_id)) == 5
+
+
+def test_groups_come_back_as_they_are() -> None:
+    group = Group([finished(0), finished(1)], feed_index="sample_0_0", attempt=2, sequence=9)
+    assert as_groups([group], 2)[0] is group
+
+
+def test_lists_of_samples_become_groups_with_their_feed_index() -> None:
+    groups = as_groups([[finished(0), finished(1)], [finished(2, "r", "sample_0_1"), finished(3, "r")]], 2)
+    assert [type(group) for group in groups] == [Group, Group]
+    assert [group.feed_index for group in groups] == ["sample_0_0", "sample_0_1"]
+
+
+def test_a_flat_list_is_regrouped_by_index_whatever_its_order() -> None:
+    groups = as_groups([finished(index) for index in (3, 0, 1, 2)], 2)
+    assert [[sample.index for sample in group] for group in groups] == [[0, 1], [2, 3]]
+
+
+def test_a_flat_list_without_indices_is_regrouped_in_order() -> None:
+    groups = as_groups([finished(None, prompt) for prompt in "aabb"], 2)
+    assert [[sample.prompt for sample in group] for group in groups] == [["a", "a"], ["b", "b"]]
+
+
+def test_an_empty_batch_is_an_empty_batch() -> None:
+    assert as_groups([], 2) == []
+
+
+def test_a_group_of_the_wrong_size_names_its_sample() -> None:
+    with pytest.raises(
+        UserError, match=r"1 samples in the group of sample 4 \(sample_0_0\): n_samples_per_prompt is 2"
+    ):
+        as_groups([finished(4)], 2)
+    with pytest.raises(UserError, match="3 samples in the group of sample 4"):
+        as_groups([[finished(4), finished(5), finished(6)]], 2)
+
+
+def test_wrong_lengths_name_their_sample() -> None:
+    mask, logprobs, tokens = finished(6), finished(7), finished(8)
+    mask.loss_mask = [1]
+    logprobs.rollout_log_probs = []
+    tokens.tokens = [1]
+    for sample, complaint in (
+        (mask, "sample 6 with a loss_mask of 1 entries: response_length is 2"),
+        (logprobs, "sample 7 with 0 rollout_log_probs: response_length is 2"),
+        (tokens, "sample 8 with 1 tokens, fewer than its response_length 2"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            as_groups([[sample]], 1)
+
+
+@pytest.mark.parametrize("result", [None, {"samples": []}, [None], [[]], [["text"]]])
+def test_anything_else_is_one_sentence(result: Any) -> None:
+    with pytest.raises(UserError, match="the rollout function returned"):
+        as_groups(result, 2)
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "my_rollout.py").write_text("SIZE = 3\n\ndef generate_rollout(): return 'mine'\n")
+    (tmp_path / "my_broken.py").write_text("raise ValueError('no licence')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_rollout"
+    for name in ("my_rollout", "my_broken"):
+        sys.modules.pop(name, None)
+
+
+def test_a_function_is_loaded_by_its_path(user_module: str) -> None:
+    assert load_function(f"{user_module}.generate_rollout", setting="x")() == "mine"
+
+
+@pytest.mark.parametrize(
+    "path, complaint",
+    [
+        ("generate", "rollout_function_path 'generate' names no module: write module.function"),
+        ("my_rollouts.f", "'my_rollouts.f' cannot be imported: ModuleNotFoundError: No module named 'my_rollouts'"),
+        ("my_broken.f", "'my_broken.f' cannot be imported: ValueError: no licence"),
+        ("my_rollout.generate_rollouts", "no function 'generate_rollouts'; did you mean generate_rollout?"),
+        ("my_rollout.SIZE", "'my_rollout.SIZE' is a int, not a function"),
+    ],
+)
+@pytest.mark.usefixtures("user_module")
+def test_a_function_that_cannot_be_loaded_is_one_sentence(path: str, complaint: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_function(path, setting="rollout_function_path")
+    assert complaint in str(error.value)

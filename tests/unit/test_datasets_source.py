@@ -1,0 +1,226 @@
+"""In which order prompts are fed, what is held out, and what is said of broken data."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+
+ROWS = [{"prompt": f"q{i}", "label": f"a{i}", "metadata": {"level": i}} for i in range(6)]
+
+
+def write_rows(folder: Path, rows: list[Any]) -> str:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def open_rows(path: str, **data: Any) -> BufferedSource:
+    settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
+    return open_data(RunConfig.model_validate({"data": settings, "rollout": {"n_samples_per_prompt": 2}}))
+
+
+def open_gym(task: str = "chain_sum", **data: Any) -> BufferedSource:
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    settings = {
+        "reasoning_gym_task": task,
+        "reasoning_gym_settings": digits,
+        "reasoning_gym_size": 2000,
+        "eval_size": 64,
+        "prompt_template": "{expression}",
+    } | data
+    return open_data(RunConfig.model_validate({"data": settings, "rollout": {"n_samples_per_prompt": 1}}))
+
+
+def prompts(groups: list[Group]) -> list[Any]:
+    return [group[0].prompt for group in groups]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    return write_rows(tmp_path, ROWS)
+
+
+def test_a_group_holds_the_samples_of_one_prompt_with_rising_indices(rows: str) -> None:
+    first, second = open_rows(rows).get_samples(2)
+    assert [sample.prompt for sample in first] == ["q0", "q0"]
+    assert [sample.index for sample in (*first, *second)] == [0, 1, 2, 3]
+    assert first.feed_index == "sample_0_0"
+    assert second[0].label == "a1"
+    assert second[0].metadata["level"] == 1
+    assert second[0].metadata is not second[1].metadata
+
+
+def test_feed_indices_count_on_over_epochs(rows: str) -> None:
+    groups = open_rows(rows).get_samples(8)
+    assert prompts(groups) == ["q0", "q1", "q2", "q3", "q4", "q5", "q0", "q1"]
+    assert [group.feed_index for group in groups[5:]] == ["sample_0_5", "sample_1_6", "sample_1_7"]
+
+
+def test_every_epoch_has_its_own_order_and_the_seed_decides_it(rows: str) -> None:
+    fed = prompts(open_rows(rows, rollout_shuffle=True).get_samples(12))
+    first, second = fed[:6], fed[6:]
+    assert sorted(first) == sorted(second) == [f"q{i}" for i in range(6)]
+    assert first != second
+    assert first == prompts(open_rows(rows, rollout_shuffle=True).get_samples(6))
+    assert first != prompts(open_rows(rows, rollout_shuffle=True, rollout_seed=7).get_samples(6))
+
+
+def test_recycled_groups_go_first_and_keep_their_feed_index(rows: str) -> None:
+    source = open_rows(rows)
+    early, later = source.get_samples(2)
+    early.reset()
+    source.add_samples([early])
+    source.add_samples([later])
+    assert [group.feed_index for group in source.get_samples(3)] == ["sample_0_0", "sample_0_1", "sample_0_2"]
+
+
+def test_plain_lists_given_back_keep_their_feed_index(rows: str) -> None:
+    source = open_rows(rows)
+    group = source.get_samples(1)[0]
+    source.add_samples([list(group)])  # type: ignore[list-item]
+    assert source.get_samples(1)[0].feed_index == "sample_0_0"
+
+
+def test_half_a_group_is_not_taken_back(rows: str) -> None:
+    source = open_rows(rows)
+    group = source.get_samples(1)[0]
+    group.pop()
+    with pytest.raises(UserError, match="group sample_0_0 came back with 1 samples"):
+        source.add_samples([group])
+
+
+def test_a_restored_source_goes_on_where_the_saved_one_stood(rows: str) -> None:
+    saved, restored = open_rows(rows, rollout_shuffle=True), open_rows(rows, rollout_shuffle=True)
+    partial = saved.get_samples(8)[3]
+    partial[0].spans, partial[0].status = [VersionSpan(2, 0, 3)], SampleStatus.ABORTED
+    partial.attempt = 1
+    saved.add_samples([partial])
+    restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    expected, found = saved.get_samples(9), restored.get_samples(9)
+    assert found == expected
+    assert [group.feed_index for group in found] == [group.feed_index for group in expected]
+    assert found[0].attempt == 1
+
+
+def test_held_out_rows_are_never_fed_even_where_the_file_repeats_them(tmp_path: Path) -> None:
+    source = open_rows(write_rows(tmp_path, ROWS * 3), eval_size=2)
+    held_out = prompts(source.eval_problems())
+    fed = prompts(source.get_samples(24))
+    warm_start = [sample.prompt for sample in islice(source.warm_start_problems(), 50)]
+    assert len(set(held_out)) == 2
+    assert set(fed) == set(warm_start) == {row["prompt"] for row in ROWS} - set(held_out)
+
+
+def test_evaluation_gets_fresh_groups_of_one_sample_each_time(rows: str) -> None:
+    source = open_rows(rows, eval_size=2)
+    before, after = source.eval_problems(), source.eval_problems()
+    before[0][0].response = "spent"
+    assert [len(group) for group in after] == [1, 1]
+    assert after[0][0].response == ""
+    assert after[0].feed_index == "eval_0"
+
+
+def test_holding_out_everything_says_what_to_set(rows: str) -> None:
+    with pytest.raises(UserError, match=r"holds 6 different prompts.*set eval_size below 6"):
+        open_rows(rows, eval_size=6)
+
+
+@pytest.mark.parametrize(
+    "line, complaint",
+    [
+        ('{"prompt": "q", "label"', r"data\.jsonl, line 2: not valid JSON"),
+        ("[1]", r"data\.jsonl, line 2: a list where a JSON object is expected"),
+        ('{"prompt": "q", "answer": 1}', r"data\.jsonl, line 2: no key 'label' \(label_key\).*'prompt', 'answer'"),
+        ('{"prompt": [{"role": "user"}], "label": 1}', r"data\.jsonl, line 2: .*set apply_chat_template"),
+        ('{"prompt": 3, "label": 1}', r"data\.jsonl, line 2: 'prompt' is a int"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"prompt": "q", "label": "a"}}\n{line}\n')
+    with pytest.raises(UserError, match=complaint):
+        open_rows(str(path))
+
+
+def test_blank_lines_are_skipped_and_other_keys_can_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('\n{"q": "é", "a": 1}\n\n{"q": "last", "a": 2}')
+    groups = open_rows(str(path), input_key="q", label_key="a").get_samples(2)
+    assert [(group[0].prompt, group[0].label) for group in groups] == [("é", 1), ("last", 2)]
+
+
+def test_data_that_is_missing_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.jsonl cannot be read: No such file"):
+        open_rows(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(UserError, match="no data: set prompt_data"):
+        open_data(RunConfig())
+
+
+def test_no_held_out_question_occurs_in_training_or_warm_start() -> None:
+    source = open_gym()
+    held_out = {sample.metadata["entry"]["question"] for [sample] in source.eval_problems()}
+    fed = {sample.metadata["entry"]["question"] for [sample] in source.get_samples(2500)}
+    warm_start = {sample.metadata["entry"]["question"] for sample in islice(source.warm_start_problems(), 1000)}
+    assert len(held_out) == 64
+    assert not held_out & fed
+    assert not held_out & warm_start
+
+
+def test_holding_out_leaves_the_small_strata_to_training() -> None:
+    fed = [sample.metadata["entry"]["metadata"]["num_digits"] for [sample] in open_gym(eval_size=512).get_samples(2000)]
+    assert 0.4 < fed.count(1) / len(fed) < 0.5
+
+
+def test_held_out_problems_do_not_depend_on_the_seed_of_the_run() -> None:
+    assert prompts(open_gym().eval_problems()) == prompts(open_gym(rollout_seed=7).eval_problems())
+    assert prompts(open_gym().get_samples(9)) != prompts(open_gym(rollout_seed=7).get_samples(9))
+
+
+def test_the_template_takes_the_question_or_the_expression_after_its_last_colon() -> None:
+    group = open_gym(prompt_template="Q: {expression} {").get_samples(1)[0]
+    entry = group[0].metadata["entry"]
+    assert group[0].prompt == f"Q: {entry['metadata']['expression']} = {{"
+    assert group[0].label == entry["answer"]
+    whole = open_gym(prompt_template="{question}\n").get_samples(1)[0]
+    assert whole[0].prompt == entry["question"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "data, complaint",
+    [
+        ({"task": "chain_sun"}, "'chain_sun' is unknown; did you mean chain_sum"),
+        ({"reasoning_gym_settings": {"min_term": 2}}, "do not fit chain_sum.*min_term"),
+        ({"reasoning_gym_settings": {"min_terms": 0}}, "do not fit chain_sum.*min_terms must be positive"),
+        ({"reasoning_gym_settings": {"seed": 1}}, "has seed: set rollout_seed"),
+        ({"prompt_template": "Q:"}, "names neither"),
+        (
+            {"reasoning_gym_settings": {"max_terms": 2, "max_digits": 1}},
+            "too few different questions to hold out 64: set eval_size to at most",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_had_is_one_sentence(data: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        open_gym(**data)
+
+
+def test_a_task_without_single_answers_cannot_warm_start() -> None:
+    source = open_gym("propositional_logic", reasoning_gym_settings={}, eval_size=0)
+    assert isinstance(source.get_samples(1)[0][0], Sample)
+    with pytest.raises(UserError, match="set warm_start_max_steps to 0"):
+        next(source.warm_start_problems())
+
+
+def test_chats_without_a_tokenizer_say_what_to_set(rows: str) -> None:
+    with pytest.raises(UserError, match="set hf_checkpoint"):
+        open_rows(rows, apply_chat_template=True)

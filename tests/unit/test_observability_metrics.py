@@ -1,0 +1,219 @@
+"""What the metrics say while a run goes on, hangs, and publishes."""
+
+from __future__ import annotations
+
+import socket
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from miles_async.errors import UserError
+from miles_async.observability.events import (
+    AdmissionBlocked,
+    EngineBusy,
+    EngineChanged,
+    Event,
+    GroupMoved,
+    PublishEnded,
+    PublishStarted,
+    Queue,
+    RunStarted,
+    StepEnded,
+    StepStarted,
+)
+from miles_async.observability.metrics import Metrics
+from miles_async.observability.server import MetricsServer
+
+RUN = RunStarted(
+    time=100.0,
+    run="r",
+    entry="train_async.py",
+    rollouts=10,
+    groups_per_rollout=4,
+    samples_per_group=2,
+    queue_capacity=1000,
+    window=3,
+    slots=8,
+    weight_transfer="p2p",
+)
+
+
+class Watched:
+    """A registry with the metrics of the events observed so far."""
+
+    def __init__(self, *events: Event) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+        self.observe(*events)
+
+    def observe(self, *events: Event) -> None:
+        for event in events:
+            self.metrics.observe(event)
+
+    def __call__(self, name: str, /, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"miles_async_{name}", labels)
+
+
+def moved(after: str, time: float = 101.0, reason: str | None = None, **counts: int) -> GroupMoved:
+    return GroupMoved(
+        time=time,
+        sequence=0,
+        feed_index="sample_0_0",
+        attempt=0,
+        before=None,
+        after=after,
+        reason=reason,
+        counts=counts,
+    )
+
+
+def step(started: float, ended: float, staleness: list[int]) -> list[Event]:
+    begin = StepStarted(time=started, rollout=0, version=1, staleness=staleness, groups=list(range(len(staleness))))
+    end = StepEnded(
+        time=ended,
+        rollout=0,
+        started=started,
+        ended=ended,
+        tokens=50,
+        finite=True,
+        reward=0.5,
+        response_length=4.0,
+        metrics={"loss": 0.1},
+    )
+    return [begin, end]
+
+
+def published(version: int, *, live: bool = True, fenced: tuple[str, ...] = ()) -> PublishEnded:
+    return PublishEnded(
+        time=105.0,
+        version=version,
+        live=live,
+        staged_seconds=0.02,
+        paused_seconds=0.04,
+        write_seconds=0.03,
+        bytes=1_000,
+        queue=0,
+        fenced=list(fenced),
+    )
+
+
+def test_every_metric_carries_the_prefix_and_a_help_text() -> None:
+    families = list(Watched(RUN).registry.collect())
+    assert len(families) > 30
+    assert all(family.name.startswith("miles_async_") and family.documentation for family in families)
+
+
+def test_queue_and_group_gauges_follow_each_event() -> None:
+    watched = Watched(RUN, Queue(time=101.0, depth=7, blocked=2), moved("in_flight", in_flight=5, queued=7))
+    assert watched("queue_depth_groups") == 7
+    assert watched("queue_capacity_groups") == 1000
+    assert watched("blocked_groups") == 2
+    assert watched("in_flight_groups") == 5
+    assert watched("groups", state="queued") == 7
+    assert watched("groups", state="leased") == 0
+
+
+def test_ended_groups_are_counted_by_outcome_and_reason_and_stale_ones_as_recycled() -> None:
+    watched = Watched(moved("dropped", reason="stale"), moved("dropped", reason="filtered"), moved("published"))
+    assert watched("ended_groups_total", outcome="dropped", reason="stale") == 1
+    assert watched("ended_groups_total", outcome="dropped", reason="filtered") == 1
+    assert watched("ended_groups_total", outcome="published", reason="") == 1
+    assert watched("recycled_groups_total") == 1
+
+
+def test_staleness_histogram_counts_each_group_of_a_step() -> None:
+    watched = Watched(RUN, *step(110.0, 111.0, [0, 2, 2]))
+    assert watched("trained_staleness_versions_bucket", le="0.0") == 1
+    assert watched("trained_staleness_versions_bucket", le="2.0") == 3
+    assert watched("step_tokens_total") == 50
+    assert watched("step_metric", name="loss") == 0.1
+
+
+def test_seconds_without_progress_grow_while_nothing_happens() -> None:
+    watched = Watched(RUN, moved("queued", time=120.0))
+    watched.metrics.tick(150.0)
+    assert watched("since_progress_seconds") == 30
+    assert watched("last_progress_timestamp_seconds") == 120
+
+
+def test_learner_idle_seconds_grow_between_steps_only() -> None:
+    watched = Watched(RUN)
+    watched.metrics.tick(104.0)
+    assert watched("learner_idle_seconds_total") == 4
+    begin, end = step(106.0, 109.0, [0])
+    watched.observe(begin)
+    watched.metrics.tick(108.0)
+    assert watched("learner_idle_seconds_total") == 6
+    watched.observe(end)
+    watched.metrics.tick(110.0)
+    assert watched("learner_idle_seconds_total") == 7
+
+
+def test_idle_seconds_counted_before_a_late_event_are_not_counted_twice() -> None:
+    watched = Watched(RUN)
+    watched.metrics.tick(108.0)
+    watched.observe(*step(106.0, 109.0, [0]))
+    watched.metrics.tick(110.0)
+    assert watched("learner_idle_seconds_total") == 8
+    watched.metrics.tick(113.0)
+    assert watched("learner_idle_seconds_total") == 10
+
+
+def test_engine_idle_seconds_stand_still_while_requests_are_in_flight() -> None:
+    watched = Watched(RUN, EngineBusy(time=110.0, busy=7.0, in_flight=3))
+    watched.metrics.tick(120.0)
+    assert watched("engine_idle_seconds_total") == 3
+    assert watched("in_flight_requests") == 3
+    watched.observe(EngineBusy(time=120.0, busy=17.0, in_flight=0))
+    watched.metrics.tick(125.0)
+    assert watched("engine_idle_seconds_total") == 8
+
+
+def test_a_publish_moves_the_version_of_routed_engines_and_not_of_fenced_ones() -> None:
+    watched = Watched(
+        EngineChanged(time=101.0, engine="a", state="routed", version=0, reason=None),
+        EngineChanged(time=101.0, engine="b", state="routed", version=0, reason=None),
+        PublishStarted(time=104.0, version=1, queue=0),
+        published(1, fenced=("b",)),
+    )
+    assert watched("trainer_weight_version") == 1
+    assert watched("engine_weight_version", engine="a") == 1
+    assert watched("engine_weight_version", engine="b") == 0
+    assert watched("publish_seconds_sum", phase="write") == 0.03
+    assert watched("publish_bytes_total") == 1000
+
+
+def test_a_publish_that_no_engine_took_moves_no_version() -> None:
+    watched = Watched(
+        EngineChanged(time=101.0, engine="a", state="routed", version=0, reason=None), published(1, live=False)
+    )
+    assert watched("engine_weight_version", engine="a") == 0
+    assert watched("publishes_total", outcome="failed") == 1
+
+
+def test_blocked_admission_is_counted_by_cause() -> None:
+    watched = Watched(
+        AdmissionBlocked(time=101.0, cause="slots", seconds=0.5),
+        AdmissionBlocked(time=102.0, cause="slots", seconds=0.25),
+    )
+    assert watched("admission_blocked_seconds_total", cause="slots") == 0.75
+
+
+def test_metrics_are_served_on_loopback_until_closed() -> None:
+    watched = Watched(RUN, Queue(time=101.0, depth=7, blocked=0))
+    server = MetricsServer(watched.registry, port=0)
+    try:
+        with urlopen(server.url, timeout=5) as response:
+            assert "miles_async_queue_depth_groups 7.0" in response.read().decode()
+    finally:
+        server.close()
+    with pytest.raises(OSError, match="refused"):
+        urlopen(server.url, timeout=5)
+
+
+def test_a_port_in_use_is_one_sentence_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"metrics_port {port} .*set --metrics-port"):
+            MetricsServer(CollectorRegistry(), port)

@@ -1,0 +1,365 @@
+"""What a run leaves for people: lines, bar, summary, trace, folder, log."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import structlog
+
+from miles_async.config.load import build, read_yaml
+from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
+from miles_async.observability.events import (
+    Drained,
+    EngineBusy,
+    Evaluated,
+    Event,
+    GroupMoved,
+    PublishEnded,
+    Queue,
+    RunEnded,
+    RunStarted,
+    Stalled,
+    StepEnded,
+    StepStarted,
+)
+from miles_async.observability.lines import Lines
+from miles_async.observability.logging import configure_logging
+from miles_async.observability.onlookers import Onlookers
+from miles_async.observability.progress import Progress
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.summary import Summary
+from miles_async.observability.trace import TraceWriter, read_trace
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def step(rollout: int, started: float, ended: float, staleness: list[int], *, finite: bool = True) -> list[Event]:
+    return [
+        StepStarted(time=started, rollout=rollout, version=rollout, staleness=staleness, groups=[0] * len(staleness)),
+        StepEnded(
+            time=ended,
+            rollout=rollout,
+            started=started,
+            ended=ended,
+            tokens=600,
+            finite=finite,
+            reward=0.25 + rollout / 4,
+            response_length=4.0,
+            metrics={},
+        ),
+    ]
+
+
+def published(version: int, staged: float, paused: float, *, live: bool = True) -> PublishEnded:
+    return PublishEnded(
+        time=115.0,
+        version=version,
+        live=live,
+        staged_seconds=staged,
+        paused_seconds=paused,
+        write_seconds=paused / 2,
+        bytes=10,
+        queue=0,
+        fenced=[],
+    )
+
+
+def dropped(reason: str) -> GroupMoved:
+    return GroupMoved(
+        time=112.0,
+        sequence=1,
+        feed_index="sample_0_1",
+        attempt=0,
+        before="queued",
+        after="dropped",
+        reason=reason,
+        counts={},
+    )
+
+
+def evaluated(rollout: int, accuracy: float) -> Evaluated:
+    return Evaluated(
+        time=101.0, name="heldout", rollout=rollout, accuracy=accuracy, problems=512, seconds=1, truncated=0
+    )
+
+
+RUN = RunStarted(
+    time=100.0,
+    run="r",
+    entry="train_async.py",
+    rollouts=2,
+    groups_per_rollout=4,
+    samples_per_group=2,
+    queue_capacity=1000,
+    window=3,
+    slots=8,
+    weight_transfer="p2p",
+)
+# Two steps of 4 and 2 seconds in a training phase of 10; engines busy for 9 of these 10 seconds.
+WHOLE_RUN: list[Event] = [
+    RUN,
+    evaluated(-1, 0.2),
+    EngineBusy(time=110.0, busy=5.0, in_flight=2),
+    *step(0, 110.0, 114.0, [0, 1]),
+    published(0, 9.0, 9.0),
+    published(1, 0.01, 0.02),
+    dropped("stale"),
+    dropped("filtered"),
+    *step(1, 118.0, 120.0, [1, 3]),
+    published(2, 0.01, 0.04),
+    published(3, 9.0, 9.0, live=False),
+    EngineBusy(time=120.0, busy=14.0, in_flight=0),
+    evaluated(2, 0.6),
+    RunEnded(time=130.0, reason="done"),
+]
+
+
+def lines_of(*events: Event) -> list[str]:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    for event in events:
+        lines.observe(event)
+    return stream.getvalue().splitlines()
+
+
+def summary_of(events: list[Event]) -> Summary:
+    summary = Summary()
+    for event in events:
+        summary.observe(event)
+    return summary
+
+
+def drained(recycled: int) -> Drained:
+    return Drained(time=1.0, rollout=0, depth=17, waited=0.1, recycled=recycled)
+
+
+def test_a_drain_prints_queue_size_and_the_staleness_of_what_is_trained() -> None:
+    assert lines_of(drained(3), StepStarted(time=2.0, rollout=0, version=4, staleness=[0, 1, 3], groups=[5, 6, 7])) == [
+        "Global worker queue size: 17",
+        "Staleness stats: recycled=3, avg_staleness=1.33, max_staleness=3",
+    ]
+
+
+def test_recycled_groups_are_counted_since_the_last_staleness_line() -> None:
+    first, second = step(0, 1.0, 2.0, [0])[0], step(1, 3.0, 4.0, [0])[0]
+    printed = lines_of(drained(3), drained(2), first, drained(1), second)
+    assert [line for line in printed if line.startswith("Staleness")] == [
+        "Staleness stats: recycled=5, avg_staleness=0.00, max_staleness=0",
+        "Staleness stats: recycled=1, avg_staleness=0.00, max_staleness=0",
+    ]
+
+
+def test_a_stall_prints_the_warning() -> None:
+    assert lines_of(Stalled(time=1.0, seconds=30.2, queue=0, collected=5, wanted=32)) == [
+        "Warning: No progress for 30s. Queue size: 0, Collected: 5/32"
+    ]
+
+
+def test_the_bar_shows_rollout_queue_staleness_and_reward_on_a_terminal() -> None:
+    stream = Terminal()
+    bar = Progress(stream, enabled=True)
+    for event in (RUN, Queue(time=1.0, depth=9, blocked=0), *step(0, 2.0, 3.0, [1, 2]), RunEnded(time=4.0, reason="")):
+        bar.observe(event)
+    assert "1/2" in stream.getvalue()
+    assert "queue=9, staleness=1.5, reward=0.250" in stream.getvalue()
+
+
+@pytest.mark.parametrize("stream, enabled", [(io.StringIO(), True), (Terminal(), False)])
+def test_the_bar_is_silent_without_a_terminal_or_when_switched_off(stream: io.StringIO, enabled: bool) -> None:
+    bar = Progress(stream, enabled=enabled)
+    for event in WHOLE_RUN:
+        bar.observe(event)
+    bar.close()
+    assert stream.getvalue() == ""
+
+
+def test_the_summary_speaks_of_the_whole_run_and_of_its_training_phase() -> None:
+    figures = summary_of(WHOLE_RUN).figures()
+    assert figures["accuracy_before"] == 0.2
+    assert figures["accuracy_after"] == 0.6
+    assert figures["wall_seconds"] == 30
+    assert figures["training_seconds"] == 10
+    assert figures["groups_per_second"] == 0.4
+    assert figures["tokens_per_second"] == 120
+    assert figures["learner_idle_share"] == pytest.approx(0.4)
+    assert figures["engine_idle_share"] == pytest.approx(0.1)
+    assert figures["rollouts"] == 2
+    assert figures["reason"] == "done"
+
+
+def test_the_summary_counts_versions_staleness_and_drops() -> None:
+    figures = summary_of(WHOLE_RUN).figures()
+    assert figures["versions"] == 2
+    assert figures["weight_transfer"] == "p2p"
+    assert figures["publish_ms_median"] == pytest.approx(40)
+    assert figures["publish_ms_max"] == pytest.approx(50)
+    assert figures["pause_ms_max"] == pytest.approx(40)
+    assert figures["staleness_histogram"] == {"0": 1, "1": 2, "3": 1}
+    assert figures["staleness_max"] == 3
+    assert figures["recycled"] == 1
+    assert figures["dropped"] == {"filtered": 1, "stale": 1}
+
+
+def test_groups_of_a_step_that_was_not_finite_do_not_count_as_trained() -> None:
+    figures = summary_of([RUN, *step(0, 110.0, 112.0, [5, 5], finite=False), *step(1, 112.0, 114.0, [1])]).figures()
+    assert figures["staleness_histogram"] == {"1": 1}
+    assert figures["groups_per_second"] == 0.25
+
+
+def test_engine_busy_seconds_are_read_off_between_two_reports() -> None:
+    events = [RUN, *step(0, 110.0, 120.0, [0]), EngineBusy(time=130.0, busy=15.0, in_flight=1)]
+    assert summary_of(events).figures()["engine_idle_share"] == pytest.approx(0.5)
+
+
+def test_a_run_that_ended_before_its_first_step_has_a_summary_too(tmp_path: Path) -> None:
+    summary = summary_of([RUN, RunEnded(time=103.0, reason="the engine died at start")])
+    summary.write(tmp_path / "summary.json")
+    figures = json.loads((tmp_path / "summary.json").read_text())
+    assert figures["wall_seconds"] == 3
+    assert figures["accuracy_after"] is None
+    assert figures["groups_per_second"] is None
+    assert "the engine died at start" in summary.text()
+
+
+def test_the_summary_text_shows_the_figures_and_the_file_holds_them_alone(tmp_path: Path) -> None:
+    summary = summary_of(WHOLE_RUN)
+    summary.write(tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary.figures()
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert "0.200 before, 0.600 after" in summary.text()
+    assert "40 ms median, 50 ms max, p2p, version 2" in summary.text()
+
+
+def test_a_trace_reads_back_what_was_written(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "events.jsonl")
+    for event in WHOLE_RUN:
+        trace.observe(event)
+    trace.close()
+    assert list(read_trace(tmp_path / "events.jsonl")) == WHOLE_RUN
+
+
+def test_a_trace_reaches_the_disk_once_its_interval_is_over(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "events.jsonl", flush_seconds=1.0)
+    trace.tick(100.0)
+    trace.observe(RUN)
+    trace.tick(100.5)
+    assert list(read_trace(tmp_path / "events.jsonl")) == []
+    trace.tick(101.0)
+    assert list(read_trace(tmp_path / "events.jsonl")) == [RUN]
+    trace.close()
+
+
+def test_a_line_cut_by_a_crash_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    trace = TraceWriter(path)
+    trace.observe(RUN)
+    trace.close()
+    with path.open("a") as file:
+        file.write('{"type":"Queue","ti')
+    assert list(read_trace(path)) == [RUN]
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match=r"events\.jsonl, line 2"):
+        list(read_trace(path))
+
+
+def config_in(run_dir: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {"observability": {"run_dir": str(run_dir)}, "data": {"reasoning_gym_task": "chain_sum"}}
+    )
+
+
+def test_latest_points_at_the_newest_run_and_no_two_runs_share_a_folder(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "runs")
+    folders = []
+    for _ in range(3):
+        folders.append(RunFolder.create(config))
+        assert (tmp_path / "runs/latest").resolve() == folders[-1].path
+    names = {folder.path.name for folder in folders}
+    assert len(names) == 3
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == names | {"latest"}
+
+
+def test_a_run_folder_holds_the_configuration_that_ran(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    folder = RunFolder.create(config)
+    assert build(read_yaml(folder.path / "config.yaml")) == config
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run_dir .*file/runs cannot be used .*set --run-dir"):
+        RunFolder.create(config_in(tmp_path / "file/runs"))
+
+
+def test_onlookers_leave_trace_and_summary_and_serve_metrics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    with Onlookers(config_in(tmp_path), folder) as onlookers:
+        onlookers.emit(*WHOLE_RUN[:-1])
+        onlookers.tick()
+        with urlopen(onlookers.metrics_url, timeout=5) as response:
+            assert "miles_async_eval_accuracy_ratio" in response.read().decode()
+        assert not folder.summary.exists()
+        onlookers.emit(WHOLE_RUN[-1])
+    assert list(read_trace(folder.events)) == WHOLE_RUN
+    assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.6
+    out = capsys.readouterr().out
+    assert "Staleness stats: recycled=0, avg_staleness=0.50, max_staleness=1" in out
+    assert "0.200 before, 0.600 after" in out
+
+
+@pytest.fixture
+def _logging_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+@pytest.mark.usefixtures("_logging_restored")
+def test_json_log_lines_carry_what_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json")
+    with structlog.contextvars.bound_contextvars(run="r", version=3):
+        structlog.get_logger("miles_async.x").info("published", seconds=0.5)
+    line = json.loads(capsys.readouterr().err)
+    assert (line["event"], line["run"], line["version"], line["seconds"]) == ("published", "r", 3, 0.5)
+    assert line["level"] == "info"
+
+
+@pytest.mark.usefixtures("_logging_restored")
+def test_json_tracebacks_show_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("json")
+    secret = "hunter2"
+    try:
+        int(secret[:0])
+    except ValueError:
+        structlog.get_logger("miles_async.x").exception("failed")
+    err = capsys.readouterr().err
+    assert json.loads(err)["exception"][0]["exc_type"] == "ValueError"
+    assert secret not in err
+
+
+@pytest.mark.usefixtures("_logging_restored")
+def test_other_libraries_are_heard_from_warnings_up(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("console")
+    logging.getLogger("noisy").info("chatter")
+    logging.getLogger("noisy").warning("disk almost full")
+    out, err = capsys.readouterr()
+    assert "chatter" not in err
+    assert "disk almost full" in err
+    assert out == ""

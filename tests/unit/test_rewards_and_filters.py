@@ -1,0 +1,141 @@
+"""How a group is scored, kept, and what becomes of a reward that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_async.config.schema import RunConfig
+from miles_async.errors import BadTrajectory, UserError
+from miles_async.filters.dynamic_sampling import check_reward_nonzero_std
+from miles_async.rewards.rewarder import Rewarder, open_rewarder
+from miles_async.types import Group, Sample
+
+
+def group_of(*responses: str, **fields: Any) -> Group:
+    samples = [Sample(index=i, response=text, label="4", **fields) for i, text in enumerate(responses, start=7)]
+    return Group(samples, feed_index="sample_0_3")
+
+
+def scored(rewarder: Rewarder, group: Group) -> list[Any]:
+    asyncio.run(rewarder.score(group))
+    return [sample.reward for sample in group]
+
+
+def custom(function: Callable[[Any, Sample], Any], timeout_seconds: float = 5.0) -> Rewarder:
+    return Rewarder(function, args=None, name="my.reward", timeout_seconds=timeout_seconds)
+
+
+def configured(**sections: dict[str, Any]) -> Rewarder:
+    return open_rewarder(RunConfig.model_validate(sections), args=None)
+
+
+def count_fours(args: Any, sample: Sample) -> int:
+    """Named by path in a test below."""
+    return sample.response.count("4")
+
+
+def test_exact_compares_the_stripped_response_with_the_label() -> None:
+    rewarder = configured(rollout={"rm_type": "exact"})
+    assert scored(rewarder, group_of(" 4\n", "44", "")) == [1.0, 0.0, 0.0]
+
+
+def test_reasoning_gym_scores_the_stripped_response_by_the_task_itself() -> None:
+    rewarder = configured(rollout={"rm_type": "reasoning_gym"}, data={"reasoning_gym_task": "chain_sum"})
+    entry = {"question": "1 + 3 =", "answer": "4", "metadata": {}}
+    assert scored(rewarder, group_of(" 4 ", "4.0", "5", metadata={"entry": entry})) == [1.0, 1.0, 0.0]
+
+
+def test_a_custom_reward_is_loaded_by_its_path() -> None:
+    rewarder = configured(rollout={"custom_rm_path": f"{__name__}.count_fours"})
+    assert scored(rewarder, group_of("404", "4", "0")) == [2.0, 1.0, 0.0]
+
+
+def test_an_async_reward_scores_all_samples_at_once() -> None:
+    together = asyncio.Barrier(3)
+
+    async def reward(args: Any, sample: Sample) -> float:
+        await together.wait()
+        return float(len(sample.response))
+
+    assert scored(custom(reward), group_of("a", "bb", "ccc")) == [1.0, 2.0, 3.0]
+
+
+def test_a_plain_reward_may_block_without_stopping_the_loop() -> None:
+    release = threading.Event()
+
+    async def score_while_the_loop_runs() -> list[Any]:
+        group = group_of("a")
+        scoring = asyncio.create_task(custom(lambda args, sample: release.wait(5)).score(group))
+        await asyncio.sleep(0.01)
+        release.set()
+        await scoring
+        return [sample.reward for sample in group]
+
+    assert asyncio.run(score_while_the_loop_runs()) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "reward, complaint",
+    [
+        (lambda args, sample: math.nan, "sample 7: reward my.reward returned nan"),
+        (lambda args, sample: "4", "sample 7: reward my.reward returned '4', a str, not a number"),
+        (lambda args, sample: None, "sample 7: .*a NoneType"),
+        (lambda args, sample: 1 / 0, "sample 7: reward my.reward raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_reward_that_goes_wrong_names_its_sample(reward: Callable[[Any, Sample], Any], complaint: str) -> None:
+    with pytest.raises(BadTrajectory, match=complaint):
+        scored(custom(reward), group_of("4"))
+
+
+def test_an_async_reward_that_raises_names_its_sample() -> None:
+    async def reward(args: Any, sample: Sample) -> float:
+        if sample.index == 8:
+            raise RuntimeError("judge is down")
+        return 0.0
+
+    with pytest.raises(BadTrajectory, match=r"sample 8: reward my\.reward raised RuntimeError: judge is down"):
+        scored(custom(reward), group_of("a", "b"))
+
+
+def test_a_reward_that_never_comes_fails_the_group() -> None:
+    async def reward(args: Any, sample: Sample) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    with pytest.raises(BadTrajectory, match=r"group sample_0_3: .* longer than 0\.01 s \(reward_timeout_seconds\)"):
+        scored(custom(reward, timeout_seconds=0.01), group_of("a"))
+
+
+def test_numpy_numbers_and_booleans_are_numbers() -> None:
+    rewards = scored(custom(lambda args, sample: np.float32(0.5)), group_of("a"))
+    assert rewards == [0.5]
+    assert type(rewards[0]) is float
+    assert scored(custom(lambda args, sample: True), group_of("a")) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "rollout, complaint",
+    [
+        ({}, "rm_type None is unknown: set reasoning_gym or exact"),
+        ({"rm_type": "exakt"}, "rm_type 'exakt' is unknown"),
+        ({"rm_type": "reasoning_gym"}, "needs reasoning_gym_task"),
+        ({"custom_rm_path": "no_such_module.f"}, "custom_rm_path 'no_such_module.f' cannot be imported: .*No module"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_one_sentence(rollout: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        configured(rollout=rollout)
+
+
+@pytest.mark.parametrize("rewards, kept", [([1.0, 1.0, 1.0], False), ([0.0, 1.0, 0.0], True), ([0.5], False)])
+def test_groups_whose_samples_all_scored_the_same_are_not_kept(rewards: list[float], kept: bool) -> None:
+    group = Group(Sample(reward=reward) for reward in rewards)
+    assert check_reward_nonzero_std(None, group) is kept

@@ -1,0 +1,203 @@
+"""The processes of a run, composed on Ray: learner ranks, engines, router and rollout worker.
+
+    driver ── Ray ─┬─ LearnerRank, one per rank     warm start, steps, weight writes
+                   ├─ Engine, one each              one SGLang server each
+                   ├─ Router                        sglang-router
+                   └─ RolloutWorker                 pipeline/service.py
+
+Leaving the context ends all of them, in every case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+import structlog
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from miles_async.adapters.megatron.warm_start import WarmStarted
+from miles_async.adapters.sglang.launch import EngineInfo, EngineSpec
+from miles_async.adapters.sglang.process import free_port
+from miles_async.adapters.sglang.router import RouterSpec
+from miles_async.config import derived
+from miles_async.config.schema import RunConfig
+from miles_async.errors import Fatal, MilesError
+from miles_async.observability.events import Event
+from miles_async.observability.run_folder import RunFolder
+from workers.engine import Engine
+from workers.learner import LearnerRank
+from workers.rollout import Lessons, RolloutWorker, Surroundings
+from workers.router import Router
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Nothing may look outside this machine."""
+
+log = structlog.get_logger(__name__)
+
+
+class Cluster:
+    def __init__(self, config: RunConfig, folder: RunFolder, entry: str) -> None:
+        self._config = config
+        self._folder = folder
+        self._entry = entry
+        self._actors: list[ActorHandle] = []
+        self._servers: list[ActorHandle] = []
+        self._worker: ActorHandle
+        self._around: Surroundings
+
+    @property
+    def logs(self) -> Path:
+        return self._folder.logs
+
+    async def __aenter__(self) -> Self:
+        os.environ |= ENVIRONMENT
+        started = time.monotonic()
+        ray.init(
+            address=self._config.cluster.ray_address,
+            include_dashboard=False,
+            configure_logging=False,
+            log_to_driver=False,
+            **({} if self._config.cluster.ray_address else {"_node_ip_address": "127.0.0.1", "num_cpus": 64}),
+        )
+        log.info("ray is up", seconds=round(time.monotonic() - started, 1))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Servers first: an actor that is killed cannot say goodbye to its server, only take it along.
+        await asyncio.gather(*(server.stop.remote() for server in self._servers), return_exceptions=True)
+        ray.shutdown()
+
+    async def start(self) -> None:
+        """Everything up to the first request. Raises UserError or Fatal with what did not start."""
+        ranks = [
+            self._actor(LearnerRank, f"learner-{rank}", self._config, rank, self._world_size)
+            for rank in range(self._world_size)
+        ]
+        self._worker = self._actor(RolloutWorker, "rollout", self._config, self._entry, self._folder)
+        lessons = await _call(self._worker.prepare)
+        started = await self._warm_start(ranks[0], lessons)
+        router_url, engines, _ = await _together(
+            self._router(), self._engines(started.path), self._load(ranks, started.path)
+        )
+        channel = await self._connect(ranks, engines)
+        self._around = Surroundings(
+            checkpoint=started.path,
+            router_url=router_url,
+            engines=engines,
+            learner_ranks=ranks,
+            weight_transfer=channel,
+        )
+
+    async def run(self) -> None:
+        """The run itself. Raises what ended it."""
+        await _call(self._worker.run, self._around)
+
+    async def events(self) -> list[Event]:
+        """What happened since the last call; waits up to half a second for something to happen."""
+        return await _call(self._worker.events)
+
+    async def stop(self) -> None:
+        """End the run after the step being taken."""
+        await _call(self._worker.stop)
+
+    @property
+    def weight_transfer(self) -> str:
+        """The way weights travel, once `start` has found it."""
+        return self._around.weight_transfer
+
+    @property
+    def _world_size(self) -> int:
+        return derived.learner_ranks(self._config)
+
+    def _actor(self, kind: type[Any], name: str, *arguments: Any) -> ActorHandle:
+        """An actor that takes no logical resources: on a CPU machine cores are shared, and pinned where asked for."""
+        return ray.remote(kind).options(name=name, num_cpus=0).remote(*arguments)
+
+    def _server(self, kind: type[Any], name: str, spec: Any) -> ActorHandle:
+        server = self._actor(kind, name, spec)
+        self._servers.append(server)
+        return server
+
+    async def _warm_start(self, rank: ActorHandle, lessons: Lessons) -> WarmStarted:
+        started: WarmStarted = await _call(rank.warm_start, lessons.problems, lessons.check)
+        log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
+        return started
+
+    async def _load(self, ranks: Sequence[ActorHandle], checkpoint: str) -> None:
+        port = free_port()
+        await _together(*(_call(rank.start, checkpoint, "127.0.0.1", port) for rank in ranks))
+        log.info("learner is up", ranks=len(ranks))
+
+    async def _router(self) -> str:
+        spec = RouterSpec(
+            log_path=self.logs / "router.log",
+            policy=self._config.engine.sglang_router_policy,
+            request_timeout=self._config.engine.sglang_router_request_timeout_secs,
+        )
+        url: str = await _call(self._server(Router, "router", spec).start)
+        log.info("router is up", url=url)
+        return url
+
+    async def _engines(self, checkpoint: str) -> list[EngineInfo]:
+        return await _together(*(self._engine(f"engine-{i}", checkpoint) for i in range(derived.engines(self._config))))
+
+    async def _engine(self, name: str, checkpoint: str) -> EngineInfo:
+        engine = self._config.engine
+        spec = EngineSpec(
+            name=name,
+            model_path=checkpoint,
+            log_path=self.logs / f"{name}.log",
+            tp=engine.rollout_num_gpus_per_engine,
+            cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
+            concurrency=engine.sglang_server_concurrency,
+            seed=self._config.data.rollout_seed,
+            p2p=self._config.weights.weight_transfer in ("auto", "p2p"),
+            server_args=engine.sglang_server_args,
+            start_timeout=engine.engine_start_timeout_seconds,
+        )
+        began = time.monotonic()
+        info: EngineInfo = await _call(self._server(Engine, name, spec).start)
+        log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
+        return info
+
+    async def _connect(self, ranks: Sequence[ActorHandle], engines: Sequence[EngineInfo]) -> str:
+        wanted, folder = self._config.weights.weight_transfer, str(self._folder.path / "weights")
+        ways = await _together(*(_call(rank.connect, wanted, engines, folder) for rank in ranks))
+        log.info("weights travel", by=ways[0], engines=len(engines))
+        return str(ways[0])
+
+
+async def _call(method: Any, *arguments: Any) -> Any:
+    """A remote call whose failure is the failure itself, not Ray's wrapping of it."""
+    try:
+        return await method.remote(*arguments)
+    except RayTaskError as error:
+        if isinstance(error.cause, MilesError):
+            raise error.cause from None
+        raise Fatal(f"{type(error.cause).__name__}: {error.cause}") from error
+    except RayActorError as error:
+        raise Fatal(f"a process of the run died: {str(error).splitlines()[0]}") from error
+
+
+async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """The results of all of it; at the first failure the rest is left behind and the failure raised as it is."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,151 @@
+"""The process you started: it composes the cluster, looks on, prints, serves /metrics, and ends everything.
+
+It is neither learner nor rollout worker, so what it shows still moves when one of them hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import structlog
+
+from miles_async.config.derived import bounds_of, table
+from miles_async.config.schema import RunConfig
+from miles_async.errors import Fatal, MilesError, UserError
+from miles_async.observability.events import RunEnded, RunStarted
+from miles_async.observability.logging import configure_logging
+from miles_async.observability.onlookers import Onlookers
+from miles_async.observability.run_folder import RunFolder
+from workers.cluster import Cluster
+
+T = TypeVar("T")
+
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+TICK_SECONDS = 0.25
+SILENCE_SECONDS = 120.0
+"""A rollout worker that sends nothing for so long is stuck or dead; it speaks twice a second otherwise."""
+
+
+class Interrupted(Exception):
+    """The user asked the run to end."""
+
+
+def drive(config: RunConfig, *, entry: str) -> int:
+    """Run to the end and return the exit code."""
+    configure_logging(config.observability.log_format)
+    try:
+        folder = RunFolder.create(config)
+        return asyncio.run(_drive(config, folder, entry))
+    except UserError as error:
+        print(f"{entry}: {error}", file=sys.stderr)
+        return REFUSED
+    except (MilesError, OSError) as error:
+        print(f"{entry}: {error}", file=sys.stderr)
+        return FAILED
+
+
+async def _drive(config: RunConfig, folder: RunFolder, entry: str) -> int:
+    stop = asyncio.Event()
+    _on_interrupt(stop)
+    log = structlog.get_logger(__name__)
+    print(table(config, entry), flush=True)
+    with Onlookers(config, folder) as onlookers:
+        log.info("run", folder=str(folder.path), metrics=onlookers.metrics_url)
+        onlookers.emit(_run_started(config, folder, entry))
+        reason = "done"
+        try:
+            async with Cluster(config, folder, entry) as cluster:
+                await _unless(stop, cluster.start())
+                await _follow(cluster, onlookers, stop)
+            if stop.is_set():
+                raise Interrupted
+        except Interrupted:
+            reason = "interrupted"
+            return INTERRUPTED
+        except BaseException as error:
+            reason = str(error) or type(error).__name__
+            raise
+        finally:
+            onlookers.emit(RunEnded(time=time.time(), reason=reason))
+    return DONE
+
+
+async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event) -> None:
+    """Pass the service's events on until it ends. Raises what ended it."""
+    run = asyncio.ensure_future(cluster.run())
+    asked_to_stop = False
+    heard_at = time.monotonic()
+    events: asyncio.Future[list[Any]] = asyncio.ensure_future(cluster.events())
+    try:
+        while True:
+            await asyncio.wait([run, events], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            onlookers.tick()
+            if events.done():
+                heard_at = time.monotonic()
+                onlookers.emit(*events.result())
+                events = asyncio.ensure_future(cluster.events())
+            if run.done():
+                onlookers.emit(*await cluster.events())
+                return run.result()
+            if stop.is_set() and not asked_to_stop:
+                asked_to_stop = True
+                await cluster.stop()
+            if time.monotonic() - heard_at > SILENCE_SECONDS:
+                raise Fatal(
+                    f"the rollout worker has not answered for {SILENCE_SECONDS:.0f}s; its log is in {cluster.logs}"
+                )
+    finally:
+        run.cancel()
+        events.cancel()
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:
+    """The result of `work`, or Interrupted as soon as the user asks to stop."""
+    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Interrupted
+        return task.result()
+    finally:
+        stopping.cancel()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def _on_interrupt(stop: asyncio.Event) -> None:
+    """The first Ctrl-C (or SIGTERM) ends the run after the step being taken; a second one at once."""
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if stop.is_set():
+            print("\nforced to stop", file=sys.stderr)
+            raise KeyboardInterrupt
+        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+
+
+def _run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
+    bounds = bounds_of(config, entry)
+    return RunStarted(
+        time=time.time(),
+        run=folder.path.name,
+        entry=entry,
+        rollouts=config.rollout.num_rollout,
+        groups_per_rollout=config.rollout.rollout_batch_size,
+        samples_per_group=config.rollout.n_samples_per_prompt,
+        queue_capacity=config.rollout.queue_capacity,
+        window=bounds.window,
+        slots=bounds.slots,
+        weight_transfer=config.weights.weight_transfer,
+    )

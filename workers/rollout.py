@@ -1,0 +1,192 @@
+"""The process that generates: a Ray actor whose event loop (uvloop) is `pipeline/service.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.dead_letters import DeadLetterFile
+from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.system_clock import SystemClock
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
+from miles_async.config.schema import RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.core.loading import load_function
+from miles_async.observability.events import Event
+from miles_async.observability.run_folder import RunFolder
+from miles_async.pipeline.service import Ports, Service
+from miles_async.pipeline.source import RolloutSource
+from miles_async.rewards.rewarder import open_rewarder
+from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, flat_args
+from miles_async.types import Group
+
+WARM_START_LESSONS = 8192
+WARM_START_CHECKS = 256
+BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """The processes that a rollout worker finds running."""
+
+    checkpoint: str
+    """The folder that learner and engines were started from."""
+    router_url: str
+    engines: Sequence[EngineInfo]
+    learner_ranks: Sequence[Any]
+    """Handles of the learner's actors, by rank."""
+    weight_transfer: str
+    """The way weights travel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lessons:
+    """What the warm start learns from and is checked on: prompts and their answers."""
+
+    problems: list[tuple[str, str]]
+    check: list[tuple[str, str]]
+
+
+class Outbox:
+    """An event sink that the driver empties; `take` waits for the next events instead of polling."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._filled = asyncio.Event()
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+        self._filled.set()
+
+    async def take(self, patience_seconds: float) -> list[Event]:
+        """Everything since the last call; waits up to `patience_seconds` for something."""
+        try:
+            await asyncio.wait_for(self._filled.wait(), patience_seconds)
+        except TimeoutError:
+            return []
+        events, self._events = self._events, []
+        self._filled.clear()
+        return events
+
+
+class RolloutWorker:
+    """Hosts the service. `run` ends with the run; `events` and `stop` are served meanwhile."""
+
+    def __init__(self, config: RunConfig, entry: str, folder: RunFolder) -> None:
+        self._config = config
+        self._bounds = bounds_of(config, entry)
+        self._folder = folder
+        self._outbox: Outbox
+        self._service: Service | None = None
+
+    async def prepare(self) -> Lessons:
+        """Check what only this process can check, before anything else starts: data, reward and user functions.
+
+        Raises UserError. Returns the lessons of the warm start, none where there is none.
+        """
+        self._outbox = Outbox()
+        self._rollout_function()
+        args = flat_args(self._config)
+        self._filter(args)
+        open_rewarder(self._config, args)
+        data = open_data(self._config, checkpoint=self._config.model.hf_checkpoint)
+        if not self._config.warm_start.warm_start_max_steps:
+            return Lessons(problems=[], check=[])
+        pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())
+        return Lessons(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
+
+    async def run(self, around: Surroundings) -> None:
+        """The whole run. Raises UserError, Fatal, or what a user's function raised."""
+        config = self._config
+        args = self._arguments(around.router_url)
+        tokenizer = CheckpointTokenizer(around.checkpoint)
+        fleet = SGLangFleet(around.router_url)
+        for engine in around.engines:
+            fleet.introduce(engine)
+            await fleet.admit(engine.name)
+
+        def generator(sampling: SamplingParams) -> SGLangGenerator:
+            return SGLangGenerator(
+                around.router_url,
+                tokenizer,
+                sampling,
+                limit=config.engine.sglang_server_concurrency * len(around.engines),
+                engine_urls=fleet.urls,
+                request_timeout=config.engine.sglang_router_request_timeout_secs,
+            )
+
+        data = open_data(config, checkpoint=around.checkpoint)
+        self._service = Service(
+            config,
+            self._bounds,
+            Ports(
+                clock=SystemClock(),
+                events=self._outbox,
+                data=data,
+                generator=generator(sampling_of(config)),
+                evaluator=generator(
+                    SamplingParams(max_new_tokens=config.rollout.rollout_max_response_len, temperature=0)
+                ),
+                rewarder=open_rewarder(config, args),
+                learner=RayLearner(config, around.learner_ranks),
+                channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
+                fleet=fleet,
+                dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
+                keep=self._filter(args),
+                problems=data.eval_problems(),
+            ),
+            take_turns=self._bounds.schedule is Schedule.TURNS,
+        )
+        function = self._rollout_function()
+
+        async def rollout(rollout_id: int, source: RolloutSource) -> list[Group]:
+            result = await call_rollout_function(function, args, rollout_id, source, evaluation=False)
+            return as_groups(result, config.rollout.n_samples_per_prompt)
+
+        await self._service.run(rollout)
+
+    async def events(self) -> list[Event]:
+        """What happened since the last call; waits up to half a second for something to happen."""
+        return await self._outbox.take(0.5)
+
+    async def stop(self) -> None:
+        """End the run after the step being taken."""
+        if self._service is not None:
+            self._service.stop()
+
+    def _arguments(self, router_url: str) -> Arguments:
+        host, _, port = router_url.removeprefix("http://").rpartition(":")
+        return flat_args(self._config, sglang_router_ip=host, sglang_router_port=int(port))
+
+    def _rollout_function(self) -> Any:
+        """train.py takes turns whatever the function: the persistent producer makes way for the batch function."""
+        path = self._config.rollout.rollout_function_path
+        if self._bounds.schedule is Schedule.TURNS and path == FULLY_ASYNC_FUNCTION:
+            path = BATCH_FUNCTION
+        return load_function(path, setting="rollout_function_path")
+
+    def _filter(self, args: Arguments) -> Any:
+        path = self._config.rollout.dynamic_sampling_filter_path
+        if path is None:
+            return lambda group: True
+        function = load_function(path, setting="dynamic_sampling_filter_path")
+        return lambda group: function(args, group)
+
+
+def sampling_of(config: RunConfig) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=tuple(rollout.rollout_stop),
+    )

@@ -1,0 +1,25 @@
+"""The process that owns the sglang-router."""
+
+from __future__ import annotations
+
+from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+
+
+class Router:
+    """A Ray actor around the sglang-router. The router ends with the actor, however the actor ends.
+
+    Engines are added and removed over the router's HTTP API (`SGLangFleet.admit`, `SGLangFleet.fence`).
+    """
+
+    def __init__(self, spec: RouterSpec) -> None:
+        self._server = RouterServer(spec)
+
+    def start(self) -> str:
+        """Start the router; returns its url. Raises Fatal with one sentence."""
+        return self._server.start()
+
+    def alive(self) -> bool:
+        return self._server.alive()
+
+    def stop(self) -> None:
+        self._server.stop()
