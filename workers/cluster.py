@@ -34,7 +34,8 @@ from miles_async.observability.events import Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
 from workers.learner import LearnerRank
-from workers.rollout import Lessons, RolloutWorker, Surroundings
+from workers.preflight import Lessons
+from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
 
 ENVIRONMENT = {
@@ -55,7 +56,8 @@ class Cluster:
         self._actors: list[ActorHandle] = []
         self._servers: list[ActorHandle] = []
         self._worker: ActorHandle
-        self._around: Surroundings
+        self.surroundings: Surroundings
+        """What `start` found and started."""
 
     @property
     def logs(self) -> Path:
@@ -81,20 +83,19 @@ class Cluster:
         await asyncio.gather(*(server.stop.remote() for server in self._servers), return_exceptions=True)
         ray.shutdown()
 
-    async def start(self) -> None:
+    async def start(self, lessons: Lessons) -> None:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
         ranks = [
             self._actor(LearnerRank, f"learner-{rank}", self._config, rank, self._world_size)
             for rank in range(self._world_size)
         ]
         self._worker = self._actor(RolloutWorker, "rollout", self._config, self._entry, self._folder)
-        lessons = await _call(self._worker.prepare)
         started = await self._warm_start(ranks[0], lessons)
         router_url, engines, _ = await _together(
             self._router(), self._engines(started.path), self._load(ranks, started.path)
         )
         channel = await self._connect(ranks, engines)
-        self._around = Surroundings(
+        self.surroundings = Surroundings(
             checkpoint=started.path,
             router_url=router_url,
             engines=engines,
@@ -104,7 +105,7 @@ class Cluster:
 
     async def run(self) -> None:
         """The run itself. Raises what ended it."""
-        await _call(self._worker.run, self._around)
+        await _call(self._worker.run, self.surroundings)
 
     async def events(self) -> list[Event]:
         """What happened since the last call; waits up to half a second for something to happen."""
@@ -113,11 +114,6 @@ class Cluster:
     async def stop(self) -> None:
         """End the run after the step being taken."""
         await _call(self._worker.stop)
-
-    @property
-    def weight_transfer(self) -> str:
-        """The way weights travel, once `start` has found it."""
-        return self._around.weight_transfer
 
     @property
     def _world_size(self) -> int:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -22,7 +22,10 @@ from miles_async.observability.events import RunEnded, RunStarted
 from miles_async.observability.logging import configure_logging
 from miles_async.observability.onlookers import Onlookers
 from miles_async.observability.run_folder import RunFolder
-from workers.cluster import Cluster
+from workers.preflight import Lessons, preflight
+
+if TYPE_CHECKING:
+    from workers.cluster import Cluster
 
 T = TypeVar("T")
 
@@ -40,8 +43,9 @@ def drive(config: RunConfig, *, entry: str) -> int:
     """Run to the end and return the exit code."""
     configure_logging(config.observability.log_format)
     try:
+        lessons = preflight(config, entry)
         folder = RunFolder.create(config)
-        return asyncio.run(_drive(config, folder, entry))
+        return asyncio.run(_drive(config, folder, entry, lessons))
     except UserError as error:
         print(f"{entry}: {error}", file=sys.stderr)
         return REFUSED
@@ -50,18 +54,21 @@ def drive(config: RunConfig, *, entry: str) -> int:
         return FAILED
 
 
-async def _drive(config: RunConfig, folder: RunFolder, entry: str) -> int:
+async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Lessons) -> int:
     stop = asyncio.Event()
     _on_interrupt(stop)
     log = structlog.get_logger(__name__)
     print(table(config, entry), flush=True)
+    # Ray, torch and Megatron take seconds to import: only after everything cheap has been found to be in order.
+    from workers.cluster import Cluster
+
     with Onlookers(config, folder) as onlookers:
         log.info("run", folder=str(folder.path), metrics=onlookers.metrics_url)
-        onlookers.emit(_run_started(config, folder, entry))
+        onlookers.emit(run_started(config, folder, entry))
         reason = "done"
         try:
             async with Cluster(config, folder, entry) as cluster:
-                await _unless(stop, cluster.start())
+                await _unless(stop, cluster.start(lessons))
                 await _follow(cluster, onlookers, stop)
             if stop.is_set():
                 raise Interrupted
@@ -135,7 +142,7 @@ def _on_interrupt(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, interrupt)
 
 
-def _run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
+def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
     bounds = bounds_of(config, entry)
     return RunStarted(
         time=time.time(),

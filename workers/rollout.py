@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from miles_async.adapters.datasets.opening import open_data
@@ -16,10 +15,9 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.system_clock import SystemClock
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
+from miles_async.config.derived import bounds_of
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
-from miles_async.core.loading import load_function
 from miles_async.observability.events import Event
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.service import Ports, Service
@@ -27,10 +25,7 @@ from miles_async.pipeline.source import RolloutSource
 from miles_async.rewards.rewarder import open_rewarder
 from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, flat_args
 from miles_async.types import Group
-
-WARM_START_LESSONS = 8192
-WARM_START_CHECKS = 256
-BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
+from workers.preflight import dynamic_filter, rollout_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +40,6 @@ class Surroundings:
     """Handles of the learner's actors, by rank."""
     weight_transfer: str
     """The way weights travel."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lessons:
-    """What the warm start learns from and is checked on: prompts and their answers."""
-
-    problems: list[tuple[str, str]]
-    check: list[tuple[str, str]]
 
 
 class Outbox:
@@ -82,26 +69,11 @@ class RolloutWorker:
 
     def __init__(self, config: RunConfig, entry: str, folder: RunFolder) -> None:
         self._config = config
+        self._entry = entry
         self._bounds = bounds_of(config, entry)
         self._folder = folder
-        self._outbox: Outbox
-        self._service: Service | None = None
-
-    async def prepare(self) -> Lessons:
-        """Check what only this process can check, before anything else starts: data, reward and user functions.
-
-        Raises UserError. Returns the lessons of the warm start, none where there is none.
-        """
         self._outbox = Outbox()
-        self._rollout_function()
-        args = flat_args(self._config)
-        self._filter(args)
-        open_rewarder(self._config, args)
-        data = open_data(self._config, checkpoint=self._config.model.hf_checkpoint)
-        if not self._config.warm_start.warm_start_max_steps:
-            return Lessons(problems=[], check=[])
-        pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())
-        return Lessons(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
+        self._service: Service | None = None
 
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
@@ -140,12 +112,12 @@ class RolloutWorker:
                 channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
                 fleet=fleet,
                 dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
-                keep=self._filter(args),
+                keep=dynamic_filter(config, args),
                 problems=data.eval_problems(),
             ),
             take_turns=self._bounds.schedule is Schedule.TURNS,
         )
-        function = self._rollout_function()
+        function = rollout_function(config, self._entry)
 
         async def rollout(rollout_id: int, source: RolloutSource) -> list[Group]:
             result = await call_rollout_function(function, args, rollout_id, source, evaluation=False)
@@ -165,20 +137,6 @@ class RolloutWorker:
     def _arguments(self, router_url: str) -> Arguments:
         host, _, port = router_url.removeprefix("http://").rpartition(":")
         return flat_args(self._config, sglang_router_ip=host, sglang_router_port=int(port))
-
-    def _rollout_function(self) -> Any:
-        """train.py takes turns whatever the function: the persistent producer makes way for the batch function."""
-        path = self._config.rollout.rollout_function_path
-        if self._bounds.schedule is Schedule.TURNS and path == FULLY_ASYNC_FUNCTION:
-            path = BATCH_FUNCTION
-        return load_function(path, setting="rollout_function_path")
-
-    def _filter(self, args: Arguments) -> Any:
-        path = self._config.rollout.dynamic_sampling_filter_path
-        if path is None:
-            return lambda group: True
-        function = load_function(path, setting="dynamic_sampling_filter_path")
-        return lambda group: function(args, group)
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Log-probability of given tokens and entropy of the distribution, also where ranks each hold a part of the vocabulary."""
+"""Log-probability of given tokens and entropy of the distribution, also where ranks share the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def token_logprobs(
     that the ranks of `group` share (None: one rank holds all of it); `targets` [n] are global token ids. Returns two
     tensors [n], equal on all ranks of the group. One softmax serves both, and no [n, v] tensor but it is kept.
     """
-    logprobs, entropy = _TokenLogprobs.apply(logits, targets, vocab_start, group)
+    logprobs, entropy = _TokenLogprobs.apply(logits, targets, vocab_start, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 

@@ -43,11 +43,12 @@ def policy_loss(
 ) -> tuple[Tensor, TokenSums]:
     """This micro-batch's share of the loss: its token sum divided by the tokens of the whole optimizer step.
 
-    All tensors are [n], one entry per token to train (those under a loss mask of 0 were left out before): `logprobs` and `entropy` under the weights being trained,
-    `old_logprobs` under the weights before the drain's first step, `rollout_logprobs` as the engines reported them,
-    `advantages` of the token's sample. Summed over micro-batches and ranks the result
-    is one mean over tokens, so the grouping into micro-batches changes nothing and long answers are not discounted
-    (DAPO, arXiv 2503.14476, section 3.3, also the source of a higher upper clip, section 3.1).
+    All tensors are [n], one entry per token to train (those under a loss mask of 0 were left out before):
+    `logprobs` and `entropy` under the weights being trained, `old_logprobs` under the weights before the drain's
+    first step, `rollout_logprobs` as the engines reported them, `advantages` of the token's sample. Summed over
+    micro-batches and ranks the result is one mean over tokens, so the grouping into micro-batches changes nothing and
+    long answers are not discounted (DAPO, arXiv 2503.14476, section 3.3, also the source of a higher upper clip,
+    section 3.1).
     """
     old_logprobs = old_logprobs.detach()
     ratio = (logprobs - old_logprobs).exp()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 
 from miles_async.core.admission import Admission
@@ -25,6 +26,15 @@ from miles_async.types import DropReason, Group, SampleStatus
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
 """Between losing an engine and trying its group elsewhere: the router needs a moment to notice."""
+
+
+class Outcome(Enum):
+    """How an attempt ended."""
+
+    KEPT = auto()
+    FILTERED = auto()
+    ABORTED = auto()
+    FAILED = auto()
 
 
 class Producer:
@@ -135,31 +145,31 @@ class Producer:
         try:
             outcome = await self._attempt(group)
         except BadTrajectory as error:
-            outcome = SampleStatus.FAILED
+            outcome = Outcome.FAILED
             self._recycler.retry(group, DropReason.FAILED, str(error))
         except EngineLost:
-            outcome = SampleStatus.FAILED
+            outcome = Outcome.FAILED
             if not self._closing:
                 await books.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
             self._recycler.give_back(group, DropReason.ENGINE_LOST)
-        if outcome is SampleStatus.ABORTED:
+        if outcome is Outcome.ABORTED:
             self._send_back(group)
+        elif outcome is Outcome.FILTERED:
+            books.drop(group, DropReason.FILTERED)
         self._overdue.discard(sequence)
-        if outcome is SampleStatus.COMPLETED and self._keep(group):
+        if outcome is Outcome.KEPT:
             books.advance([group], State.FINISHED)
             self.window.mark_completed(sequence, group)
         else:
-            if outcome is SampleStatus.COMPLETED:
-                books.drop(group, DropReason.FILTERED)
             # A group that will not be collected gives its place in the window to the next.
             self.window.drop(sequence)
         self._collect()
 
-    async def _attempt(self, group: Group) -> SampleStatus:
-        """Generate and score. Returns COMPLETED or ABORTED; raises BadTrajectory or EngineLost."""
+    async def _attempt(self, group: Group) -> Outcome:
+        """Generate, score and filter. Raises BadTrajectory or EngineLost instead of returning FAILED."""
         clock, sequence = self._books.clock, sequence_of(group)
         if self._closing:
-            return SampleStatus.ABORTED
+            return Outcome.ABORTED
         started = clock.now()
         self._generating[sequence] = group
         try:
@@ -167,9 +177,10 @@ class Producer:
         finally:
             del self._generating[sequence]
         if any(sample.status is SampleStatus.ABORTED for sample in group):
-            return SampleStatus.ABORTED
+            return Outcome.ABORTED
         generated = clock.now()
         await self._rewarder.score(group)
+        outcome = Outcome.KEPT if self._keep(group) else Outcome.FILTERED
         self._books.events.emit(
             GroupGenerated(
                 time=clock.now(),
@@ -182,7 +193,7 @@ class Producer:
                 truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
             )
         )
-        return SampleStatus.COMPLETED
+        return outcome
 
     def _send_back(self, group: Group) -> None:
         """An aborted group goes back to the feed: salvaged or recycled as a slow head, or as nobody's fault."""

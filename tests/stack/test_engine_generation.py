@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,12 +146,11 @@ def test_a_folder_that_is_no_checkpoint_is_the_users_error(tmp_path: Path) -> No
 
 
 def test_an_engine_that_dies_at_start_tells_why_in_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    config = json.loads((checkpoint / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"model_type": "no_such_model"}))
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     spec = EngineSpec(name="e1", model_path=str(broken), log_path=tmp_path / "engine.log")
-    with pytest.raises(Fatal, match=r"engine e1 ended at start.*no_such_model.*\(log: .*engine\.log\)") as failure:
+    with pytest.raises(Fatal, match=r"engine e1 ended at start.*SafetensorError.*\(log: .*engine\.log\)") as failure:
         EngineServer(spec).start()
     assert "\n" not in str(failure.value)
 

@@ -39,9 +39,9 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(stack: Stack, writer:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         writer.connect([stack.engine])
         await generator.generate(group_of(PROMPT), SamplingParams(max_new_tokens=8))
-        flying = group_of(PROMPT[:60], samples=4)
+        flying = group_of(PROMPT[:60], samples=16)
         running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=300)))
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.2)
 
         stack.change_weights()
         version = next(stack.versions)

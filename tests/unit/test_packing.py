@@ -40,7 +40,7 @@ def test_ranks_carry_about_the_same_tokens() -> None:
 
 
 def test_a_sample_above_the_cap_is_named_with_what_to_set() -> None:
-    with pytest.raises(ValueError, match="sample 1 has 11 tokens.*max_tokens_per_gpu"):
+    with pytest.raises(ValueError, match=r"sample 1 has 11 tokens.*max_tokens_per_gpu"):
         pack([3, 11], 10)
 
 

@@ -69,9 +69,7 @@ def bucketed(lengths: NDArray[np.int64]) -> tuple[list[Bucket], Tensor | None]:
         kept = np.flatnonzero((cells < lengths[chosen, None]).reshape(-1))
         order.append(rows[kept])
         full = len(kept) == len(rows)
-        buckets.append(
-            Bucket(torch.from_numpy(rows), len(chosen), longest, None if full else torch.from_numpy(kept))
-        )
+        buckets.append(Bucket(torch.from_numpy(rows), len(chosen), longest, None if full else torch.from_numpy(kept)))
     restore = np.argsort(np.concatenate(order))
     in_order = bool((restore == np.arange(len(restore))).all())
     return buckets, None if in_order else torch.from_numpy(restore)

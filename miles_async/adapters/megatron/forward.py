@@ -18,7 +18,7 @@ from miles_async.losses.logprobs import token_logprobs
 
 
 def packed_logits(model: Model, batch: PackedBatch, device: torch.device) -> Tensor:
-    """[T, columns] logits of this tensor-parallel rank's part of the (padded) vocabulary, at every place of the pack."""
+    """[T, columns] logits at every place of the pack: this rank's columns of the (padded) vocabulary."""
     tokens, lengths = batch.tokens, batch.lengths
     split = parallel_state.get_tensor_model_parallel_world_size() if model.bridge.config.sequence_parallel else 1
     if missing := -len(tokens) % split:
@@ -75,7 +75,8 @@ def greedy(
     outputs: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))
     for _ in range(max_new_tokens):
-        for i, token in zip(live, _next_tokens(model, [prompts[i] + outputs[i] for i in live], max_tokens, device), strict=True):
+        tokens = _next_tokens(model, [prompts[i] + outputs[i] for i in live], max_tokens, device)
+        for i, token in zip(live, tokens, strict=True):
             outputs[i].append(token)
         live = [i for i in live if outputs[i][-1] != eos]
         if not live:

@@ -178,10 +178,6 @@ class MegatronLearner:
         parallel.leave()
 
 
-
-
 def _over_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean over the optimizer steps of a batch; of a maximum, the maximum."""
-    return {
-        name: (max if name.endswith("_max") else fmean)(step[name] for step in metrics) for name in metrics[0]
-    }
+    return {name: (max if name.endswith("_max") else fmean)(step[name] for step in metrics) for name in metrics[0]}

@@ -42,8 +42,12 @@ class Model:
 def build_model(settings: Learner, hf_checkpoint: str) -> Model:
     """Load the checkpoint into this rank's part of the model. The process groups must exist.
 
-    Raises UserError when mbridge does not know the model family.
+    Raises UserError when mbridge does not know the model family or this machine cannot run the settings.
     """
+    if on_cpu() and settings.sequence_parallel:
+        raise UserError("sequence_parallel needs CUDA: Megatron's layers for CPUs lack it; leave it off here")
+    if on_cpu() and settings.precision != "fp32":
+        raise UserError("the learner computes in fp32 on a CPU; set precision: fp32")
     with cuda_means_cpu():
         bridge = _bridge(settings, hf_checkpoint)
         [module] = bridge.get_model(

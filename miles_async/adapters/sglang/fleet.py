@@ -77,7 +77,9 @@ class SGLangFleet:
     async def admit(self, engine: str) -> None:
         """Let requests reach an engine that holds the current version. Raises EngineLost when the router refuses it."""
         info = self._known[engine]
-        await self._client.post(f"{self._router}/workers", {"url": info.url}, within=self._timeout)
+        # The router adds and drops in the background; a second order for what it has could undo a later drop.
+        if all(worker["url"] != info.url for worker in await self._workers()):
+            await self._client.post(f"{self._router}/workers", {"url": info.url}, within=self._timeout)
         await self._until(lambda workers: workers.get(info.url, False), f"did not take engine {engine}")
         self._routed[engine] = info
 

@@ -3,13 +3,14 @@
     [project.entry-points."sglang.srt.plugins"]
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
-One keeps cached prefixes honest after a weight publish and is active everywhere; the other opens CPU memory to
-one-sided writes and is active only without CUDA.
+One keeps cached prefixes honest after a weight publish and is active everywhere. The others are active only without
+CUDA: memory open to one-sided writes, a fast start, attention in batches, and a pause that leaves the core alone.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from miles_async.adapters.sglang import cpu_attention
+
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._add_request_to_queue", name_prefix, HookType.BEFORE)
@@ -28,6 +31,10 @@ def register() -> None:
         loader = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
         HookRegistry.register(f"{loader}.register_memory_region_v2", _register_parameters, HookType.REPLACE)
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+        HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _rest, HookType.BEFORE)
+        attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
+        HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache: bool = True) -> bool:
@@ -72,6 +79,11 @@ def _register_parameters(model: Any, transfer_engine: Any) -> dict[str, tuple[in
             raise RuntimeError(f"Mooncake could not register the {size} bytes of {name}; raise the memlock limit")
         regions[name] = (weight.data_ptr(), weight.numel(), weight.element_size())
     return regions
+
+
+def _rest(_: Scheduler) -> None:
+    """A paused scheduler asks for messages without pause; the write that it waits for needs the core."""
+    time.sleep(0.0005)
 
 
 def _fork_workers(_: None, *__: Any, **___: Any) -> None:

@@ -82,7 +82,7 @@ class ServerProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
         self._signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.communicate()
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

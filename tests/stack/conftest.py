@@ -1,0 +1,102 @@
+"""One cluster for all stack tests: real Ray, SGLang, sglang-router, Megatron and Mooncake, started once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from miles_async.config.load import load_config
+from miles_async.config.schema import RunConfig
+from miles_async.observability.audit import Audit
+from miles_async.observability.events import Event
+from miles_async.observability.run_folder import RunFolder
+from workers.cluster import Cluster
+from workers.driver import run_started
+from workers.preflight import preflight
+from workers.rollout import RolloutWorker
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "arithmetic-cpu.yaml")
+FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+def settings(entry: str, *flags: str) -> RunConfig:
+    """The main job's configuration, small and without a warm start."""
+    small = ["--warm-start-max-steps", "0", "--eval-size", "64", "--learner-threads", "1"]
+    small += ["--rm-type", "null", "--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"]
+    return load_config(["--config", CONFIG, "--rollout-function-path", FULLY_ASYNC, *small, *flags], entry=entry)
+
+
+@dataclass
+class Played:
+    """A run on the shared cluster, to its end."""
+
+    config: RunConfig
+    folder: RunFolder
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def violations(self) -> list[str]:
+        audit = Audit(self.config.rollout.max_weight_staleness)
+        for event in self.events:
+            audit.observe(event)
+        return audit.violations
+
+
+class Stack:
+    """The cluster, and a way to play runs on it one after the other."""
+
+    def __init__(self, runner: asyncio.Runner, cluster: Cluster, folder: Path) -> None:
+        self._runner = runner
+        self.cluster = cluster
+        self._folder = folder
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(work)
+
+    def play(self, entry: str, *flags: str) -> Played:
+        config = settings(entry, "--run-dir", str(self._folder), *flags)
+        return self.do(self._play(Played(config, RunFolder.create(config)), entry))
+
+    async def _play(self, played: Played, entry: str) -> Played:
+        worker = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
+        played.events.append(run_started(played.config, played.folder, entry))
+        run = asyncio.ensure_future(_finished(worker.run.remote(self.cluster.surroundings)))
+        while not run.done():
+            played.events += await worker.events.remote()
+        played.events += await worker.events.remote()
+        ray.kill(worker)
+        await run
+        return played
+
+
+async def _finished(reference: Any) -> None:
+    await reference
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("stack")
+    config = settings(
+        "train_async.py", "--run-dir", str(folder / "runs"), "--cache-dir", str(folder / "cache"), "--lr", "1e-3"
+    )
+    with asyncio.Runner() as runner:
+        cluster = runner.run(_enter(config))
+        try:
+            yield Stack(runner, cluster, folder / "runs")
+        finally:
+            runner.run(cluster.__aexit__(None, None, None))
+
+
+async def _enter(config: RunConfig) -> Cluster:
+    cluster = await Cluster(config, RunFolder.create(config), "train_async.py").__aenter__()
+    await cluster.start(preflight(config, "train_async.py"))
+    return cluster

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles_async.adapters.megatron.warm_start import Problems, WarmStarted, warm_start
+from miles_async.config.schema import Learner, Model, RunConfig, TinyModel, WarmStart
+from miles_async.errors import UserError
+
+COPYING: Problems = [(f"{digit}{letter}=", str(digit)) for digit in range(10) for letter in "abcdefgh"]
+
+
+def config(cache: Path, *, seed: int = 1, **warm: Any) -> RunConfig:
+    settings = {"warm_start_max_steps": 300, "warm_start_accuracy": (0.5, 1.0), "warm_start_check_every": 10, **warm}
+    return RunConfig(
+        model=Model(tiny_model=TinyModel(num_layers=1, hidden_size=64, ffn_hidden_size=128)),
+        warm_start=WarmStart(cache_dir=str(cache), warm_start_lr=5e-3, warm_start_batch_size=32, **settings),
+        learner=Learner(seed=seed),
+    )
+
+
+def started(settings: RunConfig, problems: Problems = COPYING) -> tuple[WarmStarted, list[float]]:
+    looks: list[float] = []
+    torch.set_num_threads(1)
+    return warm_start(settings, problems, COPYING, lambda step, loss, accuracy: looks.append(accuracy)), looks
+
+
+def test_a_warm_start_teaches_until_the_accuracy_is_in_range_and_is_found_again(tmp_path: Path) -> None:
+    made, looks = started(config(tmp_path))
+    assert 0.5 <= made.accuracy <= 1.0
+    assert made.accuracy == looks[-1]
+    assert all(look < 0.5 for look in looks[:-1])
+    assert made.steps == 10 * len(looks)
+    AutoModelForCausalLM.from_pretrained(made.path)
+
+    again, no_looks = started(config(tmp_path))
+    assert (again.path, again.cached, again.accuracy) == (made.path, True, made.accuracy)
+    assert no_looks == []
+
+
+def test_the_same_settings_teach_the_same_model_and_others_another_place(tmp_path: Path) -> None:
+    few = {"warm_start_accuracy": (0.0, 1.0)}
+    one, _ = started(config(tmp_path / "a", **few))
+    same, _ = started(config(tmp_path / "b", **few))
+    assert (Path(one.path) / "model.safetensors").read_bytes() == (Path(same.path) / "model.safetensors").read_bytes()
+    places = [
+        one.path,
+        started(config(tmp_path / "a", seed=2, **few))[0].path,
+        started(config(tmp_path / "a", **few), COPYING[1:])[0].path,
+    ]
+    assert len(set(places)) == 3
+
+
+def test_no_steps_give_the_untaught_model_or_the_checkpoint_as_it_is(tmp_path: Path) -> None:
+    untaught, looks = started(config(tmp_path, warm_start_max_steps=0))
+    assert (untaught.accuracy, untaught.steps, looks) == (None, 0, [])
+    given = config(tmp_path, warm_start_max_steps=0).model_copy(update={"model": Model(hf_checkpoint=untaught.path)})
+    assert started(given)[0].path == untaught.path
+
+
+@pytest.mark.parametrize(
+    "warm, complaint",
+    [
+        ({"warm_start_accuracy": (0.001, 0.002)}, "jumped over.*lower warm_start_check_every"),
+        ({"warm_start_max_steps": 10, "warm_start_accuracy": (0.99, 1.0)}, "stayed below.*raise warm_start_max_steps"),
+    ],
+)
+def test_a_range_that_is_missed_is_an_error_that_says_what_to_set(
+    tmp_path: Path, warm: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        started(config(tmp_path, **warm))
+    assert list(tmp_path.iterdir()) == []

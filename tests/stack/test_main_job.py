@@ -1,0 +1,116 @@
+"""The main job on the real stack, played three times on one cluster: fully asynchronous, in turns, one step off."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.observability.events import (
+    Drained,
+    Evaluated,
+    GroupGenerated,
+    PublishEnded,
+    PublishStarted,
+    RunStarted,
+    StepEnded,
+    StepStarted,
+)
+from tests.stack.conftest import Played, Stack
+
+ROLLOUTS = 22
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module")
+def fully_async(stack: Stack) -> Played:
+    return stack.play("train_async.py", "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "16")
+
+
+@pytest.fixture(scope="module")
+def in_turns(stack: Stack) -> Played:
+    return stack.play("train.py", "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8")
+
+
+@pytest.fixture(scope="module")
+def one_step_off(stack: Stack) -> Played:
+    function = "miles_async.rollout.sglang_rollout.generate_rollout"
+    flags = ("--num-rollout", "5", "--rollout-batch-size", "8", "--rollout-function-path", function)
+    return stack.play("train_async.py", *flags)
+
+
+def test_every_batch_trains_and_every_version_goes_live(fully_async: Played) -> None:
+    assert [event.rollout for event in fully_async.of(StepEnded)] == list(range(ROLLOUTS))
+    assert all(event.finite for event in fully_async.of(StepEnded))
+    publishes = fully_async.of(PublishEnded)
+    assert [event.version for event in publishes] == list(range(ROLLOUTS + 1))
+    assert all(event.live and event.fenced == [] for event in publishes)
+
+
+def test_the_audit_finds_no_group_lost_trained_twice_or_too_old(fully_async: Played) -> None:
+    assert fully_async.violations == []
+
+
+def test_tokens_are_sampled_during_an_optimizer_step(fully_async: Played) -> None:
+    steps = [(event.started, event.ended) for event in fully_async.of(StepEnded)]
+    inside = [
+        group
+        for group in fully_async.of(GroupGenerated)
+        if any(started < group.started and group.generated < ended for started, ended in steps)
+    ]
+    assert inside, "no group began and ended its generation while a step was being taken"
+
+
+def test_a_publish_completes_while_the_queue_is_empty(fully_async: Played) -> None:
+    assert any(event.version > 0 and event.queue == 0 for event in fully_async.of(PublishEnded))
+
+
+def test_a_publish_does_not_wait_for_the_next_batch(fully_async: Played) -> None:
+    """The version of step k is live before the batch of step k + 1 is complete, at least where rollout is slower."""
+    ended = {event.version: event.time for event in fully_async.of(PublishEnded)}
+    drained = {event.rollout: event.time for event in fully_async.of(Drained)}
+    assert any(ended[rollout] < drained[rollout] for rollout in range(1, ROLLOUTS))
+
+
+def test_staleness_comes_from_the_spans_and_stays_within_the_derived_bound(fully_async: Played) -> None:
+    [start] = fully_async.of(RunStarted)
+    assert start.slots is not None
+    bound = (start.slots + start.window - 2) // start.groups_per_rollout
+    ages = [age for event in fully_async.of(StepStarted) for age in event.staleness]
+    assert 0 < max(ages) <= bound
+    spans = [event.versions for event in fully_async.of(GroupGenerated)]
+    assert any(oldest < newest for oldest, newest in spans), "no group lived through a publish"
+
+
+def test_in_turns_every_batch_is_fresh(in_turns: Played) -> None:
+    assert {age for event in in_turns.of(StepStarted) for age in event.staleness} == {0}
+
+
+def test_engine_and_trainer_agree_on_every_token_at_the_start_and_after_twenty_publishes(in_turns: Played) -> None:
+    """In turns the step's weights are those that sampled, so the gap is pure disagreement (nats, float32)."""
+    gaps = [event.metrics["logprob_gap_max"] for event in in_turns.of(StepEnded)]
+    tokens = [event.metrics["loss_tokens"] for event in in_turns.of(StepEnded)]
+    assert min(tokens) > 0
+    assert gaps[0] < 1e-4
+    assert gaps[20] < 1e-4
+    assert max(gaps) < 1e-4
+
+
+def test_the_weights_really_moved_between_the_versions_that_were_compared(in_turns: Played) -> None:
+    assert all(event.metrics["grad_norm"] > 0 for event in in_turns.of(StepEnded))
+
+
+def test_in_turns_nothing_is_generated_during_a_step_or_a_publish(in_turns: Played) -> None:
+    steps = [(event.started, event.ended) for event in in_turns.of(StepEnded)]
+    for group in in_turns.of(GroupGenerated):
+        assert not any(started < group.generated < ended for started, ended in steps)
+    assert all(event.queue == 0 for event in in_turns.of(PublishStarted))
+
+
+def test_an_ordinary_function_under_train_async_trains_one_step_off(one_step_off: Played) -> None:
+    ages = [event.staleness for event in one_step_off.of(StepStarted)]
+    assert set(ages[0]) == {0}
+    assert {age for batch in ages[1:] for age in batch} == {1}
+
+
+def test_the_held_out_problems_are_asked_before_and_after(fully_async: Played) -> None:
+    assert [event.rollout for event in fully_async.of(Evaluated)] == [-1, ROLLOUTS - 1]
+    assert all(event.problems == 64 for event in fully_async.of(Evaluated))

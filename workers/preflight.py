@@ -1,0 +1,68 @@
+"""What can be found wrong before any process starts: data, rewards and user functions. Takes a second or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of
+from miles_async.config.schema import RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.core.loading import load_function
+from miles_async.errors import BadTrajectory
+from miles_async.rewards.rewarder import open_rewarder
+from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.types import Group
+
+BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
+WARM_START_LESSONS = 8192
+WARM_START_CHECKS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lessons:
+    """What the warm start learns from and is checked on: prompts and their answers. Empty where there is none."""
+
+    problems: list[tuple[str, str]]
+    check: list[tuple[str, str]]
+
+
+def preflight(config: RunConfig, entry: str) -> Lessons:
+    """Open and import once what the run will use. Raises UserError with the first thing that does not work."""
+    args = flat_args(config)
+    rollout_function(config, entry)
+    dynamic_filter(config, args)
+    open_rewarder(config, args)
+    data = open_data(config, checkpoint=config.model.hf_checkpoint)
+    if not config.warm_start.warm_start_max_steps:
+        return Lessons(problems=[], check=[])
+    pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())
+    return Lessons(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
+
+
+def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
+    """train.py takes turns whatever the function: the persistent producer makes way for the batch function."""
+    path = config.rollout.rollout_function_path
+    if schedule_of(config, entry) is Schedule.TURNS and path == FULLY_ASYNC_FUNCTION:
+        path = BATCH_FUNCTION
+    return load_function(path, setting="rollout_function_path")
+
+
+def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool]:
+    """The dynamic sampling filter; without one every finished group is kept."""
+    path = config.rollout.dynamic_sampling_filter_path
+    if path is None:
+        return lambda group: True
+    function = load_function(path, setting="dynamic_sampling_filter_path")
+
+    def keep(group: Group) -> bool:
+        try:
+            return bool(function(args, group))
+        except Exception as error:
+            # The user's code may raise anything; it is this group that cannot be judged.
+            raise BadTrajectory(f"group {group.feed_index}: filter {path} raised {error!r}") from error
+
+    return keep
