@@ -35,8 +35,8 @@ test-unit: $(READY) ## Unit tests, seconds
 test-stack: $(READY) ## Tests on the real engines
 	@$(PYTHON) -m pytest tests/stack $(ARGS)
 
-sim: $(READY) ## The real pipeline under a virtual clock, neighbours simulated
-	@$(PYTHON) -m pytest tests/sim $(ARGS)
+sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
+	@$(PYTHON) -m tests.sim.run --figures docs $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

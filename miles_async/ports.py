@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from miles_async.types import DropReason, Group, StepReport, WriteOutcome
+from miles_async.types import DropReason, EngineLoad, Group, StepReport, WriteOutcome
 
 
 class Clock(Protocol):
@@ -112,6 +112,10 @@ class Fleet(Protocol):
 
     def routed(self) -> Sequence[str]:
         """The names of the engines that requests may reach now."""
+        ...
+
+    async def loads(self) -> Sequence[EngineLoad]:
+        """How full the routed engines are; one that does not answer is left out."""
         ...
 
     async def pause(self, mode: str) -> None:

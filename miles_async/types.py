@@ -188,3 +188,13 @@ class WriteOutcome:
     bytes: int
     error: str | None = None
     """None when every byte landed and was verified; otherwise one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How full one engine is."""
+
+    kv_usage: float
+    """Share of its KV cache in use, 0 to 1."""
+    queued: int
+    """Requests that wait inside it for room to run."""

@@ -14,19 +14,19 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import psutil
 import ray
 import structlog
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles_async.adapters.megatron.warm_start import WarmStarted
-from miles_async.adapters.sglang.launch import EngineInfo, EngineSpec
+from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.process import free_port
-from miles_async.adapters.sglang.router import RouterSpec
 from miles_async.config import derived
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal, MilesError
@@ -37,6 +37,10 @@ from workers.learner import LearnerRank
 from workers.preflight import Lessons
 from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
+from workers.specs import engine_spec, ray_arguments, router_spec
+
+if TYPE_CHECKING:
+    from miles_async.adapters.megatron.warm_start import WarmStarted
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -44,6 +48,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Nothing may look outside this machine."""
+GOODBYE_SECONDS = 5.0
+"""How long servers, and then all processes, may take to end by themselves."""
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +61,8 @@ class Cluster:
         self._entry = entry
         self._actors: list[ActorHandle] = []
         self._servers: list[ActorHandle] = []
+        self._daemons: set[psutil.Process] = set()
+        """Ray's own processes, where we started them; all actors and servers descend from them."""
         self._worker: ActorHandle
         self.surroundings: Surroundings
         """What `start` found and started."""
@@ -66,22 +74,25 @@ class Cluster:
     async def __aenter__(self) -> Self:
         os.environ |= ENVIRONMENT
         started = time.monotonic()
-        ray.init(
-            address=self._config.cluster.ray_address,
-            include_dashboard=False,
-            configure_logging=False,
-            log_to_driver=False,
-            **({} if self._config.cluster.ray_address else {"_node_ip_address": "127.0.0.1", "num_cpus": 64}),
-        )
+        others = set(psutil.Process().children())
+        ray.init(**ray_arguments(self._config))
+        self._daemons = set(psutil.Process().children()) - others
         log.info("ray is up", seconds=round(time.monotonic() - started, 1))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        ours = [process for daemon in self._daemons for process in (daemon, *daemon.children(recursive=True))]
         # Servers first: an actor that is killed cannot say goodbye to its server, only take it along.
-        await asyncio.gather(*(server.stop.remote() for server in self._servers), return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await asyncio.gather(*(server.stop.remote() for server in self._servers), return_exceptions=True)
         ray.shutdown()
+        # Ray does not wait for its workers; a busy one lives on for a while.
+        for process in psutil.wait_procs(ours, GOODBYE_SECONDS)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def start(self, lessons: Lessons) -> None:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
@@ -119,12 +130,13 @@ class Cluster:
     def _world_size(self) -> int:
         return derived.learner_ranks(self._config)
 
-    def _actor(self, kind: type[Any], name: str, *arguments: Any) -> ActorHandle:
+    def _actor(self, kind: type[Any], name: str, *arguments: Any, **options: Any) -> ActorHandle:
         """An actor that takes no logical resources: on a CPU machine cores are shared, and pinned where asked for."""
-        return ray.remote(kind).options(name=name, num_cpus=0).remote(*arguments)
+        return ray.remote(kind).options(name=name, num_cpus=0, **options).remote(*arguments)
 
     def _server(self, kind: type[Any], name: str, spec: Any) -> ActorHandle:
-        server = self._actor(kind, name, spec)
+        """Two calls at once, so that it can be stopped while it starts."""
+        server = self._actor(kind, name, spec, max_concurrency=2)
         self._servers.append(server)
         return server
 
@@ -139,12 +151,7 @@ class Cluster:
         log.info("learner is up", ranks=len(ranks))
 
     async def _router(self) -> str:
-        spec = RouterSpec(
-            log_path=self.logs / "router.log",
-            policy=self._config.engine.sglang_router_policy,
-            request_timeout=self._config.engine.sglang_router_request_timeout_secs,
-        )
-        url: str = await _call(self._server(Router, "router", spec).start)
+        url: str = await _call(self._server(Router, "router", router_spec(self._config, self.logs)).start)
         log.info("router is up", url=url)
         return url
 
@@ -152,19 +159,7 @@ class Cluster:
         return await _together(*(self._engine(f"engine-{i}", checkpoint) for i in range(derived.engines(self._config))))
 
     async def _engine(self, name: str, checkpoint: str) -> EngineInfo:
-        engine = self._config.engine
-        spec = EngineSpec(
-            name=name,
-            model_path=checkpoint,
-            log_path=self.logs / f"{name}.log",
-            tp=engine.rollout_num_gpus_per_engine,
-            cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
-            concurrency=engine.sglang_server_concurrency,
-            seed=self._config.data.rollout_seed,
-            p2p=self._config.weights.weight_transfer in ("auto", "p2p"),
-            server_args=engine.sglang_server_args,
-            start_timeout=engine.engine_start_timeout_seconds,
-        )
+        spec = engine_spec(self._config, name, checkpoint, self.logs)
         began = time.monotonic()
         info: EngineInfo = await _call(self._server(Engine, name, spec).start)
         log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))

@@ -46,12 +46,10 @@ def drive(config: RunConfig, *, entry: str) -> int:
         lessons = preflight(config, entry)
         folder = RunFolder.create(config)
         return asyncio.run(_drive(config, folder, entry, lessons))
-    except UserError as error:
-        print(f"{entry}: {error}", file=sys.stderr)
-        return REFUSED
     except (MilesError, OSError) as error:
-        print(f"{entry}: {error}", file=sys.stderr)
-        return FAILED
+        # What a library says may run over several lines.
+        print(f"{entry}: {' '.join(str(error).split())}", file=sys.stderr)
+        return REFUSED if isinstance(error, UserError) else FAILED
 
 
 async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Lessons) -> int:
@@ -59,10 +57,10 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
     _on_interrupt(stop)
     log = structlog.get_logger(__name__)
     print(table(config, entry), flush=True)
-    # Ray, torch and Megatron take seconds to import: only after everything cheap has been found to be in order.
-    from workers.cluster import Cluster
-
     with Onlookers(config, folder) as onlookers:
+        # Ray takes seconds to import: only after everything cheap has been found to be in order.
+        from workers.cluster import Cluster
+
         log.info("run", folder=str(folder.path), metrics=onlookers.metrics_url)
         onlookers.emit(run_started(config, folder, entry))
         reason = "done"
@@ -72,7 +70,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
                 await _follow(cluster, onlookers, stop)
             if stop.is_set():
                 raise Interrupted
-        except Interrupted:
+        except (Interrupted, asyncio.CancelledError):
             reason = "interrupted"
             return INTERRUPTED
         except BaseException as error:
@@ -129,12 +127,14 @@ async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:
 
 def _on_interrupt(stop: asyncio.Event) -> None:
     """The first Ctrl-C (or SIGTERM) ends the run after the step being taken; a second one at once."""
-    loop = asyncio.get_running_loop()
+    loop, driving = asyncio.get_running_loop(), asyncio.current_task()
+    assert driving is not None, "called from the coroutine that drives"
 
     def interrupt() -> None:
         if stop.is_set():
-            print("\nforced to stop", file=sys.stderr)
-            raise KeyboardInterrupt
+            print("\nstopping at once", file=sys.stderr)
+            driving.cancel()
+            return
         print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
         stop.set()
 

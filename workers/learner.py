@@ -6,22 +6,26 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
-import torch
-from torch import Tensor
 
-from miles_async.adapters.megatron.batch import TrainStep
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.warm_start import Problems, WarmStarted, warm_start
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.choose import choose_writer
-from miles_async.adapters.weights.writer import WeightWriter
 from miles_async.config.schema import RunConfig
 from miles_async.observability.logging import configure_logging
 from miles_async.types import StepReport, WriteOutcome
+
+# The driver names this class and must not wait for torch and Megatron, which take ten seconds to import: the actor's
+# own process imports them in the methods that need them.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from miles_async.adapters.megatron.batch import TrainStep
+    from miles_async.adapters.megatron.learner import MegatronLearner
+    from miles_async.adapters.megatron.warm_start import Problems, WarmStarted
+    from miles_async.adapters.weights.writer import WeightWriter
 
 T = TypeVar("T")
 
@@ -42,13 +46,15 @@ class LearnerRank:
         _pin(config.learner.learner_cpus, rank, world_size)
         threads = config.learner.learner_threads or len(os.sched_getaffinity(0))
         # The thread count of an OpenMP team belongs to the thread that starts it.
-        self._step = ThreadPoolExecutor(1, "step", initializer=torch.set_num_threads, initargs=(threads,))
+        self._step = ThreadPoolExecutor(1, "step", initializer=_limit_threads, initargs=(threads,))
         self._weights = ThreadPoolExecutor(1, "weights")
         self._learner: MegatronLearner
         self._writer: WeightWriter
 
     async def warm_start(self, problems: Problems, check: Problems) -> WarmStarted:
         """The checkpoint to start from, taught or found in the cache. Only on one rank, and before `start`."""
+
+        from miles_async.adapters.megatron.warm_start import warm_start
 
         def report(step: int, loss: float, accuracy: float) -> None:
             self._log.info("warm start", step=step, loss=round(loss, 3), greedy_accuracy=round(accuracy, 3))
@@ -59,6 +65,8 @@ class LearnerRank:
         """Load the checkpoint. Call it on all ranks at once: each waits for the others."""
 
         def build() -> MegatronLearner:
+            from miles_async.adapters.megatron.learner import MegatronLearner
+
             return MegatronLearner(self._config, hf_checkpoint, self._rank, self._world_size, master_addr, master_port)
 
         self._learner = await self._in_step(build)
@@ -68,6 +76,8 @@ class LearnerRank:
 
         `wanted` is `auto` or a way's name, `folder` is where the disk way keeps its files. Rank 0 returns the way.
         """
+        from miles_async.adapters.weights.choose import choose_writer
+
         snapshot = await self._in_step(lambda: self._gather(keep=self._rank == 0))
         if self._rank > 0:
             return None
@@ -119,10 +129,17 @@ class LearnerRank:
         return await asyncio.get_running_loop().run_in_executor(self._weights, call)
 
 
+def _limit_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
 def _pin(cpus: list[int] | None, rank: int, world_size: int) -> None:
     """Keep this process, all its threads, on its share of `cpus`; where ranks outnumber cores, they share them."""
     if cpus is None:
         return
     share = cpus[rank % len(cpus) :: world_size]
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), share)
+        with suppress(ProcessLookupError):  # a thread that has ended since
+            os.sched_setaffinity(int(thread), share)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
-from miles_async.errors import BadTrajectory
+from miles_async.errors import BadTrajectory, UserError
 from miles_async.rewards.rewarder import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.types import Group
@@ -33,14 +36,30 @@ class Lessons:
 def preflight(config: RunConfig, entry: str) -> Lessons:
     """Open and import once what the run will use. Raises UserError with the first thing that does not work."""
     args = flat_args(config)
+    if config.model.hf_checkpoint is not None:
+        whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
     rollout_function(config, entry)
     dynamic_filter(config, args)
-    open_rewarder(config, args)
+    # Data before rewards: of an unknown task it says which known one is near.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
+    open_rewarder(config, args)
     if not config.warm_start.warm_start_max_steps:
         return Lessons(problems=[], check=[])
     pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())
     return Lessons(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
+
+
+def whole_checkpoint(folder: Path) -> None:
+    """Raises UserError when weights are missing or cut off; reads only their headers."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"hf_checkpoint {folder} holds no *.safetensors: the learner reads no other weights")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"hf_checkpoint {folder}: {file.name} is broken: {error}; copy it anew") from error
 
 
 def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:

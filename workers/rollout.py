@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.system_clock import SystemClock
@@ -26,6 +27,7 @@ from miles_async.rewards.rewarder import open_rewarder
 from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, flat_args
 from miles_async.types import Group
 from workers.preflight import dynamic_filter, rollout_function
+from workers.specs import greedy_of, sampling_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +87,14 @@ class RolloutWorker:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
 
-        def generator(sampling: SamplingParams) -> SGLangGenerator:
-            return SGLangGenerator(
-                around.router_url,
-                tokenizer,
-                sampling,
-                limit=config.engine.sglang_server_concurrency * len(around.engines),
-                engine_urls=fleet.urls,
-                request_timeout=config.engine.sglang_router_request_timeout_secs,
-            )
-
+        generator = partial(
+            SGLangGenerator,
+            around.router_url,
+            tokenizer,
+            limit=config.engine.sglang_server_concurrency * len(around.engines),
+            engine_urls=fleet.urls,
+            request_timeout=config.engine.sglang_router_request_timeout_secs,
+        )
         data = open_data(config, checkpoint=around.checkpoint)
         self._service = Service(
             config,
@@ -103,10 +103,8 @@ class RolloutWorker:
                 clock=SystemClock(),
                 events=self._outbox,
                 data=data,
-                generator=generator(sampling_of(config)),
-                evaluator=generator(
-                    SamplingParams(max_new_tokens=config.rollout.rollout_max_response_len, temperature=0)
-                ),
+                generator=generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len),
+                evaluator=generator(greedy_of(config)),
                 rewarder=open_rewarder(config, args),
                 learner=RayLearner(config, around.learner_ranks),
                 channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
@@ -137,14 +135,3 @@ class RolloutWorker:
     def _arguments(self, router_url: str) -> Arguments:
         host, _, port = router_url.removeprefix("http://").rpartition(":")
         return flat_args(self._config, sglang_router_ip=host, sglang_router_port=int(port))
-
-
-def sampling_of(config: RunConfig) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.rollout_max_response_len,
-        temperature=rollout.rollout_temperature,
-        top_p=rollout.rollout_top_p,
-        top_k=rollout.rollout_top_k,
-        stop=tuple(rollout.rollout_stop),
-    )

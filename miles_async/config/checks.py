@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from miles_async.config.derived import (
+    GREEDY_FUNCTION,
     bounds_of,
     learner_ranks,
     samples_per_rollout,
@@ -39,7 +40,14 @@ def problems(config: RunConfig, entry: str) -> list[str]:
 def notes(config: RunConfig, entry: str) -> list[str]:
     """Settings that will do nothing in this run, worth a warning."""
     rollout = config.rollout
-    if schedule_of(config, entry) is Schedule.FULLY_ASYNC or rollout.windowed_fifo_ratio is None:
+    if rollout.windowed_fifo_ratio is None:
+        return []
+    if rollout.rollout_function_path == GREEDY_FUNCTION:
+        return [
+            f"windowed_fifo_ratio has no effect: {GREEDY_FUNCTION} collects what finishes first; "
+            "unset rollout_function_path, or name windowed_fifo_rollout.generate_rollout"
+        ]
+    if schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         return []
     surplus = rollout.over_sampling_batch_size not in (None, rollout.rollout_batch_size)
     if surplus or rollout.dynamic_sampling_filter_path is not None:

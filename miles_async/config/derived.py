@@ -6,6 +6,9 @@ from miles_async.config.schema import Rollout, RunConfig
 from miles_async.core.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
+GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
+"""Collects whatever finishes first, as slime's does; every other function collects through the window."""
 
 
 def schedule_of(config: RunConfig, entry: str) -> Schedule:
@@ -22,7 +25,7 @@ def bounds_of(config: RunConfig, entry: str) -> Bounds:
     return Bounds.derive(
         rollout_batch_size=rollout.rollout_batch_size,
         over_sampling_batch_size=rollout.over_sampling_batch_size,
-        windowed_fifo_ratio=rollout.windowed_fifo_ratio,
+        windowed_fifo_ratio=(None if rollout.rollout_function_path == GREEDY_FUNCTION else rollout.windowed_fifo_ratio),
         max_weight_staleness=rollout.max_weight_staleness,
         update_weights_interval=config.weights.update_weights_interval,
         queue_capacity=rollout.queue_capacity,

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from miles_async.config.checks import problems
+from miles_async.config.derived import WINDOWED_FUNCTION
 from miles_async.config.fields import SECTIONS, SETTINGS, nearest
 from miles_async.config.flags import Assignment, parse_flags
 from miles_async.config.schema import RunConfig
@@ -21,6 +22,7 @@ from miles_async.config.yaml_text import parse_yaml
 from miles_async.errors import UserError
 
 SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
+ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
 
 
 def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
@@ -52,7 +54,7 @@ def build(assignments: Sequence[Assignment]) -> RunConfig:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise UserError("\n".join(_sentence(detail, sources) for detail in error.errors())) from None
-    return _resolve_rollout_function(config)
+    return _resolve_rollout_function(config, named=ROLLOUT_FUNCTION_PATH in sources)
 
 
 def read_yaml(path: Path) -> list[Assignment]:
@@ -109,10 +111,22 @@ def _sentence(detail: Any, sources: Mapping[tuple[str, ...], str]) -> str:
     return f"{source or '.'.join(location)}: {message}, got {detail['input']!r}"
 
 
-def _resolve_rollout_function(config: RunConfig) -> RunConfig:
-    """`fully_async_rollout.generate_rollout_fully_async` is ours unless the user has a module of that name."""
+def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
+    """A ratio selects the windowed function unless another is named (seed `windowed-fifo`).
+
+    A short name such as `fully_async_rollout.generate_rollout_fully_async` is ours unless the user has such a module;
+    a name that neither has stays as it was written, for the message that says so.
+    """
     path = config.rollout.rollout_function_path
-    if importlib.util.find_spec(path.partition(".")[0]) is not None:
+    module = path.partition(".")[0]
+    if not named and config.rollout.windowed_fifo_ratio is not None:
+        resolved = WINDOWED_FUNCTION
+    elif not _exists(module) and _exists(f"{SHIPPED_ROLLOUT_FUNCTIONS}.{module}"):
+        resolved = f"{SHIPPED_ROLLOUT_FUNCTIONS}.{path}"
+    else:
         return config
-    resolved = f"{SHIPPED_ROLLOUT_FUNCTIONS}.{path}"
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_function_path": resolved})})
+
+
+def _exists(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -31,6 +31,8 @@ class TinyModel(Section):
     """Key/value heads of the tiny model."""
     max_position_embeddings: int = Field(512, ge=16)
     """Longest sequence the tiny model takes."""
+    init_std: float = Field(0.05, gt=0)
+    """Standard deviation of its first weights; wider than usual, because so narrow a model learns faster from it."""
 
 
 class Model(Section):
@@ -153,6 +155,8 @@ class Learner(Section):
     """Learning rate."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
+    lr_decay_style: Literal["constant", "linear"] = "constant"
+    """What the learning rate does after the warm-up: stay, or fall in a straight line to 0 at the last rollout."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -197,6 +201,8 @@ class Engine(Section):
     """Tensor-parallel size of one engine."""
     sglang_server_concurrency: int = Field(512, ge=1)
     """Requests in flight per engine at most."""
+    adaptive_concurrency: bool = False
+    """Keep fewer groups in flight while the engines report a full KV cache or a long line of requests."""
     sglang_server_args: dict[str, Any] = {}
     """Any other SGLang server argument, by its own name; `--sglang-mem-fraction-static 0.8` sets one."""
     sglang_router_policy: str = "cache_aware"

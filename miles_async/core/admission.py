@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from miles_async.core.concurrency import AdaptiveConcurrency
 from miles_async.core.ledger import Ledger, State
 
 
@@ -17,6 +18,8 @@ class Blocked(StrEnum):
 
     IN_FLIGHT = "in_flight"
     """N groups are being generated; one that ends unblocks."""
+    ENGINES = "engines"
+    """Fewer than N are in flight, but the engines are full; the controller raising its limit unblocks."""
     SLOTS = "slots"
     """B groups lie between admission and live weights; a publish, or a drop, unblocks."""
     ROOM = "queue"
@@ -31,6 +34,8 @@ class Admission:
     """Groups in flight, held back by the window and queued at most."""
     slots: int | None
     """B; None where no staleness limit is set."""
+    adaptive: AdaptiveConcurrency | None = None
+    """Keeps less than N in flight while the engines are full; None where N alone decides."""
 
     def blocked_by(self, ledger: Ledger) -> Blocked | None:
         """The first limit that forbids one more group, or None."""
@@ -38,6 +43,8 @@ class Admission:
         in_flight = counts[State.FED] + counts[State.IN_FLIGHT]
         if in_flight >= self.max_in_flight:
             return Blocked.IN_FLIGHT
+        if self.adaptive is not None and in_flight >= self.adaptive.limit:
+            return Blocked.ENGINES
         if self.slots is not None and ledger.held_slots >= self.slots:
             return Blocked.SLOTS
         if in_flight + counts[State.FINISHED] + counts[State.QUEUED] >= self.room:

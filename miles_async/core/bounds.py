@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
 
+from miles_async.errors import WindowError
+
 
 class Schedule(StrEnum):
     """Who waits for whom."""
@@ -84,8 +86,11 @@ class Bounds:
 def window_size(ratio: float | None, generation_batch: int) -> int:
     """`W = max(1, floor(ratio * N))`; None is greedy, W = N (seed `windowed-fifo`).
 
-    In decimals, because 0.29 * 100 is 28.999… in binary and nobody who writes 0.29 means 28.
+    In decimals, because 0.29 * 100 is 28.999… in binary and nobody who writes 0.29 means 28. Raises WindowError for a
+    ratio outside [0, 1].
     """
     if ratio is None:
         return generation_batch
+    if not 0 <= ratio <= 1:
+        raise WindowError(f"windowed_fifo_ratio must lie in [0, 1], got {ratio}: 0 is strict FIFO, 1 is greedy")
     return max(1, int(Decimal(str(ratio)) * generation_batch))

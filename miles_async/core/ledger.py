@@ -10,8 +10,8 @@ values, so that a journal can record them without the ledger knowing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from miles_async.errors import LedgerError
 from miles_async.types import DropReason
@@ -40,8 +40,7 @@ LIVE = (State.FED, State.IN_FLIGHT, State.FINISHED, State.QUEUED, State.LEASED, 
 _NEXT = dict(zip((*LIVE,), (*LIVE[1:], State.PUBLISHED), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(NamedTuple):
     sequence: int
     before: State | None
     after: State

@@ -7,6 +7,7 @@ events alone. Memory grows with what is live, plus one entry per prompt that was
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from miles_async.observability.events import (
     Event,
@@ -17,9 +18,8 @@ from miles_async.observability.events import (
     StepStarted,
 )
 
-_BEFORE_COLLECTION = frozenset({"fed", "in_flight", "finished"})
 _WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
-_NEXT = dict(zip(_WAY, _WAY[1:], strict=False))
+_NEXT = dict(pairwise(_WAY))
 _RETURNS = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborted"})
 """Reasons after which the prompt is owed another attempt, or a grave."""
 
@@ -27,9 +27,10 @@ _RETURNS = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborte
 @dataclass(slots=True)
 class _Life:
     feed_index: str
+    attempt: int
     state: str
     born: int
-    """The live version at admission."""
+    """The live version at admission; of a salvaged group, at its first one."""
     oldest: int | None = None
     trained_as: int | None = None
     """The version its batch goes into."""
@@ -46,6 +47,10 @@ class Audit:
         self._window: int | None = None
         self._slots: int | None = None
         self._live: dict[int, _Life] = {}
+        self._waiting: dict[int, _Life] = {}
+        """Those of them that are not collected yet, oldest first."""
+        self._interrupted: dict[str, tuple[int, int]] = {}
+        """Attempt and `born` of slow heads that were sent back, by prompt."""
         self._trained: set[str] = set()
         self._live_version = -1
         self._next_sequence = 0
@@ -96,28 +101,37 @@ class Audit:
         if event.sequence != self._next_sequence:
             self._violated(f"sequence number {event.sequence} came where {self._next_sequence} was due")
         self._next_sequence = event.sequence + 1
-        self._live[event.sequence] = _Life(event.feed_index, "fed", self._live_version)
+        attempt, born = self._interrupted.pop(event.feed_index, (-1, 0))
+        if attempt != event.attempt:
+            born = self._live_version  # a fresh attempt; one of the same number continues the tokens it has
+        life = _Life(event.feed_index, event.attempt, "fed", born)
+        self._live[event.sequence] = self._waiting[event.sequence] = life
         self.owed.discard(event.feed_index)
         if self._slots is not None and len(self._live) > self._slots:
             self._violated(f"group {event.sequence} was admitted as number {len(self._live)} of {self._slots} slots")
 
     def _dropped(self, event: GroupMoved, life: _Life) -> None:
         del self._live[event.sequence]
+        self._waiting.pop(event.sequence, None)
         if life.state == "trained":
             self._violated(f"group {event.sequence} was dropped after it was trained")
         self.recycled += event.reason == "stale"
         if event.reason in _RETURNS:
             self.owed.add(event.feed_index)
+        if event.reason == "head_deadline":
+            self._interrupted[event.feed_index] = life.attempt, life.born
 
     def _collected(self, sequence: int) -> None:
+        del self._waiting[sequence]
         if not self._windowed or self._window is None:
             return
-        for older, life in self._live.items():
-            if older < sequence and life.state in _BEFORE_COLLECTION:
-                life.bypassed += 1
-                self.greatest_bypass = max(self.greatest_bypass, life.bypassed)
-                if life.bypassed > self._window - 1:
-                    self._violated(f"group {older} was passed {life.bypassed} times, window {self._window}")
+        for older, life in self._waiting.items():
+            if older > sequence:
+                break
+            life.bypassed += 1
+            self.greatest_bypass = max(self.greatest_bypass, life.bypassed)
+            if life.bypassed > self._window - 1:
+                self._violated(f"group {older} was passed {life.bypassed} times, window {self._window}")
 
     def _entered_weights(self, life: _Life) -> None:
         self.trained += 1

@@ -60,7 +60,7 @@ class GroupGenerated(Event, frozen=True):
 
 
 class AdmissionBlocked(Event, frozen=True):
-    """Admission could not go on for `seconds`, because of `cause` (`in_flight`, `slots`, `queue`, `data`, `paused`)."""
+    """Admission could not go on for `seconds`, because of `cause` (`core.admission.Blocked`)."""
 
     cause: str
     seconds: float

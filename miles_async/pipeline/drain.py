@@ -56,7 +56,10 @@ class Drain:
         counts = self._books.ledger.counts
         held_by_trainer = counts[State.LEASED] + counts[State.TRAINED]
         admission = Admission(
-            max_in_flight=over_sampling, room=self._producer.queue.capacity, slots=held_by_trainer + over_sampling
+            max_in_flight=over_sampling,
+            room=self._producer.queue.capacity,
+            slots=held_by_trainer + over_sampling,
+            adaptive=self._stream_admission.adaptive,
         )
         self._producer.open(self._crew(), admission)
         try:

@@ -119,9 +119,11 @@ class Producer:
             await asyncio.sleep(0)
 
     async def _hurry_head(self) -> None:
-        """Waits for the head to overstay its deadline; unblocked by time, or by the head moving on."""
+        """Waits for a head at the engines to overstay its deadline; unblocked by time, or by the head moving on."""
         books, window = self._books, self.window
         while True:
+            # A head that is not admitted yet, or is being scored, keeps nobody waiting that an abort could help.
+            await books.changed.until(lambda: window.head in self._generating)
             head = window.head
             try:
                 async with asyncio.timeout(self._head_policy.deadline_seconds):
@@ -129,7 +131,6 @@ class Producer:
                 continue
             except TimeoutError:
                 pass
-            # A head that is not at the engines is being scored, or is not admitted yet: there is nothing to abort.
             if group := self._generating.get(head):
                 self._overdue.add(head)
                 await self._generator.abort(group)

@@ -12,6 +12,7 @@
     train     here        the queue             a full batch of fresh groups       the window releasing groups
     publish   publish.py  staged weights        the engines to pause and resume    the engines
     watch     watch.py    -                     nothing                            -
+    feedback  feedback.py -                     the engines' loads (if asked for)  the engines
 
 Training is the one finite clock. The others run until it ends; one that returns on its own is an error. Every group is
 in exactly one state of `core/ledger.py`, and every state change is an event.
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from miles_async.config.schema import RunConfig
 from miles_async.core.admission import Admission
 from miles_async.core.bounds import Bounds
+from miles_async.core.concurrency import AdaptiveConcurrency
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
@@ -42,6 +44,7 @@ from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.drain import Drain
 from miles_async.pipeline.evaluate import Evaluator
+from miles_async.pipeline.feedback import follow_engines
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
@@ -97,6 +100,7 @@ class Service:
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
         self.books = Books(ports.clock, ports.events)
+        self._adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
         recycler = Recycler(self.books, ports.data, ports.dead_letters, config.rollout.max_attempts)
         self._producer = Producer(
             books=self.books,
@@ -116,7 +120,9 @@ class Service:
             producer=self._producer,
             recycler=recycler,
             gate=self._gate,
-            stream_admission=Admission(max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots),
+            stream_admission=Admission(
+                max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
+            ),
             crew=lambda: self._crew,
         )
         self._publisher = Publisher(
@@ -151,6 +157,8 @@ class Service:
         """Raises UserError, Fatal, or whatever a user's function raised; everything started is ended first."""
         async with Crew() as self._crew:
             self._crew.forever("watch", self._watch.run())
+            if self._adaptive is not None:
+                self._crew.forever("feedback", follow_engines(self.books, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
             await self._publisher.publish()
             await self._evaluator.evaluate(-1)
@@ -177,7 +185,9 @@ class Service:
             if prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
             await self._step(rollout_id, groups)
-            if (rollout_id + 1) % interval == 0 or rollout_id == last:
+            due = (rollout_id + 1) % interval == 0 or rollout_id == last
+            # After steps that were not finite alone there are no new weights, and so no new version.
+            if due and self._trained:
                 await self._publisher.stage(self.books.trainer_version + 1, self._trained)
                 self._trained = []
                 if continuous:

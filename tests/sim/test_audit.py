@@ -10,6 +10,7 @@ from miles_async.core.window import WindowedFIFOCollector
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.recycle import Recycler
 from miles_async.types import DropReason, Group
+from tests.sim.engines import EngineModel
 from tests.sim.world import World
 
 CONFIG = RunConfig(
@@ -68,5 +69,5 @@ def test_a_recycled_group_that_is_trained_as_well_is_caught(monkeypatch: pytest.
         retry(self, group, reason, error)
 
     monkeypatch.setattr(Recycler, "retry", copies)
-    violations = World(config=CONFIG, failure_rate=0.1).run().audit.violations
+    violations = World(config=CONFIG, engines=EngineModel(failure_rate=0.1)).run().audit.violations
     assert any("was trained twice" in violation for violation in violations)

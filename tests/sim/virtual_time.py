@@ -38,10 +38,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """The `Clock` port on virtual time."""
+    """The `Clock` port on virtual time. Create it inside the running loop."""
 
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
+    def __init__(self) -> None:
+        self.now = asyncio.get_running_loop().time
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -1,12 +1,10 @@
-"""A whole outside world under virtual time: data, engines, rewards, learner and weight channel.
+"""A whole outside world under virtual time: data, rewards, learner; the engines are in engines.py.
 
 Only the ports are replaced. What runs between them is `miles_async.pipeline.service` itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,23 +12,26 @@ from typing import Any
 
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Bounds, Schedule
-from miles_async.errors import BadTrajectory
+from miles_async.core.window import WindowedFIFOCollector
 from miles_async.observability.audit import Audit
 from miles_async.observability.events import Event, RunStarted
 from miles_async.pipeline.service import Ports, Service
 from miles_async.pipeline.source import RolloutSource
-from miles_async.types import DropReason, Group, Sample, SampleStatus, StepReport, VersionSpan, WriteOutcome
+from miles_async.types import DropReason, Group, Sample, StepReport
+from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
 
 
 class Trace:
-    """Keeps every event."""
+    """Keeps every event of the given kinds; of all, where none is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *kinds: type[Any]) -> None:
+        self._kinds = kinds or (Event,)
         self.events: list[Event] = []
 
     def emit(self, event: Event) -> None:
-        self.events.append(event)
+        if isinstance(event, self._kinds):
+            self.events.append(event)
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -62,105 +63,16 @@ class Feed:
     def add_samples(self, samples: Sequence[Group]) -> None:
         self._returned.extend(samples)
 
+    @property
+    def returned(self) -> set[str]:
+        """Prompts that wait for another attempt."""
+        return {group.feed_index for group in self._returned}
+
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next = state["next"]
-
-
-class Engines:
-    """One engine that samples under its present version: Generator, Fleet and WeightChannel at once.
-
-    A group's latency is `latency(group, rng)` seconds; a publish in the middle splits its span.
-    """
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        latency: Callable[[Group, random.Random], float],
-        *,
-        seed: int = 0,
-        failure_rate: float = 0.0,
-        stage_seconds: float = 0.0,
-        write_seconds: float = 0.0,
-    ) -> None:
-        self._clock = clock
-        self._latency = latency
-        self._rng = random.Random(seed)
-        self._failure_rate = failure_rate
-        self._stage_seconds = stage_seconds
-        self._write_seconds = write_seconds
-        self._aborting: dict[int, asyncio.Event] = {}
-        self.version = -1
-        self.in_flight = 0
-        self.busy_seconds = 0.0
-        self._busy_since = 0.0
-
-    # Generator
-    async def generate(self, group: Group) -> None:
-        born = self.version
-        latency = self._latency(group, self._rng)
-        fails = self._rng.random() < self._failure_rate
-        aborted = asyncio.Event()
-        self._aborting[id(group)] = aborted
-        self._enter()
-        try:
-            await asyncio.wait_for(aborted.wait(), latency)
-            status = SampleStatus.ABORTED
-        except TimeoutError:
-            status = SampleStatus.COMPLETED
-        finally:
-            self._leave()
-            del self._aborting[id(group)]
-        if fails and status is SampleStatus.COMPLETED:
-            raise BadTrajectory("injected failure")
-        spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(range(born, self.version + 1))]
-        for sample in group:
-            sample.spans = spans
-            sample.response_length = len(spans)
-            sample.tokens = [0] * (1 + len(spans))
-            sample.status = status
-
-    async def abort(self, group: Group | None = None) -> None:
-        for event in list(self._aborting.values()) if group is None else [self._aborting[id(group)]]:
-            event.set()
-
-    def _enter(self) -> None:
-        if self.in_flight == 0:
-            self._busy_since = self._clock.now()
-        self.in_flight += 1
-
-    def _leave(self) -> None:
-        self.in_flight -= 1
-        if self.in_flight == 0:
-            self.busy_seconds += self._clock.now() - self._busy_since
-
-    # WeightChannel
-    name = "virtual"
-
-    async def stage(self, version: int) -> None:
-        await self._clock.sleep(self._stage_seconds)
-
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        await self._clock.sleep(self._write_seconds)
-        return [WriteOutcome(engine=engine, seconds=self._write_seconds, bytes=1) for engine in engines]
-
-    # Fleet
-    def routed(self) -> Sequence[str]:
-        return ["engine-0"]
-
-    async def pause(self, mode: str) -> None:
-        pass
-
-    async def commit(self, engine: str, version: int) -> None:
-        self.version = version
-
-    async def resume(self) -> None:
-        pass
-
-    async def fence(self, engine: str, reason: str) -> None:
-        raise AssertionError("nothing fails here")
 
 
 @dataclass
@@ -170,12 +82,15 @@ class Trainer:
     clock: VirtualClock
     seconds: float
     finite: Callable[[int], bool]
+    keeps_batches: bool
     batches: list[list[str]] = field(default_factory=list)
+    """The feed indices of every batch, where it keeps them."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         started = self.clock.now()
         await self.clock.sleep(self.seconds)
-        self.batches.append([group.feed_index for group in groups])
+        if self.keeps_batches:
+            self.batches.append([group.feed_index for group in groups])
         return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=self.finite(rollout_id))
 
 
@@ -189,11 +104,12 @@ class Judge:
 class Graveyard:
     buried: list[tuple[str, DropReason, str]] = field(default_factory=list)
 
+    @property
+    def prompts(self) -> set[str]:
+        return {feed_index for feed_index, _, _ in self.buried}
+
     def bury(self, group: Group, reason: DropReason, error: str) -> None:
         self.buried.append((group.feed_index, reason, error))
-
-
-Latency = Callable[[Group, random.Random], float]
 
 
 @dataclass(kw_only=True)
@@ -203,10 +119,8 @@ class World:
     config: RunConfig
     schedule: Schedule = Schedule.FULLY_ASYNC
     latency: Latency = lambda group, rng: rng.lognormvariate(0.0, 1.0)
+    engines: EngineModel = field(default_factory=EngineModel)
     train_seconds: float = 1.0
-    failure_rate: float = 0.0
-    stage_seconds: float = 0.01
-    write_seconds: float = 0.02
     keep: Callable[[Group], bool] = lambda group: True
     prompts: int | None = None
     seed: int = 0
@@ -214,7 +128,10 @@ class World:
     sinks: tuple[Any, ...] = ()
     """More event sinks, called beside the trace."""
     trace: Trace = field(default_factory=Trace)
+    keeps_batches: bool = True
     graveyard: Graveyard = field(default_factory=Graveyard)
+    window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
+    """A rival window, made from W, to compare with."""
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
@@ -230,6 +147,10 @@ class World:
         self.audit = Audit(rollout.max_weight_staleness, windowed=self.schedule is Schedule.FULLY_ASYNC)
         self.seconds = 0.0
 
+    @property
+    def returned(self) -> set[str]:
+        return self.feed.returned
+
     def emit(self, event: Event) -> None:
         for sink in (self.trace, *self.sinks):
             sink.emit(event)
@@ -241,15 +162,8 @@ class World:
 
     async def _run(self) -> None:
         clock = VirtualClock()
-        engines = Engines(
-            clock,
-            self.latency,
-            seed=self.seed,
-            failure_rate=self.failure_rate,
-            stage_seconds=self.stage_seconds,
-            write_seconds=self.write_seconds,
-        )
-        self.trainer = Trainer(clock, self.train_seconds, self.finite)
+        self.fleet = engines = Engines(clock, self.latency, self.engines, self.seed)
+        self.trainer = Trainer(clock, self.train_seconds, self.finite, self.keeps_batches)
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         self.service = Service(
             self.config,
@@ -270,6 +184,8 @@ class World:
             ),
             take_turns=self.schedule is Schedule.TURNS,
         )
+        if self.window is not None:
+            self.service._producer.window = self.window(self.bounds.window)
         self.emit(
             RunStarted(
                 time=clock.now(),

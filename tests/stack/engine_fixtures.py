@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     logs = tmp_path_factory.mktemp("logs")
     engine = EngineServer(EngineSpec(name="e0", model_path=str(checkpoint), log_path=logs / "engine.log"))
     router = RouterServer(RouterSpec(log_path=logs / "router.log"))

@@ -27,36 +27,49 @@ T = TypeVar("T")
 ENDLESS = SamplingParams(max_new_tokens=380)
 
 
-def test_a_group_comes_back_with_its_tokens_log_probabilities_and_versions(stack: Stack) -> None:
+def test_a_group_comes_back_with_its_tokens_log_probabilities_and_versions(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         group = group_of("What is 12 + 34?", samples=4)
         await generator.generate(group)
-        version = next(stack.versions) - 1
+        version = next(serving.versions) - 1
         for sample in group:
             assert bytes(sample.tokens[: sample.prompt_length]) == b"What is 12 + 34?"
             assert sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
             assert sample.response_length == len(sample.rollout_log_probs) > 0
-            assert stack.error(sample) < 1e-4
+            assert serving.error(sample) < 1e-4
             (span,) = sample.spans
             assert (span.version, span.start, span.end) == (version, 0, sample.response_length)
         assert len({tuple(sample.tokens) for sample in group}) > 1
         assert generator.in_flight == 0
         assert generator.busy_seconds > 0
 
-    stack.run(story)
+    serving.run(story)
 
 
-def test_evaluation_may_ask_for_greedy_answers(stack: Stack) -> None:
+def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         group = group_of("1 + 1 =", samples=3)
         await generator.generate(group, SamplingParams(max_new_tokens=6, temperature=0))
         assert len({tuple(sample.tokens) for sample in group}) == 1
         assert group[0].response_length <= 6
 
-    stack.run(story)
+    serving.run(story)
 
 
-def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(stack: Stack) -> None:
+def test_one_group_can_be_aborted_while_the_others_go_on(serving: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        straggler, other = group_of(list(range(60)), samples=4), group_of(list(range(60, 120)), samples=4)
+        running = [asyncio.create_task(generator.generate(group, ENDLESS)) for group in (straggler, other)]
+        await asyncio.sleep(0.5)
+        await generator.abort(straggler)
+        await asyncio.gather(*running)
+        assert any(sample.status is SampleStatus.ABORTED for sample in straggler)
+        assert all(sample.status is not SampleStatus.ABORTED for sample in other)
+
+    serving.run(story)
+
+
+def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         group = group_of(list(range(60)), samples=4)
         running = asyncio.create_task(generator.generate(group, ENDLESS))
@@ -68,7 +81,7 @@ def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(stack: 
         before = [list(sample.tokens) for sample in cut]
         assert all(0 < sample.response_length < 380 for sample in cut)
 
-        await fleet.commit("e0", next(stack.versions))
+        await fleet.commit("e0", next(serving.versions))
         await generator.generate(group, ENDLESS)
         for sample, tokens in zip(cut, before, strict=True):
             assert sample.status is not SampleStatus.ABORTED
@@ -76,12 +89,12 @@ def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(stack: 
             assert [span.start for span in sample.spans] == [0, len(tokens) - 60]
             assert sample.spans[0].version < sample.spans[1].version
             assert sample.spans[-1].end == sample.response_length <= 380
-            assert stack.error(sample) < 1e-4
+            assert serving.error(sample) < 1e-4
 
-    stack.run(story)
+    serving.run(story)
 
 
-def test_groups_beyond_the_limit_wait_their_turn(stack: Stack) -> None:
+def test_groups_beyond_the_limit_wait_their_turn(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         seen = 0
 
@@ -98,35 +111,35 @@ def test_groups_beyond_the_limit_wait_their_turn(stack: Stack) -> None:
         assert 0 < seen <= 4
         assert all(sample.response_length > 0 for group in groups for sample in group)
 
-    stack.run(story, limit=4)
+    serving.run(story, limit=4)
 
 
-def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(stack: Stack) -> None:
+def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         with pytest.raises(BadTrajectory, match="answered 400"):
             await generator.generate(group_of([1] * 600))
 
-    stack.run(story)
+    serving.run(story)
 
 
-def test_a_new_version_leaves_requests_in_flight_alone(stack: Stack) -> None:
+def test_a_new_version_leaves_requests_in_flight_alone(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         group = group_of(list(range(50)), samples=8)
         running = asyncio.create_task(generator.generate(group, ENDLESS))
         for mode in ("retract", "in_place"):
             await asyncio.sleep(0.3)
             await fleet.pause(mode)
-            await fleet.commit("e0", next(stack.versions))
+            await fleet.commit("e0", next(serving.versions))
             await fleet.resume()
         await running
         assert all(sample.status is not SampleStatus.ABORTED for sample in group)
         assert max(len(sample.spans) for sample in group) == 3
-        assert all(stack.error(sample) < 1e-4 for sample in group)
+        assert all(serving.error(sample) < 1e-4 for sample in group)
 
-    stack.run(story)
+    serving.run(story)
 
 
-def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(stack: Stack) -> None:
+def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         await fleet.fence("e0", "the test wants it out")
         assert fleet.routed() == ()
@@ -136,7 +149,7 @@ def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(stack: Stack) -> 
         assert fleet.routed() == ("e0",)
         await generator.generate(group_of("1 + 1 ="))
 
-    stack.run(story)
+    serving.run(story)
 
 
 def test_a_folder_that_is_no_checkpoint_is_the_users_error(tmp_path: Path) -> None:

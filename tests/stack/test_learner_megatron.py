@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +12,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from miles_async.adapters.megatron.batch import TrainStep, policy_steps
+from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.optimizer import learning_rate
 from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
-from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
+from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 
 pytestmark = pytest.mark.stack
 
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
-CONFIG = RunConfig(learner=Learner(lr=1e-3, max_tokens_per_gpu=64), algorithm=Algorithm(eps_clip=0.01))
-LENGTHS = (5, 17, 40, 16, 9, 3, 1, 31)
+CONFIG = RunConfig(learner=Learner(lr=1e-3, max_tokens_per_gpu=400), algorithm=Algorithm(eps_clip=0.01))
+TEMPERATURE = 0.7
+LENGTHS = (5, 17, 40, 16, 300, 9, 3, 1, 31, 270)
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +42,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def learning_from(path: Path) -> Iterator[MegatronLearner]:
-    learner = MegatronLearner(CONFIG, str(path), 0, 1, "127.0.0.1", free_port())
+def learning_from(path: Path, config: RunConfig = CONFIG) -> Iterator[MegatronLearner]:
+    learner = MegatronLearner(config, str(path), 0, 1, "127.0.0.1", free_port())
     try:
         yield learner
     finally:
@@ -147,6 +150,42 @@ def test_one_step_raises_the_probability_of_what_was_rewarded(learner: MegatronL
     assert report.metrics["clip_fraction"] == 0
 
 
+def test_three_steps_move_the_weights_as_the_same_loss_and_adamw_do_on_hugging_faces_model(tiny: Path) -> None:
+    [step] = shares(batch())
+    warmer = CONFIG.model_copy(update={"rollout": Rollout(rollout_temperature=TEMPERATURE)})
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    settings = CONFIG.learner
+    betas = settings.adam_beta1, settings.adam_beta2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=betas, weight_decay=0.0)
+    with learning_from(tiny, warmer) as learner:
+        for rollout in range(3):
+            report = learner.train(rollout, [step])
+            optimizer.zero_grad()
+            loss = sum(reference_loss(model, packed) for packed in step.micro_batches) / step.total_tokens
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+            optimizer.step()
+            assert report.metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+            assert report.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        expected = dict(model.named_parameters())
+        assert max((tensor - expected[name]).abs().max().item() for name, tensor in learner.weights()) < 1e-4
+
+
+def reference_loss(model: torch.nn.Module, packed: PackedBatch) -> torch.Tensor:
+    """The policy loss, sequence by sequence and token by token: minus weight times advantage times log-probability."""
+    total = torch.zeros(())
+    targets = zip(packed.targets, packed.rollout_logprobs, packed.advantages, strict=True)
+    ends = packed.lengths.cumsum()
+    for place, rollout, advantage in targets:
+        start, end = next((end - length, end) for end, length in zip(ends, packed.lengths, strict=True) if place < end)
+        tokens = torch.from_numpy(packed.tokens[start:end])
+        logits = model(tokens[None]).logits[0, place - start - 1]
+        logprob = (logits / TEMPERATURE).log_softmax(-1)[tokens[place - start]]
+        weight = min(2.0, math.exp(logprob.item() - float(rollout)))
+        total = total - weight * float(advantage) * (logprob - logprob.detach()).exp()
+    return total
+
+
 def test_later_steps_of_a_batch_measure_their_ratio_from_before_the_first(learner: MegatronLearner) -> None:
     report = learner.train(0, shares(batch()) * 2)
     assert report.metrics["clip_fraction"] > 0, "the second pass over the same samples has moved away"
@@ -190,6 +229,13 @@ def test_greedy_decoding_repeats_what_supervised_steps_taught(learner: MegatronL
     assert losses[-1] < 0.1 < losses[0]
     assert learner.greedy(prompts, 6, EOS_ID) == answers
     assert learner.greedy(prompts, 2, EOS_ID) == [answers[0], answers[1][:2]]
+
+
+def test_the_learning_rate_warms_up_and_falls_to_nothing_at_the_last_rollout() -> None:
+    learner = Learner(lr=1.0, lr_warmup_steps=2, lr_decay_style="linear")
+    assert [learning_rate(learner, step, 4) for step in range(4)] == [0.5, 0.75, 0.5, 0.25]
+    constant = learner.model_copy(update={"lr_decay_style": "constant"})
+    assert [learning_rate(constant, step, 4) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("text", ["12 + 3 =", "  héllo\n\t日本 😀 ", "\x00\x7f", ""])

@@ -33,19 +33,18 @@ def writer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightWri
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-def test_after_a_publish_nothing_is_drawn_from_old_weights(stack: Stack, writer: WeightWriter, mode: str) -> None:
+def test_after_a_publish_nothing_is_drawn_from_old_weights(serving: Stack, writer: WeightWriter, mode: str) -> None:
     """Cached prompts, requests in flight and new ones; under `in_place` running requests keep a mixed KV cache."""
 
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        writer.connect([stack.engine])
+        writer.connect([serving.engine])
         await generator.generate(group_of(PROMPT), SamplingParams(max_new_tokens=8))
+        serving.change_weights()
+        version = next(serving.versions)
+        writer.stage(version, serving.named_tensors())
         flying = group_of(PROMPT[:60], samples=16)
-        running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=300)))
+        running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=200)))
         await asyncio.sleep(0.2)
-
-        stack.change_weights()
-        version = next(stack.versions)
-        writer.stage(version, stack.named_tensors())
         await fleet.pause(mode)
         outcome = await asyncio.to_thread(writer.write, version, "e0")
         await fleet.commit("e0", version)
@@ -58,19 +57,19 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(stack: Stack, writer:
         await running
         for sample in cached:
             assert [span.version for span in sample.spans] == [version]
-            assert stack.error(sample) < 1e-4
+            assert serving.error(sample) < 1e-4
         lived_through = [sample for sample in flying if len(sample.spans) == 2]
         if mode == "abort":
             assert not lived_through
         else:
             assert lived_through, "no request was in flight at the publish"
         if mode == "retract":
-            assert max(stack.error(sample, start=sample.spans[1].start) for sample in lived_through) < 1e-4
+            assert max(serving.error(sample, start=sample.spans[1].start) for sample in lived_through) < 1e-4
 
-    stack.run(story)
+    serving.run(story)
 
 
-def test_a_write_to_an_engine_that_is_gone_is_an_outcome_with_an_error(stack: Stack) -> None:
+def test_a_write_to_an_engine_that_is_gone_is_an_outcome_with_an_error(serving: Stack) -> None:
     gone = EngineInfo("gone", "http://127.0.0.1:9", 0, 1)
     writer = DiskWriter(Path("/nonexistent"))
     writer.connect([gone])
@@ -79,20 +78,20 @@ def test_a_write_to_an_engine_that_is_gone_is_an_outcome_with_an_error(stack: St
     assert outcome.error.startswith("engine gone: ")
 
 
-def test_a_version_that_was_not_staged_is_not_written(stack: Stack) -> None:
+def test_a_version_that_was_not_staged_is_not_written(serving: Stack) -> None:
     writer = P2PWriter()
-    writer.connect([stack.engine])
-    writer.stage(3, stack.named_tensors())
+    writer.connect([serving.engine])
+    writer.stage(3, serving.named_tensors())
     assert writer.write(3, "e0").error is None
     assert writer.write(4, "e0").error == "version 4 is not staged (version 3 is)"
     writer.close()
 
 
-def test_a_torn_write_is_noticed(stack: Stack) -> None:
+def test_a_torn_write_is_noticed(serving: Stack) -> None:
     """The staged copy changes between write and check, as if part of it had never arrived."""
     writer = P2PWriter()
-    writer.connect([stack.engine])
-    writer.stage(5, stack.named_tensors())
+    writer.connect([serving.engine])
+    writer.stage(5, serving.named_tensors())
     assert writer.write(5, "e0").error is None
     pieces = writer._staging.pieces
     writer._staging.buffer[pieces[3].offset : pieces[3].offset + pieces[3].numel] += 1
@@ -100,17 +99,17 @@ def test_a_torn_write_is_noticed(stack: Stack) -> None:
     writer.close()
 
 
-def test_auto_takes_one_sided_writes_where_they_work(stack: Stack, tmp_path: Path) -> None:
-    writer = choose_writer("auto", [stack.engine], stack.named_tensors, tmp_path)
+def test_auto_takes_one_sided_writes_where_they_work(serving: Stack, tmp_path: Path) -> None:
+    writer = choose_writer("auto", [serving.engine], serving.named_tensors, tmp_path)
     assert writer.name == "p2p"
     writer.close()
 
 
-def test_tensors_may_change_as_soon_as_they_are_staged(stack: Stack, writer: WeightWriter) -> None:
+def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, writer: WeightWriter) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        writer.connect([stack.engine])
-        passing = [(name, tensor.clone()) for name, tensor in stack.named_tensors()]
-        version = next(stack.versions)
+        writer.connect([serving.engine])
+        passing = [(name, tensor.clone()) for name, tensor in serving.named_tensors()]
+        version = next(serving.versions)
         writer.stage(version, passing)
         for _, tensor in passing:
             tensor.fill_(torch.nan)
@@ -118,6 +117,6 @@ def test_tensors_may_change_as_soon_as_they_are_staged(stack: Stack, writer: Wei
         await fleet.commit("e0", version)
         group = group_of("2 + 2 =")
         await generator.generate(group)
-        assert stack.error(group[0]) < 1e-4
+        assert serving.error(group[0]) < 1e-4
 
-    stack.run(story)
+    serving.run(story)

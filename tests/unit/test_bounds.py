@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from miles_async.core.bounds import Bounds, Schedule, window_size
 from miles_async.core.window import WindowedFIFOCollector
+from miles_async.errors import WindowError
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,12 @@ from miles_async.core.window import WindowedFIFOCollector
 )
 def test_the_window_is_the_ratio_of_what_is_in_flight(ratio, generation_batch, window):
     assert window_size(ratio, generation_batch) == window
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.5])
+def test_a_ratio_outside_zero_and_one_is_refused_by_value(ratio):
+    with pytest.raises(WindowError, match=str(ratio)):
+        window_size(ratio, 64)
 
 
 def test_over_sampling_is_what_is_kept_in_flight():

@@ -146,6 +146,15 @@ def test_a_window_that_cannot_matter_is_noted():
     assert notes(config(**ASYNC, windowed_fifo_ratio=0.3), "train_async.py") == []
 
 
+def test_a_window_beside_the_greedy_batch_function_is_noted_and_not_applied():
+    run = config(
+        windowed_fifo_ratio=0.3, over_sampling_batch_size=64, rollout_function_path="sglang_rollout.generate_rollout"
+    )
+    (note,) = notes(run, "train_async.py")
+    assert "collects what finishes first" in note
+    assert bounds_of(run, "train_async.py").window == 64
+
+
 @pytest.mark.parametrize(
     "entry, settings, schedule",
     [

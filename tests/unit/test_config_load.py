@@ -200,3 +200,12 @@ def leaves(section):
             yield from leaves(field.annotation)
         else:
             yield name
+
+
+def test_a_ratio_selects_the_windowed_function_unless_another_is_named():
+    windowed = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
+    greedy = "miles_async.rollout.sglang_rollout.generate_rollout"
+    ratio = ("--windowed-fifo-ratio", "0.3")
+    assert load(*ratio).rollout.rollout_function_path == windowed
+    assert load(*ratio, "--rollout-function-path", greedy).rollout.rollout_function_path == greedy
+    assert load().rollout.rollout_function_path == greedy

@@ -13,6 +13,7 @@ DATA = "unit/test_datasets_source.py"
 REWARDS = "unit/test_rewards_and_filters.py"
 RUN = "unit/test_observability_run.py"
 SERVICE = "sim/test_service.py"
+HEAD = "sim/test_head_policy.py"
 
 PROOF = {
     # data
@@ -35,12 +36,17 @@ PROOF = {
     "max_weight_staleness": f"{SERVICE}::test_fully_async_stays_within_the_bound_it_derives",
     "queue_capacity": f"{BOUNDS}::test_the_queue_never_needs_more_room_than_there_are_slots",
     "max_attempts": f"{SERVICE}::test_failed_groups_are_retried_and_buried_after_their_last_attempt",
+    "head_deadline_seconds": f"{SERVICE}::test_a_slow_head_is_recycled_after_its_deadline_and_at_last_buried",
+    "head_deadline_action": f"{HEAD}::test_a_salvaged_head_goes_on_from_its_tokens_with_their_first_version",
+    "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_that_cannot_matter_is_noted",
     "n_samples_per_prompt": f"{DATA}::test_a_group_holds_the_samples_of_one_prompt_with_rising_indices",
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
     "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_never_comes_fails_the_group",
     # weights
     "update_weights_interval": f"{SERVICE}::test_an_update_interval_publishes_every_so_many_batches_and_the_last",
+    # engine
+    "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
     # observability
     "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_written_is_one_sentence",
     "metrics_port": "unit/test_observability_metrics.py::test_a_port_in_use_is_one_sentence_that_names_it",

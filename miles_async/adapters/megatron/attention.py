@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+_LONG = 256
+"""Tokens from which on padding costs more than a call of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -53,14 +56,15 @@ def packed_params(lengths: NDArray[np.int64], device: torch.device) -> PackedSeq
 
 
 def bucketed(lengths: NDArray[np.int64]) -> tuple[list[Bucket], Tensor | None]:
-    """Sequences by the power of two that holds them, each bucket padded to its longest.
+    """Short sequences by the power of two that holds them, each bucket padded to its longest; long ones by themselves.
 
-    One call to SDPA per bucket instead of one per sequence; padding at most doubles a bucket's tokens, and is exact:
-    causal attention never looks at what follows.
+    Padding at most doubles a bucket's tokens, and is exact: causal attention never looks at what follows. Measured on
+    one core, forward and backward, against one call to SDPA per sequence: 512 sequences of 12 to 15 tokens take a
+    tenth of the time in buckets, 8 of 300 to 1000 tokens twice the time; one block-diagonal mask is slower still.
     """
     starts = np.cumsum(lengths) - lengths
     buckets, order = [], []
-    sizes = np.ceil(np.log2(lengths))
+    sizes = np.where(lengths > _LONG, -1 - np.arange(len(lengths)), np.ceil(np.log2(lengths)))
     for size in np.unique(sizes):
         chosen = np.flatnonzero(sizes == size)
         longest = int(lengths[chosen].max())

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from miles_async.config.schema import RunConfig
 from miles_async.core.advantage import group_advantages
 from miles_async.core.packing import pack
-from miles_async.errors import BadTrajectory
+from miles_async.errors import BadTrajectory, UserError
 from miles_async.types import Group, Sample
 
 
@@ -42,6 +43,25 @@ class TrainStep:
     """Equally many on all ranks."""
     total_tokens: int
     """Trained tokens of the step over all ranks and micro-batches: what the loss is divided by."""
+
+
+def rank_shares(groups: Sequence[Group], config: RunConfig, world_size: int) -> list[list[TrainStep]]:
+    """What each learner rank trains of a drained batch: `result[rank][step]`; ranks that share layers get the same.
+
+    Raises BadTrajectory as `policy_steps` does, UserError when the batch cannot be cut as the configuration asks.
+    """
+    shards = config.learner.tensor_model_parallel_size
+    try:
+        shares = policy_steps(
+            groups,
+            steps=config.learner.num_steps_per_rollout,
+            ranks=world_size // shards,
+            max_tokens=config.learner.max_tokens_per_gpu,
+            std_normalization=config.algorithm.grpo_std_normalization,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return [share for share in shares for _ in range(shards)]
 
 
 def policy_steps(

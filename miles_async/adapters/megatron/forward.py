@@ -34,15 +34,20 @@ def packed_logits(model: Model, batch: PackedBatch, device: torch.device) -> Ten
     return logits[0]
 
 
-def target_logprobs(model: Model, batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[m] log-probability of each target token given what precedes it, at temperature 1, and [m] entropy, in nats."""
+def target_logprobs(
+    model: Model, batch: PackedBatch, device: torch.device, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """[m] log-probability of each target token given what precedes it, and [m] entropy, in nats.
+
+    Of the distribution that sampling at `temperature` draws from, which is what engines report and what is trained.
+    """
     targets = torch.from_numpy(batch.targets).to(device)
     logits = packed_logits(model, batch, device).index_select(0, targets - 1)
     start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
     columns = min(logits.shape[1], model.vocab_size - start)
     shared = parallel_state.get_tensor_model_parallel_world_size() > 1
     return token_logprobs(
-        logits[:, :columns].float(),
+        logits[:, :columns].float() / temperature,
         torch.from_numpy(batch.tokens[batch.targets]).to(device),
         vocab_start=start,
         group=parallel_state.get_tensor_model_parallel_group() if shared else None,

@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from miles_async.adapters.megatron import forward, parallel
-from miles_async.adapters.megatron.batch import TrainStep, supervised_step
+from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, supervised_step
 from miles_async.adapters.megatron.checkpoint import write_checkpoint
 from miles_async.adapters.megatron.model import build_model
-from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, take_step, warmed_up
+from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
 from miles_async.config.schema import RunConfig
 from miles_async.losses.policy import SUMS, PolicyLossSettings, TokenSums, metrics_from, policy_loss
 from miles_async.losses.supervised import supervised_loss
@@ -43,6 +43,8 @@ class MegatronLearner:
             tis_clip=config.algorithm.tis_clip if config.algorithm.use_tis else None,
             entropy_coef=config.algorithm.entropy_coef,
         )
+        # Greedy decoding, temperature 0, reports log-probabilities at temperature 1.
+        self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
         self._rank = rank
         self._device = parallel.join(
@@ -55,6 +57,7 @@ class MegatronLearner:
         )
         self._model = build_model(config.learner, hf_checkpoint)
         self._steps_taken = 0
+        self._total_steps = config.rollout.num_rollout * config.learner.num_steps_per_rollout
 
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         """Take the optimizer steps of one drained batch, of which `steps` are this rank's share.
@@ -70,7 +73,7 @@ class MegatronLearner:
         metrics: list[Mapping[str, float]] = []
         finite = True
         for step, old_logprobs in zip(steps, old, strict=True):
-            lr = warmed_up(self._settings, self._steps_taken)
+            lr = learning_rate(self._settings, self._steps_taken, self._total_steps)
             sums, maximum = self._policy_gradients(step, old_logprobs)
             finite, norm = self._take_step(lr, loss_is_finite=math.isfinite(float(sums[SUMS.index("objective")])))
             metrics.append({**metrics_from(sums, maximum), "grad_norm": norm, "lr": lr})
@@ -88,7 +91,7 @@ class MegatronLearner:
         clear_gradients(self._model)
         parts: list[TokenSums] = []
         for i, batch in enumerate(step.micro_batches):
-            logprobs, entropy = forward.target_logprobs(self._model, batch, self._device)
+            logprobs, entropy = self._target_logprobs(batch)
             loss, part = policy_loss(
                 logprobs,
                 entropy,
@@ -115,7 +118,10 @@ class MegatronLearner:
 
     @torch.no_grad()
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
-        return [forward.target_logprobs(self._model, batch, self._device)[0] for batch in step.micro_batches]
+        return [self._target_logprobs(batch)[0] for batch in step.micro_batches]
+
+    def _target_logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        return forward.target_logprobs(self._model, batch, self._device, temperature=self._temperature)
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
         """One optimizer step on the mean negative log-likelihood of `responses`, which is returned (nats per token).

@@ -29,6 +29,7 @@ def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
         head_dim=shape.hidden_size // shape.num_attention_heads,
         max_position_embeddings=shape.max_position_embeddings,
         tie_word_embeddings=True,
+        initializer_range=shape.init_std,
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
@@ -38,6 +39,8 @@ def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+        # Made as zeros, which RMSNorm blows up: one sampled <pad> would drown the gradient of a whole batch.
+        torch.nn.init.normal_(model.get_input_embeddings().weight.data[PAD_ID], std=config.initializer_range)
     with appears_complete(path) as draft:
         model.save_pretrained(draft)
         byte_tokenizer().save_pretrained(draft)

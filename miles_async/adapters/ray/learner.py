@@ -8,9 +8,9 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from miles_async.adapters.megatron.batch import policy_steps
+from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.config.schema import RunConfig
-from miles_async.errors import Fatal, UserError
+from miles_async.errors import Fatal
 from miles_async.types import Group, StepReport, WriteOutcome
 
 Rank = Any
@@ -21,18 +21,16 @@ class RayLearner:
     """`ports.Learner`: cuts a batch up for the ranks and merges what they report."""
 
     def __init__(self, config: RunConfig, ranks: Sequence[Rank]) -> None:
-        self._settings = config.learner
-        self._std_normalization = config.algorithm.grpo_std_normalization
+        self._config = config
         self._ranks = ranks
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         # Packing a large batch takes long enough to be felt by a loop that also keeps requests in flight.
-        shares = await asyncio.to_thread(self._share, groups)
-        tensor_parallel = self._settings.tensor_model_parallel_size
+        shares = await asyncio.to_thread(rank_shares, groups, self._config, len(self._ranks))
         reports = await _of_all(
-            rank.train.remote(rollout_id, shares[i // tensor_parallel]) for i, rank in enumerate(self._ranks)
+            rank.train.remote(rollout_id, share) for rank, share in zip(self._ranks, shares, strict=True)
         )
-        one_per_share = reports[::tensor_parallel]
+        one_per_share = reports[:: self._config.learner.tensor_model_parallel_size]
         return StepReport(
             started=min(report.started for report in reports),
             ended=max(report.ended for report in reports),
@@ -40,18 +38,6 @@ class RayLearner:
             finite=all(report.finite for report in reports),
             metrics=reports[0].metrics,
         )
-
-    def _share(self, groups: Sequence[Group]) -> list[Any]:
-        try:
-            return policy_steps(
-                groups,
-                steps=self._settings.num_steps_per_rollout,
-                ranks=len(self._ranks) // self._settings.tensor_model_parallel_size,
-                max_tokens=self._settings.max_tokens_per_gpu,
-                std_normalization=self._std_normalization,
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from error
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""

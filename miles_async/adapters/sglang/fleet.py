@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.types import EngineLoad
 
 
 class SGLangFleet:
@@ -82,6 +83,21 @@ class SGLangFleet:
             await self._client.post(f"{self._router}/workers", {"url": info.url}, within=self._timeout)
         await self._until(lambda workers: workers.get(info.url, False), f"did not take engine {engine}")
         self._routed[engine] = info
+
+    async def loads(self) -> list[EngineLoad]:
+        """How full each routed engine is; one that does not answer is left out, as it is somebody else's to fence."""
+
+        async def ask(engine: EngineInfo) -> list[EngineLoad]:
+            try:
+                answer = await self._client.get(f"{engine.url}/v1/loads?include=core", within=self._timeout)
+            except EngineLost:
+                return []
+            return [
+                EngineLoad(kv_usage=rank["token_usage"], queued=rank["num_waiting_reqs"]) for rank in answer["loads"]
+            ]
+
+        answers = await asyncio.gather(*[ask(engine) for engine in self._routed.values()])
+        return [load for loads in answers for load in loads]
 
     async def close(self) -> None:
         await self._client.close()

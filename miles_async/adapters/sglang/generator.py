@@ -8,15 +8,17 @@ beside its cached prompt. Every sample still has its own tokens, versions and fi
 from __future__ import annotations
 
 import asyncio
+import itertools
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.places import Places
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import EngineLost
+from miles_async.errors import BadTrajectory, EngineLost
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_PATIENCE_SECONDS = 30.0
@@ -50,11 +52,20 @@ class SamplingParams:
         }
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """One call of `generate`."""
+
+    requests: list[str] = field(default_factory=list)
+    """Ids of its samples at the engines."""
+    aborted: bool = False
+
+
 class SGLangGenerator:
     """Implements `ports.Generator`. Create it inside the running loop.
 
     `limit` bounds the samples at the engines at once (`sglang_server_concurrency` times engines); `engine_urls` tells
-    the routed engines' own addresses, where aborts go.
+    the routed engines' own addresses, where aborts go; a prompt of more than `longest_prompt` tokens is refused.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class SGLangGenerator:
         limit: int,
         engine_urls: Callable[[], Sequence[str]],
         request_timeout: float = 600.0,
+        longest_prompt: int | None = None,
     ) -> None:
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
@@ -73,8 +85,13 @@ class SGLangGenerator:
         self._limit = limit
         self._engine_urls = engine_urls
         self._timeout = request_timeout
+        self._longest_prompt = longest_prompt
         self._client = JsonClient()
         self._places = Places(limit)
+        self._name = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._under_way: dict[int, _UnderWay] = {}
+        """By identity of the group: one that is sent back and admitted again may carry the same names."""
 
     @property
     def in_flight(self) -> int:
@@ -90,39 +107,59 @@ class SGLangGenerator:
         """Finish every unfinished sample of the group, in place; `sampling` replaces the run's own (evaluation).
 
         Samples that hold response tokens already are continued behind them. Raises BadTrajectory for an answer that
-        cannot be trained on or a request the engine refuses, EngineLost when another attempt may succeed.
+        cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLost when another attempt
+        may succeed.
         """
         chosen = sampling or self._sampling
         self._tokenize(group)
         unfinished = [s for s in group if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
-        posts = [self._post(samples, chosen.body(budget)) for budget, samples in self._requests(unfinished, chosen)]
-        # All are awaited before one failure is told, so that nothing writes into the group afterwards.
-        outcomes = await asyncio.gather(*posts, return_exceptions=True)
+        under_way = self._under_way[id(group)] = _UnderWay()
+        posts = [
+            self._post(under_way, samples, chosen.body(budget))
+            for budget, samples in self._requests(unfinished, chosen)
+        ]
+        try:
+            # All are awaited before one failure is told, so that nothing writes into the group afterwards.
+            outcomes = await asyncio.gather(*posts, return_exceptions=True)
+        finally:
+            del self._under_way[id(group)]
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def abort(self) -> None:
-        """Stop what is in flight and what waits for a place; returns when nothing is at the engines any more.
+    async def abort(self, group: Group | None = None) -> None:
+        """Stop one group, or all that is in flight or waits for a place; returns when it is stopped.
 
-        Repeated until then, because a request that is on its way to an engine is not stopped by an abort that arrives
-        before it. Raises EngineLost when it takes longer than 30 s.
+        Raises EngineLost when it takes longer than 30 s.
         """
-        self._places.close()
+        if group is None:
+            self._places.close()
+            try:
+                await self._abort_until(lambda: not self._places.taken, [{"abort_all": True}])
+            finally:
+                self._places.open()
+        elif under_way := self._under_way.get(id(group)):
+            under_way.aborted = True
+            stops: list[dict[str, Any]] = [{"rid": rid} for rid in under_way.requests]
+            await self._abort_until(lambda: self._under_way.get(id(group)) is not under_way, stops)
+
+    async def _abort_until(self, stopped: Callable[[], bool], orders: Sequence[dict[str, Any]]) -> None:
+        """Repeated, because a request on its way to an engine is not stopped by an abort that arrives before it."""
         try:
             async with asyncio.timeout(ABORT_PATIENCE_SECONDS):
-                while self._places.taken:
-                    await asyncio.gather(*[self._abort_all(url) for url in self._engine_urls()])
+                while not stopped():
+                    await asyncio.gather(
+                        *[
+                            self._client.post(f"{url}/abort_request", order, within=ABORT_PATIENCE_SECONDS)
+                            for url in self._engine_urls()
+                            for order in orders
+                        ]
+                    )
                     await asyncio.sleep(0.02)
         except TimeoutError as late:
             raise EngineLost(
                 f"{self._places.taken} requests did not end within {ABORT_PATIENCE_SECONDS:.0f} s of an abort"
             ) from late
-        finally:
-            self._places.open()
-
-    async def _abort_all(self, url: str) -> None:
-        await self._client.post(f"{url}/abort_request", {"abort_all": True}, within=ABORT_PATIENCE_SECONDS)
 
     async def close(self) -> None:
         await self._client.close()
@@ -135,6 +172,11 @@ class SGLangGenerator:
                 if key not in known:
                     known[key] = self._tokenizer.encode(sample.prompt)
                 sample.tokens = list(known[key])
+            if self._longest_prompt is not None and sample.prompt_length > self._longest_prompt:
+                raise BadTrajectory(
+                    f"sample {sample.index} of group {group.feed_index}: its prompt has {sample.prompt_length} tokens, "
+                    f"more than rollout_max_prompt_len {self._longest_prompt}"
+                )
 
     def _requests(self, samples: Sequence[Sample], sampling: SamplingParams) -> Iterator[tuple[int, list[Sample]]]:
         """Samples that may still draw the same number of tokens, at most `limit` together."""
@@ -149,13 +191,17 @@ class SGLangGenerator:
             for start in range(0, len(alike), self._limit):
                 yield budget, alike[start : start + self._limit]
 
-    async def _post(self, samples: list[Sample], sampling_params: dict[str, Any]) -> None:
+    async def _post(self, under_way: _UnderWay, samples: list[Sample], sampling_params: dict[str, Any]) -> None:
         async with self._places.take(len(samples)) as admitted:
-            if not admitted:
+            if not admitted or under_way.aborted:
                 for sample in samples:
                     sample.status = SampleStatus.ABORTED
                 return
+            request = f"{self._name}-{next(self._numbers)}"
+            # SGLang numbers the samples of one request so.
+            under_way.requests += [f"{request}_{place}" for place in range(len(samples))]
             body = {
+                "rid": request,
                 "input_ids": [sample.tokens for sample in samples],
                 "sampling_params": sampling_params,
                 "return_logprob": True,

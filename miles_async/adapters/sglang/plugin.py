@@ -4,7 +4,7 @@
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
 One keeps cached prefixes honest after a weight publish and is active everywhere. The others are active only without
-CUDA: memory open to one-sided writes, a fast start, attention in batches, and a pause that leaves the core alone.
+CUDA: memory open to one-sided writes, a fast start, decoding attention in batches, a pause that leaves the core alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def register() -> None:
         HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _rest, HookType.BEFORE)
         attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
-        HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache: bool = True) -> bool:

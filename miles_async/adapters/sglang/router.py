@@ -36,9 +36,9 @@ class RouterServer:
         for _ in range(PORT_ATTEMPTS):
             port, metrics_port = free_port(), free_port()
             url = f"http://127.0.0.1:{port}"
-            arguments = [json.dumps(self._arguments(port, metrics_port))]
+            words = [json.dumps(arguments(self.spec, port, metrics_port))]
             module = "miles_async.adapters.sglang.router_process"
-            self._process = ServerProcess("sglang-router", module, arguments, f"{url}/liveness", self.spec.log_path)
+            self._process = ServerProcess("sglang-router", module, words, f"{url}/liveness", self.spec.log_path)
             try:
                 self._process.start({"NO_PROXY": "127.0.0.1"}, self.spec.cpus, self.spec.start_timeout)
             except PortTaken:
@@ -53,20 +53,21 @@ class RouterServer:
         if self._process is not None:
             self._process.stop()
 
-    def _arguments(self, port: int, metrics_port: int) -> dict[str, Any]:
-        """Retries and circuit breaking are off: the pipeline retries groups itself and fences engines itself."""
-        return {
-            "host": "127.0.0.1",
-            "port": port,
-            "worker_urls": [],
-            "policy": self.spec.policy,
-            "log_level": "warn",
-            "request_timeout_secs": int(self.spec.request_timeout) or 1,
-            "disable_retries": True,
-            "disable_circuit_breaker": True,
-            "worker_startup_timeout_secs": int(self.spec.start_timeout),
-            "worker_startup_check_interval": 1,
-            "health_check_interval_secs": 5,
-            "prometheus_host": "127.0.0.1",
-            "prometheus_port": metrics_port,
-        }
+
+def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:
+    """Retries and circuit breaking are off: the pipeline retries groups itself and fences engines itself."""
+    return {
+        "host": "127.0.0.1",
+        "port": port,
+        "worker_urls": [],
+        "policy": spec.policy,
+        "log_level": "warn",
+        "request_timeout_secs": int(spec.request_timeout) or 1,
+        "disable_retries": True,
+        "disable_circuit_breaker": True,
+        "worker_startup_timeout_secs": int(spec.start_timeout),
+        "worker_startup_check_interval": 1,
+        "health_check_interval_secs": 5,
+        "prometheus_host": "127.0.0.1",
+        "prometheus_port": metrics_port,
+    }

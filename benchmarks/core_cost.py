@@ -1,0 +1,130 @@
+"""What the scheduler itself costs per group: admission, window, queue and ledger, without events, tasks or engines.
+
+    python benchmarks/core_cost.py [--groups 200000]
+
+Prints microseconds of CPU time per group, median over the repeats, and writes benchmarks/results/core-cost.json. Exits
+with 1 when the whole way costs 20 microseconds or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from miles_async.core.admission import Admission
+from miles_async.core.bounds import Bounds
+from miles_async.core.ledger import Ledger, State
+from miles_async.core.queue import GroupQueue
+from miles_async.core.window import WindowedFIFOCollector
+
+LIMIT_MICROSECONDS = 20.0
+REPEATS = 5
+BOUNDS = Bounds.derive(
+    rollout_batch_size=32, over_sampling_batch_size=64, windowed_fifo_ratio=0.3, max_weight_staleness=2
+)
+
+
+def whole_way(order: list[int]) -> None:
+    """Every group from admission to live weights; `order` picks who in flight finishes next."""
+    ledger, queue = Ledger(), GroupQueue[int](BOUNDS.room)
+    window = WindowedFIFOCollector[int](None, BOUNDS.window)
+    admission = Admission(max_in_flight=BOUNDS.generation_batch, room=BOUNDS.room, slots=BOUNDS.slots)
+    in_flight: list[int] = []
+    trained = 0
+    for choice in order:
+        while trained < len(order) and admission.blocked_by(ledger) is None:
+            sequence = ledger.feed().sequence
+            ledger.advance(sequence, State.IN_FLIGHT)
+            in_flight.append(sequence)
+        sequence = in_flight.pop(choice % len(in_flight))
+        ledger.advance(sequence, State.FINISHED)
+        window.mark_completed(sequence, sequence)
+        for collected in window.drain():
+            queue.put(collected)
+            ledger.advance(collected, State.QUEUED)
+        while len(queue) >= BOUNDS.publish_groups:
+            batch = [queue.get() for _ in range(BOUNDS.publish_groups)]
+            for state in (State.LEASED, State.TRAINED, State.PUBLISHED):
+                for group in batch:
+                    ledger.advance(group, state)
+            trained += len(batch)
+
+
+def window_alone(order: list[int]) -> None:
+    window = WindowedFIFOCollector[int](None, BOUNDS.window)
+    in_flight = list(range(BOUNDS.generation_batch))
+    for admitted, choice in enumerate(order, start=BOUNDS.generation_batch):
+        place = choice % len(in_flight)
+        sequence, in_flight[place] = in_flight[place], admitted
+        window.mark_completed(sequence, sequence)
+        for _ in window.drain():
+            pass
+
+
+def queue_alone(order: list[int]) -> None:
+    queue = GroupQueue[int](BOUNDS.room)
+    for group in order:
+        queue.put(group)
+        queue.get()
+
+
+def ledger_alone(order: list[int]) -> None:
+    ledger = Ledger()
+    way = (State.IN_FLIGHT, State.FINISHED, State.QUEUED, State.LEASED, State.TRAINED, State.PUBLISHED)
+    for _ in order:
+        sequence = ledger.feed().sequence
+        for state in way:
+            ledger.advance(sequence, state)
+
+
+def admission_alone(order: list[int]) -> None:
+    ledger = Ledger()
+    admission = Admission(max_in_flight=BOUNDS.generation_batch, room=BOUNDS.room, slots=BOUNDS.slots)
+    for _ in order:
+        admission.blocked_by(ledger)
+
+
+PARTS: dict[str, Callable[[list[int]], None]] = {
+    "admission": admission_alone,
+    "window": window_alone,
+    "queue": queue_alone,
+    "ledger": ledger_alone,
+    "the whole way": whole_way,
+}
+
+
+def microseconds(work: Callable[[list[int]], None], order: list[int]) -> float:
+    """CPU time per group: what else runs on the machine is not the scheduler's cost."""
+    times = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        work(order)
+        times.append(time.process_time() - began)
+    return median(times) / len(order) * 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--groups", type=int, default=200_000)
+    groups: int = parser.parse_args().groups
+    rng = random.Random(0)
+    # Mostly the oldest first, as it is with latencies of a moderate spread.
+    order = [int(rng.expovariate(0.2)) for _ in range(groups)]
+    costs = {name: microseconds(work, order) for name, work in PARTS.items()}
+    for name, cost in costs.items():
+        print(f"{name:<16}{cost:8.2f} µs per group")
+    results = Path("benchmarks/results")
+    results.mkdir(parents=True, exist_ok=True)
+    content = {"groups": groups, "repeats": REPEATS, "limit_microseconds": LIMIT_MICROSECONDS, "microseconds": costs}
+    (results / "core-cost.json").write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if costs["the whole way"] < LIMIT_MICROSECONDS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

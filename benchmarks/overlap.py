@@ -1,0 +1,82 @@
+"""How much of generation and training overlaps: the asynchronous run against the same work in turns.
+
+    python -m benchmarks.overlap [--rollouts 40] [--set --rollout-batch-size=32 …]
+
+Engine and learner get one core each. `R` and `T` are the seconds that generation and training of all batches take when
+they take turns on those cores; the asynchronous run cannot be faster than the larger of the two, so `max(R, T) / wall`
+is the share of the possible that it reaches. Prints a table and writes benchmarks/results/overlap.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from miles_async.observability.events import Drained, RunEnded, StepEnded, StepStarted
+from miles_async.observability.trace import read_trace
+
+CONFIG = "configs/arithmetic-cpu.yaml"
+FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+PINNED = ["--engine-cpus", "[0]", "--learner-cpus", "[1]", "--learner-threads", "1"]
+VARIANTS = {
+    "in turns, pinned": ("train.py", PINNED),
+    "in turns": ("train.py", ["--learner-threads", "2"]),
+    "fully async, pinned": ("train_async.py", PINNED),
+}
+
+
+def play(entry: str, flags: list[str], rollouts: int) -> dict[str, float]:
+    """Seconds of generation, of training and in all, over the batches after the first, which warms everything up."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, entry, "--config", CONFIG, "--rollout-function-path", FULLY_ASYNC, *flags]
+        command += ["--num-rollout", str(rollouts), "--eval-size", "0", "--run-dir", folder]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        events = list(read_trace(Path(folder) / "latest" / "events.jsonl"))
+    [ended] = [event for event in events if isinstance(event, RunEnded)]
+    if ended.reason != "done":
+        raise SystemExit(f"{entry} ended: {ended.reason}")
+    waits = {event.rollout: event.waited for event in events if isinstance(event, Drained)}
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    groups = sum(len(event.groups) for event in events if isinstance(event, StepStarted) and event.rollout > 0)
+    wall = steps[-1].ended - steps[0].ended
+    return {
+        "waiting for rollout": sum(wait for rollout, wait in waits.items() if rollout > 0),
+        "training": sum(step.ended - step.started for step in steps[1:]),
+        "wall": wall,
+        "groups per second": groups / wall,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=40)
+    parser.add_argument("--set", nargs="*", default=[], help="flags for all runs, as --flag=value")
+    arguments = parser.parse_args()
+    shared = [word for flag in arguments.set for word in flag.split("=", 1)]
+    figures = {name: play(entry, flags + shared, arguments.rollouts) for name, (entry, flags) in VARIANTS.items()}
+    turns, overlapped = figures["in turns, pinned"], figures["fully async, pinned"]
+    rollout, training = turns["waiting for rollout"], turns["training"]
+    results = {
+        "rollouts": arguments.rollouts,
+        "runs": figures,
+        "R": rollout,
+        "T": training,
+        "R / T": rollout / training,
+        "max(R, T) / wall": max(rollout, training) / overlapped["wall"],
+        "speed-up over turns": turns["wall"] / overlapped["wall"],
+    }
+    print(f"{'':22}{'rollout s':>12}{'training s':>12}{'wall s':>12}{'groups/s':>12}")
+    for name, run in figures.items():
+        print(f"{name:22}" + "".join(f"{value:12.2f}" for value in run.values()))
+    print(f"R / T {results['R / T']:.2f}, max(R, T) / wall {results['max(R, T) / wall']:.2f}")
+    target = Path(__file__).parent / "results" / "overlap.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Simulated engines: places, a waiting line, weight versions, pauses, stalls and faults, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.types import EngineLoad, Group, SampleStatus, VersionSpan, WriteOutcome
+from tests.sim.virtual_time import VirtualClock
+
+Latency = Callable[[Group, random.Random], float]
+"""Seconds that one request takes once it has a place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """What the engines are like. Rates are shares of the groups; times are seconds."""
+
+    requests_per_group: int = 1
+    """Each takes a place of its own; the group is done when the last of them is."""
+    places: int | None = None
+    """Requests served at once; the others wait in line. None serves all at once."""
+    failure_rate: float = 0.0
+    lost_rate: float = 0.0
+    stage_seconds: float = 0.01
+    write_seconds: float = 0.02
+    """Nothing is decoded while weights are written."""
+    stall_every: float | None = None
+    stall_seconds: float = 0.0
+    """From time to time nothing is decoded for so long."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One group at the engines."""
+
+    done: asyncio.Future[SampleStatus]
+    unfinished: int
+    born: int | None = None
+    """Version of its first token."""
+    ends: dict[int, float] = field(default_factory=dict)
+    """When its running requests end, on the work clock, by serial number."""
+    waiting: list[float] = field(default_factory=list)
+    """Seconds of its requests that have no place yet."""
+
+
+class Engines:
+    """Generator, Fleet and WeightChannel at once. Time runs on a work clock that stands still while paused.
+
+    A publish in the middle of a group splits its span. An aborted group that comes back with its tokens goes on where
+    it stopped; one that was reset starts afresh.
+    """
+
+    name = "virtual"
+
+    def __init__(self, clock: VirtualClock, latency: Latency, model: EngineModel, seed: int) -> None:
+        self._clock = clock
+        self._latency = latency
+        self._model = model
+        self._places = model.places or 1 << 60
+        self._rng = random.Random(seed)
+        self._tickets: dict[int, _Ticket] = {}
+        self._left: dict[str, list[float]] = {}
+        """What aborted groups still had to do, by feed index."""
+        self._running: list[tuple[float, int, _Ticket]] = []
+        self._line: deque[_Ticket] = deque()
+        self._taken = 0
+        self._serial = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pauses = 0
+        self._paused_at = 0.0
+        self._paused_seconds = 0.0
+        self._stalls = False
+        self.version = -1
+        self.in_flight = 0
+        self.busy_seconds = 0.0
+        self._busy_since = 0.0
+        self.worked_seconds = 0.0
+        """Place-seconds of all that was generated."""
+
+    # Generator
+    async def generate(self, group: Group) -> None:
+        if self._model.stall_every is not None and not self._stalls:
+            self._stalls = True
+            asyncio.get_running_loop().call_later(self._model.stall_every, self._stall)
+        before = group[0].spans
+        lengths = self._left.pop(group.feed_index, []) if before else []
+        fault = self._rng.random()
+        if not lengths:
+            lengths = [self._latency(group, self._rng) for _ in range(self._model.requests_per_group)]
+        status, born = await self._serve(group, lengths)
+        if status is SampleStatus.COMPLETED and fault < self._model.failure_rate + self._model.lost_rate:
+            raise BadTrajectory("injected") if fault < self._model.failure_rate else EngineLost("injected")
+        versions = () if born is None else range(born, self.version + 1)
+        start = before[-1].end if before else 0
+        spans = [*before, *(VersionSpan(version, start + i, start + i + 1) for i, version in enumerate(versions))]
+        for sample in group:
+            sample.spans, sample.response_length, sample.status = spans, len(spans), status
+            sample.tokens = [0] * (1 + len(spans))
+
+    async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
+        """How it ended, and the version of its first token."""
+        ticket = _Ticket(asyncio.get_running_loop().create_future(), len(lengths), waiting=lengths)
+        self._tickets[id(group)] = ticket
+        if self.in_flight == 0:
+            self._busy_since = self._clock.now()
+        self.in_flight += len(lengths)
+        self._line.append(ticket)
+        self._fill()
+        try:
+            status = await ticket.done
+        finally:
+            del self._tickets[id(group)]
+            self.in_flight -= ticket.unfinished
+            if self.in_flight == 0:
+                self.busy_seconds += self._clock.now() - self._busy_since
+        if status is SampleStatus.ABORTED:
+            self._left[group.feed_index] = self._stop(ticket)
+        return status, ticket.born
+
+    async def abort(self, group: Group | None = None) -> None:
+        for ticket in list(self._tickets.values()) if group is None else [self._tickets[id(group)]]:
+            if not ticket.done.done():
+                ticket.done.set_result(SampleStatus.ABORTED)
+
+    def _stop(self, ticket: _Ticket) -> list[float]:
+        """Give a ticket's places to others; what it still had to do."""
+        now = self._work_clock()
+        left = [max(0.0, end - now) for end in ticket.ends.values()] + ticket.waiting
+        self.worked_seconds -= sum(left) - sum(ticket.waiting)
+        self._taken -= len(ticket.ends)
+        ticket.ends, ticket.waiting = {}, []
+        self._fill()
+        return left or [0.0]
+
+    # The work clock, and what happens when on it
+    def _work_clock(self) -> float:
+        now = self._paused_at if self._pauses else self._clock.now()
+        return now - self._paused_seconds
+
+    def _fill(self) -> None:
+        """Give free places to those first in line."""
+        now = self._work_clock()
+        while self._line and self._taken < self._places:
+            ticket = self._line[0]
+            if not ticket.waiting:
+                self._line.popleft()
+                continue
+            seconds = ticket.waiting.pop()
+            self._serial += 1
+            self._taken += 1
+            self.worked_seconds += seconds
+            ticket.ends[self._serial] = now + seconds
+            if ticket.born is None:
+                ticket.born = self.version
+            heappush(self._running, (now + seconds, self._serial, ticket))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """The timer is always set for the request that ends first; there is none while paused."""
+        at = self._running[0][0] + self._paused_seconds if self._running and not self._pauses else None
+        if self._timer is not None:
+            if self._timer.when() == at:
+                return
+            self._timer.cancel()
+        self._timer = None if at is None else asyncio.get_running_loop().call_at(at, self._end_requests)
+
+    def _end_requests(self) -> None:
+        self._timer = None
+        end = self._running[0][0]  # the timer was set for it; the clock may differ in its last bit
+        while self._running and self._running[0][0] <= end:
+            _, serial, ticket = heappop(self._running)
+            if ticket.ends.pop(serial, None) is None:
+                continue  # it was stopped
+            self._taken -= 1
+            self.in_flight -= 1
+            ticket.unfinished -= 1
+            if not ticket.unfinished and not ticket.done.done():
+                ticket.done.set_result(SampleStatus.COMPLETED)
+        self._fill()
+
+    def _stall(self) -> None:
+        self._stand_still()
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._model.stall_seconds, self._go_on)
+        loop.call_later(self._model.stall_every or 0.0, self._stall)
+
+    def _stand_still(self) -> None:
+        if not self._pauses:
+            self._paused_at = self._clock.now()
+        self._pauses += 1
+        self._set_timer()
+
+    def _go_on(self) -> None:
+        self._pauses -= 1
+        if not self._pauses:
+            self._paused_seconds += self._clock.now() - self._paused_at
+        self._set_timer()
+
+    # WeightChannel
+    async def stage(self, version: int) -> None:
+        await self._clock.sleep(self._model.stage_seconds)
+
+    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+        await self._clock.sleep(self._model.write_seconds)
+        return [WriteOutcome(engine=engine, seconds=self._model.write_seconds, bytes=1) for engine in engines]
+
+    # Fleet
+    def routed(self) -> Sequence[str]:
+        return ["engine-0"]
+
+    async def loads(self) -> Sequence[EngineLoad]:
+        return [EngineLoad(kv_usage=self._taken / self._places, queued=self.in_flight - self._taken)]
+
+    async def pause(self, mode: str) -> None:
+        self._stand_still()
+
+    async def commit(self, engine: str, version: int) -> None:
+        self.version = version
+
+    async def resume(self) -> None:
+        self._go_on()
+
+    async def fence(self, engine: str, reason: str) -> None:
+        raise AssertionError("nothing fails here")

@@ -1,0 +1,37 @@
+"""Windows that ours is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+from miles_async.core.window import WindowedFIFOCollector
+from miles_async.types import Group
+
+UNBOUNDED = 4096
+"""A window that no scenario ever fills: greedy collection."""
+
+
+class PlainWindow(WindowedFIFOCollector[Group]):
+    """Dropped groups keep their place, and the filter speaks when a group is collected, in window order.
+
+    This is the `windowed-fifo` seed read by the letter: what will be filtered spends the window and holds its slot
+    without ever filling the batch.
+    """
+
+    def __init__(self, window_size: int, keep: Callable[[Group], bool], filtered: Callable[[Group], None]) -> None:
+        super().__init__(None, window_size)
+        self._keep = keep
+        self._filtered = filtered
+
+    def drop(self, position: int) -> None:
+        self.mark_completed(position, cast("Group", None))
+
+    def drain(self) -> Iterator[Group]:
+        for group in super().drain():
+            if group is None:
+                continue
+            if self._keep(group):
+                yield group
+            else:
+                self._filtered(group)

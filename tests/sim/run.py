@@ -1,0 +1,120 @@
+"""`make sim`: play the scenarios at full size in two processes; print tables, write JSON and figures.
+
+    python -m tests.sim.run [scenario ...] [--quick] [--processes 2] [--figures docs]
+
+Without names all of them run, and the seed's bias experiment first. Exits with 1 when a claim does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.sim.bias import experiment
+from tests.sim.figures import draw_bias, draw_rows
+from tests.sim.scenario import SCENARIOS, Row, Scenario, broken, combine, jobs, play
+
+RESULTS = Path("benchmarks/results")
+BIAS, BIAS_SEEDS = "bias", 200
+
+
+def main() -> int:
+    options = _options()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    if BIAS in options.scenarios:
+        _run_bias(options.figures)
+    with ProcessPoolExecutor(options.processes) as pool:
+        for name in (name for name in options.scenarios if name != BIAS):
+            scenario = Scenario.load(SCENARIOS / f"{name}.yaml", quick=options.quick)
+            failed += _run(scenario, pool, options.figures)
+    for sentence in failed:
+        print(f"BROKEN  {sentence}")
+    return 1 if failed else 0
+
+
+def _options() -> argparse.Namespace:
+    names = [BIAS, *sorted(path.stem for path in SCENARIOS.glob("*.yaml"))]
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.run", description="Play scenarios in virtual time.")
+    parser.add_argument("scenarios", nargs="*", metavar="scenario", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="the size the tests use")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--figures", type=Path, help="folder for plots; none are drawn without it")
+    options = parser.parse_args()
+    if unknown := set(options.scenarios) - set(names):
+        parser.error(f"no such scenario: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    options.scenarios = options.scenarios or names
+    if options.quick:
+        options.figures = None  # the plots in docs/ show the full size
+    return options
+
+
+def _run(scenario: Scenario, pool: ProcessPoolExecutor, figures: Path | None) -> list[str]:
+    """Print and write one scenario; returns the claims that do not hold."""
+    started = time.monotonic()
+    todo = list(jobs(scenario))
+    parts: defaultdict[str, list[Row]] = defaultdict(list)
+    outcomes = pool.map(play, [settings for _, settings, _ in todo], [seed for _, _, seed in todo])
+    for (name, _, _), row in zip(todo, outcomes, strict=True):
+        parts[name].append(row)
+    rows = {name: combine(several) for name, several in parts.items()}
+    took = time.monotonic() - started
+    print(f"\n{scenario.title}\n({scenario.name}, {scenario.seeds} seed(s), {took:.1f} s of real time)")
+    print_table({name: {column: asdict(row)[column] for column in scenario.columns} for name, row in rows.items()})
+    failed = broken(scenario.claims, rows)
+    _write(
+        scenario.name,
+        {"real_seconds": took, "rows": {name: asdict(row) for name, row in rows.items()}, "broken": failed},
+    )
+    if figures is not None:
+        draw_rows(scenario.name, rows, figures)
+    return failed
+
+
+def _run_bias(figures: Path | None) -> None:
+    rows = experiment(BIAS_SEEDS)
+    greedy = rows[0]
+    print(f"\nWhich prompts over-sampling keeps: 128 of 256, {BIAS_SEEDS} seeds\n({BIAS})")
+    print_table(
+        {
+            f"ratio {row.ratio:g}": {
+                "hard kept": row.hard,
+                "population": row.population,
+                "fill time": row.fill / greedy.fill,
+                "with a long tail": row.fill_long_tail / greedy.fill_long_tail,
+            }
+            for row in rows
+        }
+    )
+    print("fill times are multiples of the greedy ones")
+    _write(BIAS, {"rows": [asdict(row) for row in rows]})
+    if figures is not None:
+        draw_bias(rows, figures)
+
+
+def print_table(rows: Mapping[str, Mapping[str, float]]) -> None:
+    columns: Sequence[str] = list(next(iter(rows.values())))
+    width = max(len(name) for name in rows)
+    print(" " * width, *(f"{column:>16}" for column in columns))
+    for name, row in rows.items():
+        print(f"{name:<{width}}", *(f"{_figure(row[column]):>16}" for column in columns))
+
+
+def _figure(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+def _write(name: str, content: dict[str, Any]) -> None:
+    (RESULTS / f"sim-{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""A scenario: a YAML file that names settings, a world and variants of both, and claims what comes out.
+
+base:      sections of the configuration, and `world`
+variants:  by name, what each changes
+quick:     what the tests change, so that they take seconds
+claims:    {row: window, column: age, at_most: 4}, or at_most: 0.5 `of` another row
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from zlib import crc32
+
+import yaml
+
+from miles_async.config.schema import RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.observability.events import Drained, Event, PublishEnded, StepEnded, StepStarted, encode
+from miles_async.types import DropReason, Group
+from tests.sim.engines import EngineModel
+from tests.sim.latency import latency_of
+from tests.sim.rivals import UNBOUNDED, PlainWindow
+from tests.sim.world import Trace, World
+
+SCENARIOS = Path(__file__).parent / "scenarios"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What came of one variant; over several seeds, means, or the worst for what must never be."""
+
+    wall: float
+    """Seconds of the run, on the virtual clock."""
+    stall: float
+    """Seconds the trainer waited for groups, its first batch left out."""
+    stall_share: float
+    rollout: float
+    """Seconds the engines would need for what they generated with every place taken all the time; 0 without a limit."""
+    training: float
+    over_ideal: float
+    """Wall time over max(rollout, training), less 1."""
+    bypasses: int
+    age: int
+    mean_age: float
+    recycled: float
+    """Groups recycled as stale, per group trained."""
+    trained: int
+    lost: int
+    """Prompts that are neither trained nor filtered, buried, in the feed or under way at the end."""
+    violations: int
+    cpu: float
+    """Seconds of CPU time that simulating and auditing took, per process."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Folds the events, and keeps none."""
+
+    waited: float = 0.0
+    training: float = 0.0
+    drains: int = 0
+    ages: int = 0
+
+    def emit(self, event: Event) -> None:
+        match event:
+            case Drained():
+                self.waited += event.waited if self.drains else 0.0
+                self.drains += 1
+            case StepStarted():
+                self.ages += sum(event.staleness)
+            case StepEnded():
+                self.training += event.ended - event.started
+            case _:
+                pass
+
+
+class Digest:
+    """A hash of every event as it would stand in `events.jsonl`."""
+
+    def __init__(self) -> None:
+        self._hash = sha256()
+
+    def emit(self, event: Event) -> None:
+        self._hash.update(encode(event) + b"\n")
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    title: str
+    seeds: int
+    variants: Mapping[str, Mapping[str, Any]]
+    claims: list[dict[str, Any]]
+    columns: list[str]
+
+    @staticmethod
+    def load(path: Path, *, quick: bool = False) -> Scenario:
+        text = yaml.safe_load(path.read_text())
+        changes = text.get("quick", {}) if quick else {}
+        return Scenario(
+            name=path.stem,
+            title=text["title"],
+            seeds=1 if quick else text.get("seeds", 1),
+            variants={name: merge(merge(text["base"], over or {}), changes) for name, over in text["variants"].items()},
+            claims=text.get("claims", []),
+            columns=text["columns"],
+        )
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on `base`, mapping by mapping; a mapping that names a `kind` replaces the one before it."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and "kind" not in value:
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def world_of(settings: Mapping[str, Any], seed: int, *sinks: Any) -> World:
+    """A world as a variant describes it; it keeps no events but what `sinks` keep."""
+    world = dict(settings["world"])
+    kept, window, slots = world.pop("kept", 1.0), world.pop("window", None), world.pop("slots", None)
+
+    def keep(group: Group) -> bool:
+        return crc32(f"{seed} {group.feed_index}".encode()) < kept * 2**32
+
+    built = World(
+        config=RunConfig.model_validate({key: value for key, value in settings.items() if key != "world"}),
+        schedule=Schedule(world.pop("schedule", "fully_async")),
+        latency=latency_of(world.pop("latency"), world.pop("stuck", None)),
+        engines=EngineModel(**world.pop("engines", {})),
+        keep=keep,
+        seed=seed,
+        sinks=sinks,
+        trace=Trace(PublishEnded),
+        keeps_batches=False,
+        **world,
+    )
+    if window == "plain":
+        built.keep = lambda group: True
+        built.window = lambda size: PlainWindow(
+            size, keep, lambda group: built.service.books.drop(group, DropReason.FILTERED)
+        )
+    if slots is not None:
+        # Comparisons: the same slots whatever the policy, and no gate to hide what the policy lets through.
+        built.bounds = replace(
+            built.bounds,
+            slots=slots,
+            room=slots,
+            window={"greedy": UNBOUNDED, "strict": 1}.get(window or "", built.bounds.window),
+        )
+    return built
+
+
+def play(settings: Mapping[str, Any], seed: int) -> Row:
+    began = time.process_time()
+    tally = Tally()
+    world = world_of(settings, seed, tally).run()
+    audit, places = world.audit, world.engines.places
+    rollout = world.fleet.worked_seconds / places if places else 0.0
+    return Row(
+        wall=world.seconds,
+        stall=tally.waited,
+        stall_share=tally.waited / world.seconds,
+        rollout=rollout,
+        training=tally.training,
+        over_ideal=world.seconds / max(rollout, tally.training) - 1,
+        bypasses=audit.greatest_bypass,
+        age=audit.greatest_age,
+        mean_age=tally.ages / audit.trained,
+        recycled=audit.recycled / audit.trained,
+        trained=audit.trained,
+        lost=len(audit.owed - world.returned - world.graveyard.prompts),
+        violations=len(audit.violations),
+        cpu=time.process_time() - began,
+    )
+
+
+def jobs(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    for name, settings in scenario.variants.items():
+        for seed in range(scenario.seeds):
+            yield name, settings, seed
+
+
+def combine(rows: list[Row]) -> Row:
+    """Rows of the same variant: sums for counts, the worst for what is bounded, means for the rest."""
+    values = {column: [asdict(row)[column] for row in rows] for column in asdict(rows[0])}
+    folds = dict.fromkeys(("bypasses", "age"), max) | dict.fromkeys(("trained", "lost", "violations"), sum)
+    return Row(**{column: folds.get(column, fmean)(several) for column, several in values.items()})
+
+
+def broken(claims: list[dict[str, Any]], rows: Mapping[str, Row]) -> list[str]:
+    """The claims that do not hold, as sentences."""
+    sentences = []
+    for claim in claims:
+        value = asdict(rows[claim["row"]])[claim["column"]]
+        unit = asdict(rows[claim["of"]])[claim["column"]] if "of" in claim else 1.0
+        low, high = claim.get("at_least", float("-inf")), claim.get("at_most", float("inf"))
+        if not low * unit <= value <= high * unit:
+            sentences.append(f"{claim['row']}: {claim['column']} is {value:.3g}, claimed: {claim}")
+    return sentences

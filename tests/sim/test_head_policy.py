@@ -1,0 +1,87 @@
+"""A slow head of the window and what a deadline does about it; engines that are asked how full they are."""
+
+from __future__ import annotations
+
+import random
+
+from miles_async.config.schema import Engine, Rollout, RunConfig
+from miles_async.observability.events import AdmissionBlocked, GroupMoved
+from miles_async.types import DropReason, Group
+from tests.sim.engines import EngineModel
+from tests.sim.world import World
+
+
+def config(**rollout: object) -> RunConfig:
+    settings = {"rollout_batch_size": 8, "num_rollout": 40, "n_samples_per_prompt": 2}
+    return RunConfig(rollout=Rollout.model_validate(settings | rollout))
+
+
+def stuck(prompt: int, seconds: float):
+    def latency(group: Group, rng: random.Random) -> float:
+        return seconds if group.feed_index == f"sample_0_{prompt}" else 1.0
+
+    return latency
+
+
+def drops(world: World, reason: DropReason) -> list[str]:
+    return [moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == reason]
+
+
+def test_a_group_that_becomes_the_head_before_it_is_admitted_gets_its_deadline_too():
+    """The trainer is slow: everything is collected, and the head is a group that is not admitted yet for 20 s."""
+    world = World(
+        config=config(max_weight_staleness=1, num_rollout=8, head_deadline_seconds=5.0, max_attempts=1),
+        latency=stuck(prompt=33, seconds=1e6),
+        train_seconds=20.0,
+    ).run()
+    assert world.graveyard.buried[0][:2] == ("sample_0_33", DropReason.HEAD_DEADLINE)
+    assert world.audit.violations == []
+
+
+def test_a_salvaged_head_goes_on_from_its_tokens_with_their_first_version():
+    world = World(
+        config=config(head_deadline_seconds=5.0, head_deadline_action="salvage"), latency=stuck(prompt=40, seconds=23.0)
+    ).run()
+    assert drops(world, DropReason.HEAD_DEADLINE) == ["sample_0_40"] * 4, "4 times 5 s, and the rest of the 23 s"
+    assert world.audit.greatest_age >= 20
+    assert world.audit.violations == []
+
+
+def test_a_salvaged_head_that_grew_too_old_is_regenerated():
+    world = World(
+        config=config(head_deadline_seconds=5.0, head_deadline_action="salvage", max_weight_staleness=3),
+        latency=lambda group, rng: 23.0 if (group.feed_index, group.attempt) == ("sample_0_40", 0) else 1.0,
+    ).run()
+    assert drops(world, DropReason.STALE) == ["sample_0_40"]
+    assert world.audit.greatest_age <= 3
+    assert "sample_0_40" in {feed_index for batch in world.trainer.batches for feed_index in batch}
+    assert world.audit.violations == []
+
+
+def test_to_wait_is_to_leave_the_straggler_alone():
+    world = World(
+        config=config(head_deadline_seconds=5.0, head_deadline_action="wait"), latency=stuck(prompt=40, seconds=23.0)
+    ).run()
+    assert drops(world, DropReason.HEAD_DEADLINE) == []
+
+
+def test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short():
+    """16 places under 64 groups: without feedback 48 requests wait inside the engine."""
+
+    def run(adaptive: bool) -> tuple[World, int]:
+        settings = config(over_sampling_batch_size=64, rollout_batch_size=16, num_rollout=60)
+        world = World(
+            config=settings.model_copy(update={"engine": Engine(adaptive_concurrency=adaptive)}),
+            latency=lambda group, rng: rng.lognormvariate(0.0, 0.5),
+            engines=EngineModel(places=16),
+            train_seconds=0.1,
+        ).run()
+        later = [moved for moved in world.trace.of(GroupMoved) if moved.time > world.seconds / 4]
+        return world, max(moved.counts["in_flight"] for moved in later)
+
+    (fixed, most_fixed), (adaptive, most_adaptive) = run(False), run(True)
+    assert most_fixed == 64
+    assert most_adaptive <= 32
+    assert adaptive.seconds < 1.2 * fixed.seconds
+    assert any(event.cause == "engines" for event in adaptive.trace.of(AdmissionBlocked))
+    assert adaptive.audit.violations == []

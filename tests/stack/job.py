@@ -1,0 +1,133 @@
+"""The real command line in a process of its own, whose offspring is found again by a mark in its environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAIN_JOB = (
+    "--config",
+    "configs/arithmetic-cpu.yaml",
+    "--rollout-function-path",
+    "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async",
+)
+_MARK = "MILES_ASYNC_TEST_JOB"
+
+
+@dataclass
+class Job:
+    """`python train_async.py` with the main job's settings and further `flags`, leading a session of its own."""
+
+    folder: Path
+    flags: tuple[str, ...]
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        run_dir = ("--run-dir", str(self.folder / "runs"))
+        self.started = time.monotonic()
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, "train_async.py", *MAIN_JOB, *run_dir, *self.flags],
+                cwd=ROOT,
+                env={**os.environ, _MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def _out(self) -> Path:
+        return self.folder / "stdout"
+
+    @property
+    def _err(self) -> Path:
+        return self.folder / "stderr"
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.started
+
+    def ended(self, within: float) -> int:
+        """Its exit code. Raises TimeoutExpired when it runs on."""
+        return self._process.wait(within)
+
+    def press_ctrl_c(self) -> None:
+        """What a terminal does: every process of the foreground group gets the signal."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """End the driver alone, without a chance to clean up."""
+        self._process.kill()
+        self._process.wait()
+
+    def says(self, words: str, within: float) -> None:
+        """Wait until `words` appear on its stdout."""
+        self._until(lambda: words in self.out, f"say {words!r}", within)
+
+    def runs(self, command: str, within: float) -> None:
+        """Wait until it runs a process with `command` in its command line."""
+        self._until(lambda: any(command in line for line in self.left_running().values()), f"run {command}", within)
+
+    def _until(self, reached: Callable[[], bool], what: str, within: float) -> None:
+        deadline = time.monotonic() + within
+        while not reached():
+            assert self._process.poll() is None, f"it ended before it could {what}: {self.err}"
+            assert time.monotonic() < deadline, f"it did not {what} within {within:.0f} s: {self.out}"
+            time.sleep(0.1)
+
+    def left_running(self, patience: float = 0.0, but: tuple[str, ...] = ()) -> dict[int, str]:
+        """Pid and command line of what still runs of it and its offspring after `patience` seconds.
+
+        Command lines that begin with one of `but` do not count.
+        """
+        deadline = time.monotonic() + patience
+        while left := {pid: line for pid, line in _marked(self.mark) if not line.startswith(but)}:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+        return left
+
+
+@contextmanager
+def job(folder: Path, *flags: str) -> Iterator[Job]:
+    """A job; whatever is left of it at the end is killed."""
+    started = Job(folder, flags)
+    try:
+        yield started
+    finally:
+        for pid in started.left_running():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> Iterator[tuple[int, str]]:
+    needle = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                # A zombie has ended; its environment reads as empty.
+                if needle in (entry / "environ").read_bytes():
+                    yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()

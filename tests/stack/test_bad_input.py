@@ -1,0 +1,91 @@
+"""Something wrong with what the user gave: one sentence, a non-zero exit, within seconds, nothing left running."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.config.schema import TinyModel
+from tests.stack.job import Job, job
+
+AT_ONCE = 5.0
+"""Seconds for what is found before any process starts."""
+PLAIN = ("--warm-start-max-steps", "0", "--eval-size", "0")
+
+
+def refusal(ended: Job) -> str:
+    """The sentence, once it is sure that it is the only one and that nothing else is left of the run."""
+    assert ended.left_running() == {}
+    assert "Traceback" not in ended.out + ended.err
+    (sentence,) = [line for line in ended.err.splitlines() if line.startswith("train_async.py: ")]
+    assert ended.err.splitlines()[-1] == sentence
+    return sentence
+
+
+@pytest.fixture
+def broken_rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2=", "la\n')
+    return str(path)
+
+
+@pytest.fixture
+def cut_checkpoint(tmp_path: Path) -> str:
+    folder = tmp_path / "cut"
+    create_tiny_model(TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32), folder, seed=1)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5000])
+    return str(folder)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        yield str(holder.getsockname()[1])
+
+
+@pytest.fixture
+def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Words in angle brackets stand for the fixture of that name."""
+    return tuple(request.getfixturevalue(word[1:-1]) if word[0] == "<" else word for word in request.param.split())
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--hf-checkpoint nowhere", "hf_checkpoint nowhere: no such folder"),
+        ("--hf-checkpoint <cut_checkpoint>", "model.safetensors is broken"),
+        ("--prompt-data <broken_rows> --reasoning-gym-task null --rm-type exact", "rows.jsonl, line 2: not valid JSON"),
+        ("--reasoning-gym-task chain_sun", "reasoning_gym_task 'chain_sun' is unknown; did you mean chain_sum?"),
+        ("--metrics-port <taken_port>", "(Address already in use): set --metrics-port to a free port, or to 0"),
+        ("--queue-capacity 3", "queue_capacity 3 never holds a batch"),
+        (
+            "--rollout-function-path nowhere.generate --windowed-fifo-ratio null",
+            "rollout_function_path 'nowhere.generate' cannot be imported: ModuleNotFoundError",
+        ),
+    ],
+    ids=["checkpoint", "cut-checkpoint", "jsonl", "task", "port", "impossible", "function"],
+    indirect=["flags"],
+)
+def test_it_is_refused_at_once_in_one_sentence(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    with job(tmp_path, *PLAIN, *flags) as refused:
+        assert refused.ended(within=60) == 2
+        seconds = refused.seconds
+        assert said in refusal(refused)
+    assert seconds < AT_ONCE
+
+
+def test_an_engine_that_dies_at_start_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with job(tmp_path, *PLAIN, "--sglang-attention-backend", "nonsense") as ended:
+        ended.runs("sglang.launch_server", within=120)
+        started = ended.seconds
+        assert ended.ended(within=60) == 1
+        sentence = refusal(ended)
+    assert sentence.startswith("train_async.py: engine engine-0 ended at start with code 2: ")
+    assert "invalid choice: 'nonsense'" in sentence
+    assert "logs/engine-0.log" in sentence
+    assert ended.seconds - started < 60

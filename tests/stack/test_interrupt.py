@@ -1,0 +1,47 @@
+"""Ctrl-C drains and leaves no process; a second one forces it; even an outright kill leaves no engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.stack.job import job
+
+LONG = ("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "500")
+START_SECONDS = 150
+RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""They outlive a raylet that was not shut down; they hold no model and no engine."""
+
+
+def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with job(tmp_path, *LONG) as running:
+        running.says("Staleness stats", START_SECONDS)
+        running.press_ctrl_c()
+        assert running.ended(within=30) == 130
+        assert running.left_running() == {}
+    assert "stopping after this step" in running.err
+    assert "Traceback" not in running.err
+    assert "ended      interrupted" in running.out
+    summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert summary["reason"] == "interrupted"
+    assert summary["rollouts"] >= 1
+    assert summary["versions"] == summary["rollouts"], "what was trained was still published"
+
+
+def test_a_second_ctrl_c_ends_it_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with job(tmp_path, *LONG) as running:
+        running.says("Staleness stats", START_SECONDS)
+        running.press_ctrl_c()
+        running.press_ctrl_c()
+        assert running.ended(within=10) == 130
+        assert running.left_running() == {}
+    assert "Traceback" not in running.err
+    assert json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())["reason"] == "interrupted"
+
+
+def test_a_driver_that_is_killed_takes_its_engines_and_workers_along(tmp_path: Path) -> None:
+    with job(tmp_path, *LONG) as running:
+        running.runs("sglang.launch_server", START_SECONDS)
+        running.kill()
+        left = running.left_running(patience=15, but=RAYS_OWN_AGENTS)
+    assert left == {}

@@ -1,0 +1,199 @@
+"""Each setting of the learner, the loss, the tiny model and the warm start: changing it changes what is learned."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.model import build_model
+from miles_async.adapters.megatron.parallel import free_port
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.warm_start import warm_start
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import Assignment
+from miles_async.config.load import build
+from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.errors import UserError
+from miles_async.types import Group, Sample
+from workers.learner import LearnerRank
+
+SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
+BASE = {"lr": 1e-3, "num_rollout": 4, "num_steps_per_rollout": 2, "adam_beta2": 0.9, "weight_decay": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def config(**settings: Any) -> RunConfig:
+    return build([Assignment(SETTINGS[name].path, value, name) for name, value in (BASE | settings).items()])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_tiny_model(TinyModel(**SMALL), path, seed=1)
+    return path
+
+
+def batch(seed: int) -> list[Group]:
+    """Two groups of two; the engines' log-probabilities lie on both sides of the model's."""
+    draw = random.Random(seed)
+    return [
+        Group(
+            Sample(
+                index=2 * g + i,
+                tokens=[draw.randrange(256) for _ in range(8)],
+                response_length=4,
+                rollout_log_probs=[-7.0 + 3.0 * draw.random() for _ in range(4)],
+                reward=float(i),
+            )
+            for i in range(2)
+        )
+        for g in range(2)
+    ]
+
+
+def learned(tiny: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """The weights after two batches of two optimizer steps."""
+    run = config(**settings)
+    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
+    try:
+        for rollout in range(2):
+            # Two passes over the same samples, so that the second one has a ratio that can be clipped.
+            [steps] = rank_shares(batch(rollout) * 2, run, 1)
+            assert learner.train(rollout, steps).finite
+        return {name: tensor.clone() for name, tensor in learner.weights()}
+    finally:
+        learner.close()
+
+
+@pytest.fixture(scope="module")
+def usual(tiny: Path) -> dict[str, torch.Tensor]:
+    return learned(tiny)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_same_settings_learn_the_same(tiny: Path, usual: dict[str, torch.Tensor]) -> None:
+    assert same(learned(tiny), usual)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"eps_clip": 1e-4},
+        {"eps_clip_high": 1e-4},
+        {"use_tis": False},
+        {"tis_clip": 0.3},
+        {"entropy_coef": 0.1},
+        {"lr": 2e-3},
+        {"lr_warmup_steps": 3},
+        {"lr_decay_style": "linear"},
+        {"weight_decay": 0.5},
+        {"adam_beta1": 0.5},
+        {"adam_beta2": 0.5},
+        {"clip_grad": 1e-3},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_another_setting_learns_other_weights(
+    tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any]
+) -> None:
+    assert not same(learned(tiny, **setting), usual)
+
+
+@pytest.mark.parametrize(
+    "setting, complaint",
+    [
+        ({"precision": "bf16"}, "computes in fp32 on a CPU"),
+        ({"sequence_parallel": True}, "sequence_parallel needs CUDA"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA refuses")
+def test_what_this_machine_cannot_compute_is_refused(tiny: Path, setting: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        build_model(config(**setting).learner, str(tiny))
+
+
+@pytest.mark.parametrize(
+    "setting, theirs",
+    [
+        ("num_layers", "num_hidden_layers"),
+        ("hidden_size", "hidden_size"),
+        ("ffn_hidden_size", "intermediate_size"),
+        ("num_attention_heads", "num_attention_heads"),
+        ("num_query_groups", "num_key_value_heads"),
+        ("max_position_embeddings", "max_position_embeddings"),
+    ],
+)
+def test_the_tiny_model_has_the_shape_asked_for(tmp_path: Path, setting: str, theirs: str) -> None:
+    shape = SMALL | {"num_attention_heads": 4, "num_query_groups": 2, "max_position_embeddings": 64}
+    shape[setting] *= 2
+    create_tiny_model(TinyModel(**shape), tmp_path / "model", seed=1)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())[theirs] == shape[setting]
+
+
+def taught(cache: Path, **settings: Any) -> tuple[Path, int]:
+    """The model after a warm start whose first look is good enough, and the steps taken."""
+    short = {"warm_start_max_steps": 8, "warm_start_check_every": 2, "warm_start_accuracy": [0.0, 1.0]}
+    run = config(**SMALL, **short | {"warm_start_batch_size": 4, "cache_dir": str(cache)} | settings)
+    problems = [(f"{i}=", str(i)) for i in range(8)]
+    made = warm_start(run, problems, problems, lambda step, loss, accuracy: None)
+    return Path(made.path), made.steps
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"warm_start_lr": 1e-4}, {"warm_start_batch_size": 5}, {"seed": 7}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_another_warm_start_teaches_another_model(tmp_path: Path, setting: dict[str, Any]) -> None:
+    models = [taught(tmp_path / str(i), **each)[0] for i, each in enumerate(({}, {}, setting))]
+    assert all(path.parent == tmp_path / str(i) for i, path in enumerate(models))
+    usual, again, other = ((path / "model.safetensors").read_bytes() for path in models)
+    assert usual == again != other
+
+
+def test_a_warm_start_looks_at_its_accuracy_as_often_as_asked_and_ends_at_its_last_step(tmp_path: Path) -> None:
+    assert taught(tmp_path)[1] == 2
+    assert taught(tmp_path, warm_start_check_every=4)[1] == 4
+    with pytest.raises(UserError, match="for 6 steps"):
+        taught(tmp_path, warm_start_max_steps=6, warm_start_accuracy=[0.99, 1.0], warm_start_lr=1e-5)
+
+
+@pytest.fixture
+def free_again() -> Iterator[None]:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("free_again")
+def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads() -> None:
+    core = max(os.sched_getaffinity(0))
+
+    def threads_of(**settings: Any) -> int:
+        rank = LearnerRank(config(**settings), 0, 1)
+        return asyncio.run(rank._in_step(torch.get_num_threads))
+
+    assert threads_of(learner_threads=3) == 3
+    assert threads_of(learner_cpus=[core]) == 1
+    assert os.sched_getaffinity(0) == {core}

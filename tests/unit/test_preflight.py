@@ -1,0 +1,118 @@
+"""What is found wrong before any process starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import Assignment
+from miles_async.config.load import build
+from miles_async.config.schema import RunConfig
+from miles_async.errors import BadTrajectory, UserError
+from miles_async.rollout.contract import flat_args
+from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
+from miles_async.rollout.sglang_rollout import generate_rollout
+from miles_async.types import Group, Sample
+from workers.preflight import dynamic_filter, preflight, rollout_function
+
+RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "eval_size": 0}
+
+
+def config(**settings: Any) -> RunConfig:
+    return build([Assignment(SETTINGS[name].path, value, name) for name, value in (RUNNABLE | settings).items()])
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "preflight_mine.py").write_text(
+        "def rewarded(args, group):\n"
+        "    return group[0].reward >= args.tis_clip\n"
+        "def broken(args, group):\n"
+        "    return group[9]\n"
+        "def generate(args, rollout_id, data_source, evaluation=False):\n"
+        "    return []\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "preflight_mine"
+    sys.modules.pop("preflight_mine", None)
+
+
+def test_a_run_that_is_in_order_passes_and_needs_no_lessons_without_a_warm_start() -> None:
+    lessons = preflight(config(), "train_async.py")
+    assert (lessons.problems, lessons.check) == ([], [])
+
+
+def test_a_warm_start_is_handed_what_it_learns_from_and_what_it_is_checked_on() -> None:
+    lessons = preflight(config(warm_start_max_steps=1), "train_async.py")
+    assert (len(lessons.check), len(lessons.problems)) == (256, 8192)
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        ({"reasoning_gym_task": "chain_sun"}, "reasoning_gym_task 'chain_sun' is unknown; did you mean chain_sum"),
+        ({"rollout_function_path": "nowhere.generate"}, "rollout_function_path 'nowhere.generate' cannot be imported"),
+        ({"rm_type": None, "custom_rm_path": "nowhere.reward"}, "custom_rm_path 'nowhere.reward' cannot be imported"),
+        ({"dynamic_sampling_filter_path": "nowhere.keep"}, "dynamic_sampling_filter_path 'nowhere.keep' cannot be"),
+    ],
+)
+def test_what_cannot_be_had_is_named_with_its_setting(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        preflight(config(**settings), "train_async.py")
+
+
+def checkpoint(folder: Path) -> Path:
+    """A checkpoint's files as far as they are looked at before anything starts; returns the weights file."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    save_file({"weight": np.zeros(1000, np.float32)}, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path)
+    settings = config(hf_checkpoint=str(tmp_path))
+    preflight(settings, "train_async.py")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"hf_checkpoint {tmp_path}: model\.safetensors is broken: .*; copy it anew"):
+        preflight(settings, "train_async.py")
+    weights.unlink()
+    with pytest.raises(UserError, match=r"holds no \*\.safetensors"):
+        preflight(settings, "train_async.py")
+
+
+def test_the_named_function_generates_and_taking_turns_needs_one_without_a_background_producer(
+    user_module: str,
+) -> None:
+    own = config(rollout_function_path=f"{user_module}.generate")
+    assert rollout_function(own, "train_async.py").__module__ == user_module
+    assert rollout_function(own, "train.py").__module__ == user_module
+    persistent = config(rollout_function_path=FULLY_ASYNC_FUNCTION)
+    assert rollout_function(persistent, "train_async.py") is generate_rollout_fully_async
+    assert rollout_function(persistent, "train.py") is generate_rollout
+
+
+def group(reward: float) -> Group:
+    return Group([Sample(index=0, reward=reward)], feed_index="sample_0_0")
+
+
+def test_the_filter_that_is_named_decides_what_is_kept(user_module: str) -> None:
+    settings = config(dynamic_sampling_filter_path=f"{user_module}.rewarded", tis_clip=2.0)
+    keep = dynamic_filter(settings, flat_args(settings))
+    assert [keep(group(1.0)), keep(group(3.0))] == [False, True]
+    keep_all = dynamic_filter(config(), flat_args(config()))
+    assert keep_all(group(1.0))
+
+
+def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
+    settings = config(dynamic_sampling_filter_path=f"{user_module}.broken")
+    with pytest.raises(BadTrajectory, match=r"group sample_0_0: filter preflight_mine\.broken raised IndexError"):
+        dynamic_filter(settings, flat_args(settings))(group(1.0))

@@ -1,0 +1,240 @@
+"""Settings that act in another process: what the configuration makes of them where they act."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.megatron.batch import TrainStep, rank_shares
+from miles_async.adapters.sglang import launch, router
+from miles_async.adapters.sglang.generator import SGLangGenerator
+from miles_async.adapters.sglang.process import ServerProcess, free_port
+from miles_async.config.derived import table
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import Assignment
+from miles_async.config.load import build
+from miles_async.config.schema import RunConfig
+from miles_async.errors import BadTrajectory, Fatal, UserError
+from miles_async.types import Group, Sample
+from tests.sim.engines import Engines
+from tests.sim.world import World
+from workers.specs import engine_spec, greedy_of, ray_arguments, router_spec, sampling_of
+
+LOGS = Path("/logs")
+
+
+def config(**settings: Any) -> RunConfig:
+    return build([Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()])
+
+
+# --- engines, router, Ray -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ({"rollout_num_gpus_per_engine": 2}, "--tp-size 2"),
+        ({"sglang_server_concurrency": 7}, "--max-running-requests 7"),
+        ({"rollout_seed": 5}, "--random-seed 5"),
+        ({"sglang_server_args": {"schedule_policy": "fcfs"}}, "--schedule-policy fcfs"),
+        ({"weight_transfer": "p2p"}, "--remote-instance-weight-loader-start-seed-via-transfer-engine"),
+    ],
+)
+def test_an_engine_setting_is_a_word_of_the_servers_command_line(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
+
+    def command_line(**settings: Any) -> str:
+        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2)) + " "
+
+    assert f"{words} " in command_line(**setting)
+    assert f"{words} " not in command_line(weight_transfer="disk")
+
+
+def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
+    spec = engine_spec(config(engine_cpus=[3, 5]), "e", checkpoint, LOGS)
+    assert spec.cpus == (3, 5)
+    assert launch.environment(spec)["SGLANG_CPU_OMP_THREADS_BIND"] == "3"
+    assert engine_spec(config(), "e", checkpoint, LOGS).cpus is None
+
+
+def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_path: Path) -> None:
+    timeout = engine_spec(config(engine_start_timeout_seconds=0.4), "e", checkpoint, LOGS).start_timeout
+    address = f"http://127.0.0.1:{free_port()}/health"
+    server = ServerProcess(
+        "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
+    )
+    with pytest.raises(Fatal, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
+        server.start({}, None, timeout)
+    assert not server.alive()
+
+
+def test_the_router_gets_its_policy_and_its_patience() -> None:
+    settings = config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
+    arguments = router.arguments(router_spec(settings, LOGS), 1, 2)
+    assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9)
+
+
+def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -> None:
+    def rows(**settings: int) -> dict[str, str]:
+        return {line.split()[0]: line.split()[1] for line in table(config(**settings), "train.py").splitlines()}
+
+    devices = {"rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
+    found = rows(**devices, actor_num_nodes=2, actor_num_gpus_per_node=4)
+    assert (found["engines"], found["learner"]) == ("3", "8")
+    assert (rows()["engines"], rows()["learner"]) == ("1", "1")
+
+
+def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> None:
+    assert ray_arguments(config(ray_address="10.0.0.1:6379"))["address"] == "10.0.0.1:6379"
+    started = ray_arguments(config())
+    assert (started["address"], started["_node_ip_address"]) == ("local", "127.0.0.1")
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_drawn_as_configured_and_held_out_problems_answered_greedily() -> None:
+    settings = config(
+        rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=20, rollout_stop=["END"], rollout_max_response_len=12
+    )
+    drawn = sampling_of(settings)
+    assert drawn.max_new_tokens == 12
+    assert drawn.body(budget=5) == {
+        "max_new_tokens": 5,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "stop": ["END"],
+    }
+    greedy = greedy_of(settings)
+    assert (greedy.temperature, greedy.max_new_tokens, greedy.stop) == (0, 12, ("END",))
+
+
+class Bytes:
+    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        return list(str(prompt).encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine() -> None:
+    async def story() -> None:
+        generator = SGLangGenerator(
+            "http://127.0.0.1:1",
+            Bytes(),
+            sampling_of(config()),
+            limit=1,
+            engine_urls=list,
+            longest_prompt=config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
+        )
+        try:
+            with pytest.raises(BadTrajectory, match=r"sample 3 .* 5 tokens, more than rollout_max_prompt_len 4"):
+                await generator.generate(Group([Sample(index=3, prompt="12345")]))
+        finally:
+            await generator.close()
+
+    asyncio.run(story())
+
+
+# --- what the learner is handed --------------------------------------------------------------------------------------
+
+
+def shares(world_size: int = 1, **settings: Any) -> list[list[TrainStep]]:
+    """Two groups of four samples of 20 tokens, rewards 0 and 10."""
+    groups = [
+        Group(
+            Sample(index=4 * g + i, tokens=[1] * 20, response_length=1, rollout_log_probs=[-1.0], reward=10.0 * (i % 2))
+            for i in range(4)
+        )
+        for g in range(2)
+    ]
+    return rank_shares(groups, config(**settings), world_size)
+
+
+def test_a_batch_is_cut_into_the_steps_asked_for() -> None:
+    assert [step.total_tokens for step in shares()[0]] == [8]
+    assert [step.total_tokens for step in shares(num_steps_per_rollout=4)[0]] == [2, 2, 2, 2]
+
+
+def test_a_micro_batch_never_holds_more_tokens_than_allowed() -> None:
+    def sizes(**settings: int) -> list[int]:
+        return [len(batch.tokens) for batch in shares(**settings)[0][0].micro_batches]
+
+    assert sizes() == [160]
+    assert sizes(max_tokens_per_gpu=40) == [40] * 4
+    with pytest.raises(UserError, match="raise max_tokens_per_gpu"):
+        sizes(max_tokens_per_gpu=19)
+
+
+def test_ranks_that_share_layers_are_handed_the_same_samples_and_others_their_own() -> None:
+    assert [sum(len(batch.lengths) for batch in steps[0].micro_batches) for steps in shares(2)] == [4, 4]
+    same, again = shares(2, tensor_model_parallel_size=2)
+    assert same is again
+    assert sum(len(batch.lengths) for batch in same[0].micro_batches) == 8
+
+
+def test_advantages_are_divided_by_the_spread_of_their_group_or_not() -> None:
+    def advantages(**settings: bool) -> set[float]:
+        return {round(float(a), 3) for batch in shares(**settings)[0][0].micro_batches for a in batch.advantages}
+
+    assert advantages() == {-1.0, 1.0}
+    assert advantages(grpo_std_normalization=False) == {-5.0, 5.0}
+
+
+def test_an_estimator_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="advantage_estimator: input should be 'grpo', got 'ppo'"):
+        config(advantage_estimator="ppo")
+
+
+# --- data and pipeline ----------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_as_many_problems_as_asked_for() -> None:
+    data = open_data(config(reasoning_gym_task="chain_sum", reasoning_gym_size=3, eval_size=0))
+    assert [group.feed_index for group in data.get_samples(5)][2:] == ["sample_0_2", "sample_1_3", "sample_1_4"]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_control_experiment_gives_samples_the_rewards_of_others(shuffled: bool) -> None:
+    seen: list[Group] = []
+
+    def rewarded_by_index(group: Group) -> bool:
+        for sample in group:
+            sample.reward = float(sample.index or 0)
+        seen.append(group)
+        return True
+
+    settings = config(shuffle_rewards=shuffled, rollout_batch_size=8, num_rollout=1, n_samples_per_prompt=2)
+    World(config=settings, keep=rewarded_by_index).run()
+    trained = [sample for group in seen[:8] for sample in group]
+    assert any(sample.reward != sample.index for sample in trained) is shuffled
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_engines_are_paused_in_the_mode_asked_for(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    modes: list[str] = []
+    pause = Engines.pause
+
+    async def noting(engines: Engines, mode: str) -> None:
+        modes.append(mode)
+        await pause(engines, mode)
+
+    monkeypatch.setattr(Engines, "pause", noting)
+    World(config=config(pause_generation_mode=mode, rollout_batch_size=4, num_rollout=2)).run()
+    assert modes == [mode] * 3

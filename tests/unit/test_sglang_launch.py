@@ -1,0 +1,76 @@
+"""How an engine's settings become a server's command line, and what its log says when it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_async.adapters.sglang import launch
+from miles_async.adapters.sglang.launch import EngineSpec
+from miles_async.adapters.sglang.process import cause
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> EngineSpec:
+    config = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return EngineSpec(
+        name="e0",
+        model_path=str(tmp_path),
+        log_path=tmp_path / "log",
+        tp=2,
+        cpus=(4, 5, 6, 7),
+        concurrency=64,
+        server_args={"mem_fraction_static": 0.8, "disable-radix-cache": True, "skip_server_warmup": False},
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["cuda", "cpu"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(launch, "has_cuda", lambda: request.param)
+    present: bool = request.param
+    return present
+
+
+def test_the_users_own_server_arguments_win(spec: EngineSpec, cuda: bool) -> None:
+    words = launch.command(spec, 30000, 30001)
+    assert words[words.index("--mem-fraction-static") + 1] == "0.8"
+    assert words.count("--mem-fraction-static") == 1
+    assert "--disable-radix-cache" in words
+    assert "--skip-server-warmup" not in words
+    assert words[words.index("--tp-size") + 1] == "2"
+    assert words[words.index("--max-running-requests") + 1] == "64"
+
+
+def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> None:
+    words, values = launch.command(spec, 30000, 30001), launch.environment(spec)
+    assert ("torch_native" in words) is not cuda
+    assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
+
+
+def test_cores_are_shared_out_among_the_ranks(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
+    values = launch.environment(spec)
+    assert values["OMP_NUM_THREADS"] == "2"
+    assert values["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5"
+
+
+def test_the_kv_cache_holds_every_request_at_full_length(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
+    words = launch.command(spec, 30000, 30001)
+    assert words[words.index("--max-total-tokens") + 1] == str(64 * 512)
+
+
+def test_the_cause_is_the_last_exception_of_the_log() -> None:
+    log = "loading\nTraceback (most recent call last):\n  File x\nValueError: bad model\nkilling children\n"
+    assert cause(log) == "ValueError: bad model"
+    assert cause("only words\nthe last word\n\n") == "the last word"
+    assert cause("") == "it wrote nothing"

@@ -1,0 +1,87 @@
+"""Places at the engines: order, bound, and closing the door."""
+
+from __future__ import annotations
+
+import asyncio
+
+from miles_async.adapters.sglang.places import Places
+
+
+async def visit(places: Places, count: int, log: list[str], name: str, leave: asyncio.Event) -> None:
+    async with places.take(count) as entered:
+        log.append(f"{name} {'in' if entered else 'refused'}")
+        await leave.wait()
+
+
+def test_groups_enter_whole_and_in_order_of_arrival() -> None:
+    async def story() -> None:
+        places, log, leave = Places(4), [], asyncio.Event()
+        a = asyncio.create_task(visit(places, 3, log, "a", leave))
+        b = asyncio.create_task(visit(places, 4, log, "b", asyncio.Event()))
+        c = asyncio.create_task(visit(places, 1, log, "c", asyncio.Event()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        # c would fit, and still waits behind b.
+        assert log == ["a in"]
+        assert places.taken == 3
+        leave.set()
+        await a
+        await asyncio.sleep(0)
+        assert log == ["a in", "b in"]
+        for task in (b, c):
+            task.cancel()
+        await asyncio.gather(b, c, return_exceptions=True)
+        assert places.taken == 0
+
+    asyncio.run(story())
+
+
+def test_a_closed_door_sends_away_who_waits_and_who_comes() -> None:
+    async def story() -> None:
+        places, log, leave = Places(1), [], asyncio.Event()
+        leave.set()
+        stay = asyncio.Event()
+        inside = asyncio.create_task(visit(places, 1, log, "inside", stay))
+        waiting = asyncio.create_task(visit(places, 1, log, "waiting", leave))
+        await asyncio.sleep(0)
+        places.close()
+        await waiting
+        await visit(places, 1, log, "late", leave)
+        assert sorted(log) == ["inside in", "late refused", "waiting refused"]
+        places.open()
+        stay.set()
+        await inside
+        await visit(places, 1, log, "again", leave)
+        assert log[-1] == "again in"
+
+    asyncio.run(story())
+
+
+def test_one_who_gives_up_waiting_takes_no_place() -> None:
+    async def story() -> None:
+        places, log = Places(1), []
+        inside = asyncio.create_task(visit(places, 1, log, "inside", asyncio.Event()))
+        waiting = asyncio.create_task(visit(places, 1, log, "waiting", asyncio.Event()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        inside.cancel()
+        await asyncio.gather(inside, waiting, return_exceptions=True)
+        assert places.taken == 0
+        async with places.take(1) as entered:
+            assert entered
+
+    asyncio.run(story())
+
+
+def test_busy_time_counts_only_while_somebody_is_there() -> None:
+    async def story() -> None:
+        places = Places(2)
+        assert places.busy_seconds == 0
+        async with places.take(1):
+            await asyncio.sleep(0.02)
+        busy = places.busy_seconds
+        assert busy >= 0.02
+        await asyncio.sleep(0.02)
+        assert places.busy_seconds == busy
+
+    asyncio.run(story())

@@ -1,0 +1,80 @@
+"""What is read out of an engine's answer, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.sglang.response import extend
+from miles_async.errors import BadTrajectory
+from miles_async.types import Sample, SampleStatus, VersionSpan
+
+
+def answer(ids: list[int], versions: list[tuple[str, int, int]], finish: str = "stop") -> dict[str, Any]:
+    return {
+        "text": "engine text",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in versions],
+        },
+    }
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode()
+
+
+def test_an_answer_is_appended_with_its_versions() -> None:
+    sample = Sample(tokens=[1, 2])
+    extend(sample, answer([7, 8, 9], [("3", 0, 2), ("4", 2, 3)], "length"), decode)
+    assert sample.tokens == [1, 2, 7, 8, 9]
+    assert sample.response_length == 3
+    assert sample.prompt_length == 2
+    assert sample.rollout_log_probs == [-0.5] * 3
+    assert sample.spans == [VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)]
+    assert sample.status is SampleStatus.TRUNCATED
+    assert sample.response == "engine text"
+
+
+def test_a_continuation_shifts_its_spans_and_joins_those_of_one_version() -> None:
+    sample = Sample(tokens=[1])
+    extend(sample, answer([65, 66], [("3", 0, 2)], "abort"), decode)
+    assert sample.status is SampleStatus.ABORTED
+    extend(sample, answer([67, 68], [("3", 0, 1), ("5", 1, 2)]), decode)
+    assert sample.spans == [VersionSpan(3, 0, 3), VersionSpan(5, 3, 4)]
+    assert sample.response == "ABCD"
+    assert sample.status is SampleStatus.COMPLETED
+
+
+def test_a_sample_aborted_before_its_first_token_carries_no_span() -> None:
+    sample = Sample(tokens=[1])
+    extend(sample, answer([], [("3", 0, 0)], "abort"), decode)
+    assert sample.spans == []
+    assert sample.tokens == [1]
+    assert sample.status is SampleStatus.ABORTED
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        pytest.param([("default", 0, 3)], id="an engine that was never given a version"),
+        pytest.param([], id="no versions at all"),
+        pytest.param([("3", 0, 2)], id="a token without a version"),
+        pytest.param([("3", 0, 1), ("4", 2, 3)], id="a gap between versions"),
+    ],
+)
+def test_tokens_of_unknown_age_are_refused_and_the_sample_stays_as_it_was(versions: list[tuple[str, int, int]]) -> None:
+    sample = Sample(tokens=[1, 2])
+    with pytest.raises(BadTrajectory, match="integer version"):
+        extend(sample, answer([7, 8, 9], versions), decode)
+    assert sample == Sample(tokens=[1, 2])
+
+
+def test_tokens_without_log_probabilities_are_refused() -> None:
+    short = answer([7, 8], [("3", 0, 2)])
+    short["meta_info"]["output_token_logprobs"].pop()
+    with pytest.raises(BadTrajectory, match="2 tokens came with 1 log-probabilities"):
+        extend(Sample(tokens=[1]), short, decode)

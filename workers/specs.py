@@ -1,0 +1,66 @@
+"""What the configuration makes of each process: pure functions, so that every setting can be seen to arrive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from miles_async.adapters.sglang.generator import SamplingParams
+from miles_async.adapters.sglang.launch import EngineSpec
+from miles_async.adapters.sglang.router import RouterSpec
+from miles_async.config.schema import RunConfig
+
+ACTORS_AT_MOST = 64
+"""Our actors ask Ray for no cores of their own; this is what its own workers may count on."""
+
+
+def ray_arguments(config: RunConfig) -> dict[str, Any]:
+    """Of `ray.init`: join the cluster that is named, or start one that lives and dies with the run."""
+    quiet = {"include_dashboard": False, "configure_logging": False, "log_to_driver": False}
+    if config.cluster.ray_address is not None:
+        return {"address": config.cluster.ray_address, **quiet}
+    # Named all the same: without an address Ray joins any cluster that RAY_ADDRESS or a file of its own points to.
+    return {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST, **quiet}
+
+
+def engine_spec(config: RunConfig, name: str, checkpoint: str, logs: Path) -> EngineSpec:
+    engine = config.engine
+    return EngineSpec(
+        name=name,
+        model_path=checkpoint,
+        log_path=logs / f"{name}.log",
+        tp=engine.rollout_num_gpus_per_engine,
+        cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
+        concurrency=engine.sglang_server_concurrency,
+        seed=config.data.rollout_seed,
+        p2p=config.weights.weight_transfer in ("auto", "p2p"),
+        server_args=engine.sglang_server_args,
+        start_timeout=engine.engine_start_timeout_seconds,
+    )
+
+
+def router_spec(config: RunConfig, logs: Path) -> RouterSpec:
+    return RouterSpec(
+        log_path=logs / "router.log",
+        policy=config.engine.sglang_router_policy,
+        request_timeout=config.engine.sglang_router_request_timeout_secs,
+    )
+
+
+def sampling_of(config: RunConfig) -> SamplingParams:
+    """How training samples are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=tuple(rollout.rollout_stop),
+    )
+
+
+def greedy_of(config: RunConfig) -> SamplingParams:
+    """How held-out problems are answered."""
+    return SamplingParams(
+        max_new_tokens=config.rollout.rollout_max_response_len, temperature=0, stop=tuple(config.rollout.rollout_stop)
+    )
