@@ -1,6 +1,6 @@
 """The taxonomy of failures. What a class is decides what the run does; the message says what a person should do.
 
-- `UserError`: the configuration, a file or a user function is wrong. Printed as one sentence, exit code 2, no traceback.
+- `UserError`: the configuration, a file or a user function is wrong. One sentence, exit code 2, no traceback.
 - `BadTrajectory`: one group went wrong. It is data: retried, then dead-lettered and counted; the run goes on.
 - `EngineLost`: an engine stopped answering. The group is retried elsewhere, the engine is fenced and replaced.
 - `Fatal`: the run cannot go on (the learner, the producer or a disk broke). It stops within seconds, with its cause.

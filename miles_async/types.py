@@ -43,7 +43,7 @@ class Sample:
 
     `tokens` holds prompt and response ids; the last `response_length` of them are the response. `loss_mask` and
     `rollout_log_probs` have one entry per response token (a mask of None means all ones). `spans` tells which weight
-    version sampled which response tokens, half-open and in order; tokens that no model sampled (tool output) carry none.
+    version sampled which response tokens, half-open and in order; tokens no model sampled (tool output) carry none.
     """
 
     index: int | None = None

@@ -30,9 +30,12 @@ def problems(config: RunConfig, entry: str) -> list[str]:
     """Why a run of `entry` would be refused; empty where it may start."""
     schedule = schedule_of(config, entry)
     found = [sentence for check in _CHECKS for sentence in check(config)]
-    if schedule is not Schedule.TURNS:
-        found += _staleness_limit(config)
-    if schedule is Schedule.FULLY_ASYNC:
+    if schedule is not Schedule.TURNS and config.rollout.max_weight_staleness == 0:
+        found.append(
+            "max_weight_staleness 0 allows no overlap of generation and training: use train.py, which takes turns, "
+            "or set it to 1 or more"
+        )
+    elif schedule is Schedule.FULLY_ASYNC:
         found += _flow(config, bounds_of(config, entry))
     return found
 
@@ -205,14 +208,6 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         yield (
             f"no_progress_abort_seconds {abort:g} stops the run before no_progress_warn_seconds {warn:g} warns; "
             "set it higher"
-        )
-
-
-def _staleness_limit(config: RunConfig) -> Iterator[str]:
-    if config.rollout.max_weight_staleness == 0:
-        yield (
-            "max_weight_staleness 0 allows no overlap of generation and training: use train.py, which takes turns, "
-            "or set it to 1 or more"
         )
 
 

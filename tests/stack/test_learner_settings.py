@@ -139,10 +139,11 @@ def test_what_this_machine_cannot_compute_is_refused(tiny: Path, setting: dict[s
         ("num_attention_heads", "num_attention_heads"),
         ("num_query_groups", "num_key_value_heads"),
         ("max_position_embeddings", "max_position_embeddings"),
+        ("init_std", "initializer_range"),
     ],
 )
 def test_the_tiny_model_has_the_shape_asked_for(tmp_path: Path, setting: str, theirs: str) -> None:
-    shape = SMALL | {"num_attention_heads": 4, "num_query_groups": 2, "max_position_embeddings": 64}
+    shape = SMALL | {"num_attention_heads": 4, "num_query_groups": 2, "max_position_embeddings": 64, "init_std": 0.02}
     shape[setting] *= 2
     create_tiny_model(TinyModel(**shape), tmp_path / "model", seed=1)
     assert json.loads((tmp_path / "model" / "config.json").read_text())[theirs] == shape[setting]
@@ -169,7 +170,7 @@ def test_another_warm_start_teaches_another_model(tmp_path: Path, setting: dict[
     assert usual == again != other
 
 
-def test_a_warm_start_looks_at_its_accuracy_as_often_as_asked_and_ends_at_its_last_step(tmp_path: Path) -> None:
+def test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step(tmp_path: Path) -> None:
     assert taught(tmp_path)[1] == 2
     assert taught(tmp_path, warm_start_check_every=4)[1] == 4
     with pytest.raises(UserError, match="for 6 steps"):

@@ -14,8 +14,25 @@ REWARDS = "unit/test_rewards_and_filters.py"
 RUN = "unit/test_observability_run.py"
 SERVICE = "sim/test_service.py"
 HEAD = "sim/test_head_policy.py"
+PLACE = "unit/test_settings_reach_their_place.py"
+LEARNER = "stack/test_learner_settings.py"
 
 PROOF = {
+    # model and warm start
+    "hf_checkpoint": "unit/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
+    "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
+    "hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
+    "ffn_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
+    "num_attention_heads": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
+    "num_query_groups": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
+    "max_position_embeddings": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
+    "init_std": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
+    "warm_start_max_steps": f"{LEARNER}::test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step",
+    "warm_start_accuracy": f"{LEARNER}::test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step",
+    "warm_start_lr": f"{LEARNER}::test_another_warm_start_teaches_another_model",
+    "warm_start_batch_size": f"{LEARNER}::test_another_warm_start_teaches_another_model",
+    "warm_start_check_every": f"{LEARNER}::test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step",
+    "cache_dir": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # data
     "prompt_data": f"{DATA}::test_a_broken_line_is_named_by_file_and_number",
     "input_key": f"{DATA}::test_blank_lines_are_skipped_and_other_keys_can_be_named",
@@ -23,11 +40,19 @@ PROOF = {
     "apply_chat_template": f"{DATA}::test_chats_without_a_tokenizer_say_what_to_set",
     "reasoning_gym_task": f"{DATA}::test_a_task_without_single_answers_cannot_warm_start",
     "reasoning_gym_settings": f"{DATA}::test_a_task_that_cannot_be_had_is_one_sentence",
+    "reasoning_gym_size": f"{PLACE}::test_an_epoch_has_as_many_problems_as_asked_for",
     "prompt_template": f"{DATA}::test_the_template_takes_the_question_or_the_expression_after_its_last_colon",
     "eval_size": f"{DATA}::test_held_out_rows_are_never_fed_even_where_the_file_repeats_them",
     "rollout_shuffle": f"{DATA}::test_every_epoch_has_its_own_order_and_the_seed_decides_it",
     "rollout_seed": f"{DATA}::test_every_epoch_has_its_own_order_and_the_seed_decides_it",
     # rollout
+    "rollout_max_prompt_len": f"{PLACE}::test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine",
+    "rollout_max_response_len": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "rollout_temperature": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "rollout_top_p": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "rollout_top_k": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "rollout_stop": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
     "rollout_function_path": f"{CHECKS}::test_the_entry_and_the_rollout_function_decide_who_waits_for_whom",
     "num_rollout": f"{SERVICE}::test_every_batch_is_full_and_every_batch_is_published",
     "rollout_batch_size": f"{SERVICE}::test_every_batch_is_full_and_every_batch_is_published",
@@ -43,9 +68,47 @@ PROOF = {
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
     "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_never_comes_fails_the_group",
+    # algorithm
+    "advantage_estimator": f"{PLACE}::test_an_estimator_that_is_not_there_is_refused",
+    "grpo_std_normalization": f"{PLACE}::test_advantages_are_divided_by_the_spread_of_their_group_or_not",
+    "eps_clip": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "eps_clip_high": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "use_tis": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "tis_clip": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "entropy_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    # learner
+    "global_batch_size": f"{CHECKS}::test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do",
+    "num_steps_per_rollout": f"{PLACE}::test_a_batch_is_cut_into_the_steps_asked_for",
+    "lr": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "lr_warmup_steps": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "lr_decay_style": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "weight_decay": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "adam_beta1": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "adam_beta2": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "clip_grad": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "max_tokens_per_gpu": f"{PLACE}::test_a_micro_batch_never_holds_more_tokens_than_allowed",
+    "precision": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",
+    "tensor_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
+    "sequence_parallel": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",
+    "actor_num_nodes": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
+    "actor_num_gpus_per_node": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
+    "learner_cpus": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
+    "learner_threads": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
+    "seed": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # weights
+    "weight_transfer": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
+    "pause_generation_mode": f"{PLACE}::test_engines_are_paused_in_the_mode_asked_for",
     "update_weights_interval": f"{SERVICE}::test_an_update_interval_publishes_every_so_many_batches_and_the_last",
     # engine
+    "rollout_num_gpus": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
+    "rollout_num_gpus_per_engine": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
+    "sglang_server_concurrency": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
+    "sglang_server_args": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
+    "sglang_router_policy": f"{PLACE}::test_the_router_gets_its_policy_and_its_patience",
+    "sglang_router_request_timeout_secs": f"{PLACE}::test_the_router_gets_its_policy_and_its_patience",
+    "engine_cpus": f"{PLACE}::test_engines_are_pinned_to_their_cores",
+    "engine_start_timeout_seconds": f"{PLACE}::test_a_server_that_is_late_is_ended_with_a_sentence",
+    "ray_address": f"{PLACE}::test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here",
     "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
     # observability
     "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_written_is_one_sentence",

@@ -108,7 +108,7 @@ def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> No
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
-def test_samples_are_drawn_as_configured_and_held_out_problems_answered_greedily() -> None:
+def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
     settings = config(
         rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=20, rollout_stop=["END"], rollout_max_response_len=12
     )
@@ -182,7 +182,7 @@ def test_a_micro_batch_never_holds_more_tokens_than_allowed() -> None:
         sizes(max_tokens_per_gpu=19)
 
 
-def test_ranks_that_share_layers_are_handed_the_same_samples_and_others_their_own() -> None:
+def test_ranks_that_share_layers_are_handed_the_same_samples() -> None:
     assert [sum(len(batch.lengths) for batch in steps[0].micro_batches) for steps in shares(2)] == [4, 4]
     same, again = shares(2, tensor_model_parallel_size=2)
     assert same is again
