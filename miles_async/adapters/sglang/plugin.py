@@ -43,9 +43,14 @@ def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache
     stays and is matched under the new ones, wrong by whole nats. Retracted requests hold no KV: the cache may go and
     they stay. Requests paused in place do hold KV, so there the old prefixes are put out of reach instead: from now on
     prefixes carry the name of a new epoch, and the old ones are evicted when room is needed.
+
+    While paused, memory is not handed back to the device: the same amount is needed again in a moment, and without
+    CUDA "emptying the cache" is a garbage collection over everything SGLang ever imported, half a second long.
     """
-    if not scheduler._engine_paused or scheduler.is_fully_idle():
+    if not scheduler._engine_paused:
         return original(scheduler, empty_cache)
+    if scheduler.is_fully_idle():
+        return original(scheduler, False)
     if scheduler.running_batch.is_empty() and scheduler.last_batch is None and scheduler.chunked_req is None:
         scheduler.tree_cache.reset()
         scheduler.req_to_token_pool.clear()
