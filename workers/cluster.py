@@ -30,7 +30,7 @@ from miles_async.adapters.sglang.process import free_port
 from miles_async.config import derived
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal, MilesError
-from miles_async.observability.events import Event
+from miles_async.observability.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
 from workers.learner import LearnerRank
@@ -94,7 +94,7 @@ class Cluster:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    async def start(self, lessons: Lessons) -> None:
+    async def start(self, lessons: Lessons) -> ClusterReady:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
         ranks = [
             self._actor(LearnerRank, f"learner-{rank}", self._config, rank, self._world_size)
@@ -112,6 +112,12 @@ class Cluster:
             engines=engines,
             learner_ranks=ranks,
             weight_transfer=channel,
+        )
+        return ClusterReady(
+            time=time.time(),
+            weight_transfer=channel,
+            warm_start_seconds=started.seconds,
+            warm_start_cached=started.cached,
         )
 
     async def run(self) -> None:

@@ -66,7 +66,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
         reason = "done"
         try:
             async with Cluster(config, folder, entry) as cluster:
-                await _unless(stop, cluster.start(lessons))
+                onlookers.emit(await _unless(stop, cluster.start(lessons)))
                 await _follow(cluster, onlookers, stop)
             if stop.is_set():
                 raise Interrupted
@@ -154,5 +154,4 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
         queue_capacity=config.rollout.queue_capacity,
         window=bounds.window,
         slots=bounds.slots,
-        weight_transfer=config.weights.weight_transfer,
     )

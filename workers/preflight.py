@@ -22,7 +22,7 @@ from miles_async.types import Group
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 WARM_START_LESSONS = 8192
-WARM_START_CHECKS = 256
+WARM_START_CHECKS = 512
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class WarmStart(Section):
     warm_start_batch_size: int = Field(128, ge=1)
     """Problems per supervised step."""
     warm_start_check_every: int = Field(20, ge=1)
-    """Supervised steps between two looks at the accuracy."""
+    """Supervised steps between two looks at the accuracy; near the range half as many."""
     cache_dir: str = "~/.cache/miles_async"
     """Where warm-started models are kept, by the hash of all that made them."""
 

@@ -29,7 +29,15 @@ class RunStarted(Event, frozen=True):
     window: int
     slots: int | None
     """B, or None where no staleness limit is set."""
+
+
+class ClusterReady(Event, frozen=True):
+    """Engines, router and learner are up and connected; the first request comes next."""
+
     weight_transfer: str
+    """The way weights travel, chosen where the configuration says `auto`."""
+    warm_start_seconds: float
+    warm_start_cached: bool
 
 
 class GroupMoved(Event, frozen=True):

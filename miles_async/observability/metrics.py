@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from miles_async.core.ledger import LIVE, State
 from miles_async.observability.events import (
     AdmissionBlocked,
+    ClusterReady,
     Drained,
     EngineBusy,
     EngineChanged,
@@ -86,6 +87,9 @@ class Metrics:
         match event:
             case RunStarted():
                 self._run_started(event)
+            case ClusterReady():
+                self._cluster.info({"weight_transfer": event.weight_transfer})
+                self._warm_start_seconds.set(event.warm_start_seconds)
             case GroupMoved():
                 self._group_moved(event)
             case GroupGenerated():
@@ -152,7 +156,7 @@ class Metrics:
         self._since_progress_seconds.set(0)
 
     def _run_started(self, event: RunStarted) -> None:
-        self._run.info({"run": event.run, "entry": event.entry, "weight_transfer": event.weight_transfer})
+        self._run.info({"run": event.run, "entry": event.entry})
         self._queue_capacity.set(event.queue_capacity)
         self._window.set(event.window)
         if event.slots is not None:
@@ -216,6 +220,8 @@ class Metrics:
     def _declare_pipeline(self) -> None:
         gauge, counter, histogram = self._gauge, self._counter, self._histogram
         self._run = Info("miles_async_run", "What runs.", registry=self._registry)
+        self._cluster = Info("miles_async_cluster", "What it runs on.", registry=self._registry)
+        self._warm_start_seconds = gauge("warm_start_seconds", "Seconds that the warm start took; near 0 if cached.")
         self._queue_depth = gauge("queue_depth_groups", "Finished groups waiting for the trainer.")
         self._queue_capacity = gauge("queue_capacity_groups", "Groups the queue holds at most.")
         self._window = gauge("window_groups", "W: how far past the head a group may be collected.")

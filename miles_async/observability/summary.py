@@ -15,6 +15,7 @@ import msgspec
 
 from miles_async.core.ledger import State
 from miles_async.observability.events import (
+    ClusterReady,
     EngineBusy,
     Evaluated,
     Event,
@@ -38,6 +39,7 @@ class Summary:
 
     def __init__(self) -> None:
         self._run: RunStarted | None = None
+        self._cluster: ClusterReady | None = None
         self._ended: RunEnded | None = None
         self._last_time = 0.0
         self._steps: list[StepEnded] = []
@@ -56,6 +58,8 @@ class Summary:
             case RunStarted():
                 self._run = event
                 self._busy.append((event.time, 0.0))
+            case ClusterReady():
+                self._cluster = event
             case GroupMoved():
                 if event.after == State.DROPPED and event.reason is not None:
                     self._dropped[event.reason] += 1
@@ -93,13 +97,14 @@ class Summary:
             "ended": _timestamp(ended),
             "reason": self._ended.reason if self._ended is not None else None,
             "wall_seconds": ended - started if started is not None else None,
+            "warm_start_seconds": self._cluster.warm_start_seconds if self._cluster is not None else None,
             "rollouts": len(self._steps),
             "accuracy_before": self._accuracy_before,
             "accuracy_after": self._accuracy_after,
             "reward_first": self._steps[0].reward if self._steps else None,
             "reward_last": self._steps[-1].reward if self._steps else None,
             **self._training_phase(),
-            "weight_transfer": self._run.weight_transfer if self._run is not None else None,
+            "weight_transfer": self._cluster.weight_transfer if self._cluster is not None else None,
             "versions": max((publish.version for publish in self._publishes), default=0),
             "publish_ms_median": median(publish_ms) if publish_ms else None,
             "publish_ms_max": max(publish_ms, default=None),
@@ -145,7 +150,7 @@ class Summary:
 _LINES = {
     "accuracy": "{accuracy_before:.3f} before, {accuracy_after:.3f} after",
     "reward": "{reward_first:.3f} in the first batch, {reward_last:.3f} in the last of {rollouts}",
-    "wall time": "{wall_seconds:.1f} s, of which training {training_seconds:.1f} s",
+    "wall time": "{wall_seconds:.1f} s; warm start {warm_start_seconds:.1f} s, training {training_seconds:.1f} s",
     "trained": "{groups_per_second:.1f} groups/s, {tokens_per_second:.0f} tokens/s",
     "idle": "learner {learner_idle_share:.0%}, engines {engine_idle_share:.0%}",
     "publish": "{publish_ms_median:.0f} ms median, {publish_ms_max:.0f} ms max, {weight_transfer}, version {versions}",

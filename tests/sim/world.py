@@ -197,7 +197,6 @@ class World:
                 queue_capacity=self.config.rollout.queue_capacity,
                 window=self.bounds.window,
                 slots=self.bounds.slots,
-                weight_transfer="virtual",
             )
         )
         await self.service.run(self._rollout)

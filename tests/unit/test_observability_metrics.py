@@ -35,7 +35,6 @@ RUN = RunStarted(
     queue_capacity=1000,
     window=3,
     slots=8,
-    weight_transfer="p2p",
 )
 
 

@@ -16,6 +16,7 @@ from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.observability.events import (
+    ClusterReady,
     Drained,
     EngineBusy,
     Evaluated,
@@ -103,11 +104,12 @@ RUN = RunStarted(
     queue_capacity=1000,
     window=3,
     slots=8,
-    weight_transfer="p2p",
 )
+READY = ClusterReady(time=101.0, weight_transfer="p2p", warm_start_seconds=7.0, warm_start_cached=False)
 # Two steps of 4 and 2 seconds in a training phase of 10; engines busy for 9 of these 10 seconds.
 WHOLE_RUN: list[Event] = [
     RUN,
+    READY,
     evaluated(-1, 0.2),
     EngineBusy(time=110.0, busy=5.0, in_flight=2),
     *step(0, 110.0, 114.0, [0, 1]),
@@ -201,6 +203,7 @@ def test_the_summary_counts_versions_staleness_and_drops() -> None:
     figures = summary_of(WHOLE_RUN).figures()
     assert figures["versions"] == 2
     assert figures["weight_transfer"] == "p2p"
+    assert figures["warm_start_seconds"] == 7.0
     assert figures["publish_ms_median"] == pytest.approx(40)
     assert figures["publish_ms_max"] == pytest.approx(50)
     assert figures["pause_ms_max"] == pytest.approx(40)

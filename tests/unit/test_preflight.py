@@ -53,7 +53,7 @@ def test_a_run_that_is_in_order_passes_and_needs_no_lessons_without_a_warm_start
 
 def test_a_warm_start_is_handed_what_it_learns_from_and_what_it_is_checked_on() -> None:
     lessons = preflight(config(warm_start_max_steps=1), "train_async.py")
-    assert (len(lessons.check), len(lessons.problems)) == (256, 8192)
+    assert (len(lessons.check), len(lessons.problems)) == (512, 8192)
 
 
 @pytest.mark.parametrize(

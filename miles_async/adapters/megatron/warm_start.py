@@ -27,9 +27,10 @@ Problems = Sequence[tuple[str, str]]
 Report = Callable[[int, float, float], None]
 """Step, loss in nats per token, greedy accuracy."""
 
-_RECIPE = 1
+_RECIPE = 3
 """Raise when a change here makes other models from the same settings."""
 _LR_WARMUP_STEPS = 20
+_GLANCE = 64
 _NOTE = "warm_start.json"
 
 
@@ -108,13 +109,17 @@ def _teach(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     lessons, checks = ([_encoded(tokenizer, pair) for pair in pairs] for pairs in (problems, check))
     draw = random.Random(config.learner.seed)
-    accuracy = None
+    every, far, accuracy = settings.warm_start_check_every, True, None
     for step in range(1, settings.warm_start_max_steps + 1):
         prompts, answers = zip(*draw.sample(lessons, settings.warm_start_batch_size), strict=True)
         loss = learner.supervised_step(prompts, answers, settings.warm_start_lr * min(1.0, step / _LR_WARMUP_STEPS))
-        if step % settings.warm_start_check_every:
+        if step % (every if far else max(1, every // 2)):
             continue
-        accuracy = _accuracy(learner, checks, tokenizer.eos_token_id)
+        # Most looks are far from the range: a glance at some of the problems saves most of their time.
+        accuracy = _accuracy(learner, checks[:_GLANCE], tokenizer.eos_token_id)
+        if accuracy > low / 2:
+            accuracy = _accuracy(learner, checks, tokenizer.eos_token_id)
+        far = accuracy < 0.75 * low
         report(step, loss, accuracy)
         if accuracy > high:
             raise UserError(

@@ -128,6 +128,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1",
         # A health check that generates a token would hang while the engine is paused for a publish.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        # Longer than the router keeps an idle connection, or it sends a request into one that is being closed.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
         "PYTHONUNBUFFERED": "1",
     }
     if not has_cuda():

@@ -1,0 +1,165 @@
+"""How long requests in flight feel a publish: gaps between two tokens of one request, with and without publishes.
+
+    python -m benchmarks.publish_gap [--publishes 20] [--streams 32]
+
+One real SGLang server behind a real router, a tiny model, streaming requests. Each way weights can travel is measured
+beside a run without publishes, in turn. A publish is the pipeline's own: stage, pause (retract), write, commit, resume.
+Prints a table in milliseconds and writes benchmarks/results/publish-gap.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+
+import aiohttp
+import orjson
+import torch
+from transformers import Qwen3ForCausalLM
+
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+from miles_async.adapters.weights.broadcast import BroadcastWriter
+from miles_async.adapters.weights.disk import DiskWriter
+from miles_async.adapters.weights.p2p import P2PWriter
+from miles_async.adapters.weights.writer import WeightWriter
+from miles_async.config.schema import TinyModel
+
+NEW_TOKENS = 300
+SECONDS_BETWEEN = 0.5
+
+
+class Bench:
+    """An engine that answers streams while new versions arrive."""
+
+    def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, streams: int) -> None:
+        self._engine = engine
+        self._router_url = router_url
+        self._streams = streams
+        self._fleet = SGLangFleet(router_url)
+        model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        self._version = 0
+
+    async def ready(self) -> None:
+        self._fleet.introduce(self._engine)
+        await self._fleet.commit(self._engine.name, 0)
+        await self._fleet.admit(self._engine.name)
+
+    async def close(self) -> None:
+        await self._fleet.close()
+
+    async def play(self, writer: WeightWriter | None, publishes: int) -> dict[str, float]:
+        """Keep the streams going for `publishes` publishes, or as long without any; figures in milliseconds."""
+        gaps: list[float] = []
+        pauses: list[float] = []
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            over = asyncio.Event()
+            streams = [asyncio.create_task(self._stream(session, k, gaps, over)) for k in range(self._streams)]
+            await asyncio.sleep(1.0)
+            gaps.clear()
+            for _ in range(publishes):
+                if writer is not None:
+                    pauses.append(await self._publish(writer))
+                await asyncio.sleep(SECONDS_BETWEEN)
+            over.set()
+            seen = list(gaps)
+            await asyncio.gather(*streams)
+        percentiles = quantiles(seen, n=100)
+        return {
+            "gaps": len(seen),
+            "p50": 1e3 * median(seen),
+            "p95": 1e3 * percentiles[94],
+            "p99": 1e3 * percentiles[98],
+            "max": 1e3 * max(seen),
+            "pause": 1e3 * median(pauses) if pauses else 0.0,
+        }
+
+    async def _publish(self, writer: WeightWriter) -> float:
+        """Seconds in which the engine stood still."""
+        self._version += 1
+        await asyncio.to_thread(writer.stage, self._version, self._weights)
+        began = time.perf_counter()
+        await self._fleet.pause("retract")
+        outcome = await asyncio.to_thread(writer.write, self._version, self._engine.name)
+        if outcome.error is not None:
+            raise SystemExit(outcome.error)
+        await self._fleet.commit(self._engine.name, self._version)
+        await self._fleet.resume()
+        return time.perf_counter() - began
+
+    async def _stream(self, session: aiohttp.ClientSession, k: int, gaps: list[float], over: asyncio.Event) -> None:
+        """One request after the other, the seconds between any two tokens of one into `gaps`."""
+        request = {
+            "input_ids": [(3 * k + i) % 250 for i in range(12)],
+            "sampling_params": {"max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            "return_logprob": True,
+            "stream": True,
+        }
+        headers = {"content-type": "application/json"}
+        while not over.is_set():
+            last = None
+            url = f"{self._router_url}/generate"
+            async with session.post(url, data=orjson.dumps(request), headers=headers) as response:
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        now = time.perf_counter()
+                        if last is not None:
+                            gaps.append(now - last)
+                        last = now
+
+
+async def measure(bench: Bench, writers: Sequence[WeightWriter], publishes: int) -> dict[str, dict[str, float]]:
+    await bench.ready()
+    try:
+        results = {"no publishes": await bench.play(None, publishes)}
+        for writer in writers:
+            results[writer.name] = await bench.play(writer, publishes)
+        results["no publishes, again"] = await bench.play(None, publishes)
+        return results
+    finally:
+        await bench.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--publishes", type=int, default=20)
+    parser.add_argument("--streams", type=int, default=32)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint, logs = Path(folder) / "tiny", Path(folder)
+        create_tiny_model(TinyModel(), checkpoint, seed=1)
+        engine = EngineServer(EngineSpec(name="engine-0", model_path=str(checkpoint), log_path=logs / "engine.log"))
+        router = RouterServer(RouterSpec(log_path=logs / "router.log"))
+        try:
+            router_url, info = router.start(), engine.start()
+            writers: list[WeightWriter] = [P2PWriter(), BroadcastWriter(), DiskWriter(logs / "weights")]
+            for writer in writers:
+                writer.connect([info])
+            bench = Bench(info, router_url, checkpoint, arguments.streams)
+            results = asyncio.run(measure(bench, writers, arguments.publishes))
+            for writer in writers:
+                writer.close()
+        finally:
+            engine.stop()
+            router.stop()
+    columns = list(next(iter(results.values())))
+    print(f"{'milliseconds':22}" + "".join(f"{column:>10}" for column in columns))
+    for name, row in results.items():
+        print(f"{name:22}" + "".join(f"{row[column]:10.1f}" for column in columns))
+    target = Path(__file__).parent / "results" / "publish-gap.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps({"streams": arguments.streams, "runs": results}, indent=2) + "\n")
+    print(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    main()
