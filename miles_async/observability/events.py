@@ -181,6 +181,7 @@ class RunEnded(Event, frozen=True):
 
 AnyEvent = (
     RunStarted
+    | ClusterReady
     | GroupMoved
     | GroupGenerated
     | AdmissionBlocked
