@@ -96,7 +96,7 @@ class LearnerRank:
 
     async def stage(self, version: int) -> None:
         """Copy the weights aside as `version`; all ranks take part, rank 0 keeps them."""
-
+        self._learner.version = version
         if self._rank == 0:
             await self._in_step(lambda: self._writer.stage(version, self._learner.weights()))
         else:

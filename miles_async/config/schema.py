@@ -130,18 +130,32 @@ class Rollout(Section):
 
 
 class Algorithm(Section):
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages."""
+    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
+        "grpo"
+    )
+    """How rewards become advantages, and what is clipped: grpo, gspo and cispo compare the samples of a group and clip
+    the ratio of a token, of its sequence, or the weight and not the gradient; reinforce_plus_plus normalizes over the
+    batch, with _baseline after subtracting the group's mean."""
     grpo_std_normalization: bool = True
     """Divide group advantages by the group's standard deviation."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Mean over the step's tokens (DAPO), over its samples of their token means (GRPO, GSPO), or the token sum divided
+    by samples times rollout_max_response_len (Dr. GRPO)."""
     eps_clip: float = Field(0.2, ge=0)
     """Lower clip of the policy ratio: 1 - eps."""
     eps_clip_high: float | None = Field(None, ge=0)
     """Upper clip, 1 + eps; unset: same as eps_clip."""
-    use_tis: bool = True
-    """Truncated importance sampling against the engines' own log-probabilities."""
+    off_policy_correction: Literal["tis", "decoupled", "icepop", "sequence", "none"] = "tis"
+    """Weight for tokens that older weights or another engine sampled: the truncated ratio of a token (tis), its plain
+    ratio (decoupled), its ratio inside a band and else 0 (icepop), the truncated ratio of its sequence, or none."""
     tis_clip: float = Field(2.0, gt=0)
-    """Upper bound of the importance weight."""
+    """Upper bound of the importance weight under tis and sequence."""
+    icepop_band: tuple[float, float] = (0.5, 5.0)
+    """Outside of these ratios icepop leaves a token out."""
+    overlong_buffer_len: int | None = Field(None, ge=1)
+    """Response tokens before the limit over which a penalty grows (DAPO). Unset: long answers are not penalized."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """What is taken off the reward of an answer at the limit."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
 
@@ -167,6 +181,18 @@ class Learner(Section):
     """Gradient norm clip."""
     max_tokens_per_gpu: int = Field(8192, ge=1)
     """Tokens per packed micro-batch and rank, never exceeded."""
+    use_dynamic_batching_in_train: bool = False
+    """Train on rows of sorted samples, padded within their micro-batch, instead of packing them end to end."""
+    max_tokens_per_microbatch_in_train: int | None = Field(None, ge=1)
+    """Rows times row length of such a micro-batch at most. Unset: max_tokens_per_gpu."""
+    sequence_length_round_in_train: int = Field(64, ge=1)
+    """Its row length is a multiple of this, and this of tensor_model_parallel_size."""
+    use_dynamic_batching_in_infer: bool = False
+    """The same for work without gradients, such as log-probabilities."""
+    max_tokens_per_microbatch_in_infer: int | None = Field(None, ge=1)
+    """The same limit there. Unset: max_tokens_per_gpu."""
+    sequence_length_round_in_infer: int = Field(64, ge=1)
+    """The same multiple there."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the learner."""
     tensor_model_parallel_size: int = Field(1, ge=1)

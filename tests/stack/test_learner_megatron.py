@@ -81,7 +81,11 @@ def batch(*, poison: bool = False) -> list[Group]:
 
 
 def shares(groups: list[Group], *, steps: int = 1) -> list[TrainStep]:
-    [own] = policy_steps(groups, steps=steps, ranks=1, max_tokens=64, std_normalization=False)
+    config = RunConfig(
+        learner=Learner(num_steps_per_rollout=steps, max_tokens_per_gpu=64),
+        algorithm=Algorithm(grpo_std_normalization=False),
+    )
+    [own] = policy_steps(groups, config, ranks=1)
     return own
 
 
