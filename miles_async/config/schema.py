@@ -199,6 +199,14 @@ class Learner(Section):
     """Ranks that share each layer."""
     sequence_parallel: bool = False
     """Split activations of tensor-parallel ranks along the sequence."""
+    save: str | None = None
+    """Folder to keep checkpoints in; one is written at the end. Unset: none."""
+    save_interval: int | None = Field(None, ge=1)
+    """Rollouts between two checkpoints, besides the last."""
+    save_keep: int = Field(2, ge=1)
+    """Newest checkpoints to keep; older ones are removed."""
+    load: str | None = None
+    """The save folder of an earlier run, to go on from its newest checkpoint."""
     actor_num_nodes: int = Field(1, ge=1)
     """Nodes of the learner."""
     actor_num_gpus_per_node: int = Field(1, ge=1)

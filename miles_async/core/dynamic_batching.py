@@ -62,8 +62,8 @@ def sort_and_shard(lengths: Sequence[int], ranks: int) -> list[list[int | None]]
 
     Where the ranks do not divide the samples, the first ranks start with None: no sample.
     """
-    order: list[int | None] = [None] * (-len(lengths) % ranks)
-    order += sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    order = [*[None] * (-len(lengths) % ranks), *by_length]
     return [order[rank::ranks] for rank in range(ranks)]
 
 

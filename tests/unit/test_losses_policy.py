@@ -114,7 +114,7 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
     tensors["logprobs"].requires_grad_()
     tensors["entropy"].requires_grad_()
     # CISPO's weight is held still on purpose, so its gradient is that of the loss with the ratio it had here.
-    still = {"logprobs": tensors["logprobs"].detach()}
+    still = {"logprobs": tensors["logprobs"].detach().clone()}
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         how = settings(objective, method, kl_coef=0.1)

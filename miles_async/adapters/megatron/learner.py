@@ -22,6 +22,7 @@ from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainSt
 from miles_async.adapters.megatron.checkpoint import write_checkpoint
 from miles_async.adapters.megatron.model import build_model
 from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
+from miles_async.adapters.megatron.training_state import load_state, save_state
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.losses.correction import CorrectionSettings
 from miles_async.losses.policy import (
@@ -187,6 +188,14 @@ class MegatronLearner:
         if self._rank == 0:
             write_checkpoint(Path(path), tensors, like=self._checkpoint, notes=notes)
         dist.barrier()
+
+    def save_state(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint that `load_state` resumes exactly."""
+        save_state(self._model, Path(folder), self._rank, self._steps_taken)
+
+    def load_state(self, folder: str) -> None:
+        """Raises UserError when the checkpoint is broken, of another model or of another layout."""
+        self._steps_taken = load_state(self._model, Path(folder), self._rank)
 
     def close(self) -> None:
         """Leave the process groups; another learner may then be built in this process."""
