@@ -175,6 +175,16 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         yield f"hf_checkpoint {checkpoint} holds no config.json: it is not a Hugging Face checkpoint"
 
 
+def _reference(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.ref_load is None:
+        return
+    if not (Path(algorithm.ref_load).expanduser() / "config.json").is_file():
+        yield f"ref_load {algorithm.ref_load} is no Hugging Face checkpoint: it holds no config.json"
+    if not algorithm.use_kl_loss and not algorithm.kl_coef:
+        yield "ref_load names a reference model that nothing uses: set use_kl_loss or kl_coef, or unset it"
+
+
 def _tiny_model(config: RunConfig) -> Iterator[str]:
     model, response = config.model.tiny_model, config.rollout.rollout_max_response_len
     if model.hidden_size % model.num_attention_heads:
@@ -302,6 +312,7 @@ _CHECKS: tuple[Check, ...] = (
     _data,
     _reward,
     _checkpoint,
+    _reference,
     _parallelism,
     _lengths,
     _dynamic_batching,

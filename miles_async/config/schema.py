@@ -158,6 +158,17 @@ class Algorithm(Section):
     """What is taken off the reward of an answer at the limit."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the distance from a frozen reference model to the loss."""
+    kl_loss_coef: float = Field(0.001, ge=0)
+    """Its weight there."""
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    """How the distance is estimated, in the loss and in the reward."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Take this times the distance of a token and those after it off the token's advantage; above 0, a reference model
+    is kept too."""
+    ref_load: str | None = None
+    """Hugging Face checkpoint of the reference model. Unset: the one that training starts from."""
 
 
 class Learner(Section):

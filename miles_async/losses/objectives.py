@@ -70,6 +70,14 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     return gap.exp() - 1 - gap
 
 
+def to_come(values: Tensor, sequences: Tensor) -> Tensor:
+    """[n] for every token the sum of `values` over it and the tokens of its sequence after it."""
+    after_all = values.flip(0).cumsum(0).flip(0)
+    # What comes after the sequence's own last token: the running sum at its first one, less its own.
+    first = torch.searchsorted(sequences, sequences)
+    return after_all - (after_all[first] - sequence_sum(values, sequences))
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, eps_clip: float) -> Tensor:
     """[n] half the squared error of a critic, the larger of free and clipped to `eps_clip` around its old estimate.
 

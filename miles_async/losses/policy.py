@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from miles_async.losses.correction import CorrectionSettings, importance_weights
-from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio
+from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, to_come
 
 Objective = Literal["token_clip", "sequence_clip", "cispo"]
 
@@ -23,8 +23,9 @@ class PolicyLossSettings:
     eps_clip_high: float
     correction: CorrectionSettings
     entropy_coef: float
-    kl_coef: float
-    """Weight of the distance from the reference model."""
+    kl_loss_coef: float
+    """Weight of the distance from the reference model in the loss; `kl_reward_coef` that in the reward."""
+    kl_reward_coef: float
     kl_estimator: Literal["k1", "k2", "k3"]
 
 
@@ -70,6 +71,9 @@ def policy_loss(
     does not depend on the grouping into micro-batches, whatever the aggregation: that lies in `columns.shares`.
     """
     old, advantages = columns.old_logprobs.detach(), columns.advantages
+    if columns.reference_logprobs is not None and settings.kl_reward_coef:
+        away = kl_penalty(old, columns.reference_logprobs, settings.kl_estimator)
+        advantages = advantages - settings.kl_reward_coef * to_come(away, columns.sequences)
     low, high = settings.eps_clip, settings.eps_clip_high
     if settings.objective == "sequence_clip":
         objective, clipped = clipped_objective(sequence_ratio(logprobs, old, columns.sequences), advantages, low, high)
@@ -83,7 +87,7 @@ def policy_loss(
     kl = torch.zeros_like(gap)
     if columns.reference_logprobs is not None:
         kl = kl_penalty(logprobs, columns.reference_logprobs, settings.kl_estimator)
-        per_token = per_token - settings.kl_coef * kl
+        per_token = per_token - settings.kl_loss_coef * kl
     per_token = per_token * columns.shares
     loss = -per_token.sum() / total_tokens
     with torch.no_grad():

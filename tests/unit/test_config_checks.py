@@ -225,3 +225,11 @@ def test_a_loss_that_makes_no_sense_is_refused(settings, complaint):
 def test_one_sample_per_prompt_is_enough_where_the_whole_batch_is_compared():
     assert refusals(n_samples_per_prompt=1, advantage_estimator="reinforce_plus_plus") == []
     assert "compares the samples of a group" in refusals(n_samples_per_prompt=1)[0]
+
+
+def test_a_reference_model_must_be_there_and_be_used(tmp_path):
+    (sentence,) = refusals(ref_load=str(tmp_path), use_kl_loss=True)
+    assert "is no Hugging Face checkpoint" in sentence
+    (tmp_path / "config.json").write_text("{}")
+    assert refusals(ref_load=str(tmp_path), kl_coef=0.1) == []
+    assert "nothing uses" in refusals(ref_load=str(tmp_path))[0]

@@ -81,6 +81,11 @@ PROOF = {
     "overlong_penalty": f"{PLACE}::test_an_answer_close_to_the_limit_loses_reward",
     "tis_clip": f"{LEARNER}::test_another_setting_learns_other_weights",
     "entropy_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "use_kl_loss": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "kl_loss_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "kl_loss_type": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "kl_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "ref_load": f"{LEARNER}::test_the_reference_model_is_another_checkpoint_where_one_is_named",
     # learner
     "global_batch_size": f"{CHECKS}::test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do",
     "num_steps_per_rollout": f"{PLACE}::test_a_batch_is_cut_into_the_steps_asked_for",

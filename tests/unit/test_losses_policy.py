@@ -14,6 +14,7 @@ from miles_async.losses.objectives import (
     kl_penalty,
     sequence_mean,
     sequence_ratio,
+    to_come,
     value_loss,
 )
 from miles_async.losses.policy import (
@@ -33,7 +34,8 @@ def settings(
     objective: Objective = "token_clip", method: Correction = "tis", upper: float = 2.0, **others: Any
 ) -> PolicyLossSettings:
     correction = CorrectionSettings(method=method, upper=upper, band=(0.5, 1.8))
-    usual = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_coef": 0.0, "kl_estimator": "k3"}
+    usual = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_estimator": "k3"}
+    usual |= {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
     return PolicyLossSettings(objective=objective, correction=correction, **usual | others)
 
 
@@ -101,7 +103,7 @@ METHODS = ["tis", "decoupled", "icepop", "sequence", "none"]
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_loss_agrees_with_the_formula_written_out_in_numpy(objective: Objective, method: Correction) -> None:
     tensors = inputs()
-    loss, _ = loss_of(tensors, 100, settings(objective, method, kl_coef=0.1))
+    loss, _ = loss_of(tensors, 100, settings(objective, method, kl_loss_coef=0.1))
     assert loss.item() == pytest.approx(in_numpy(tensors, objective, method), rel=1e-9)
 
 
@@ -117,7 +119,7 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
     still = {"logprobs": tensors["logprobs"].detach().clone()}
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        how = settings(objective, method, kl_coef=0.1)
+        how = settings(objective, method, kl_loss_coef=0.1)
         free, _ = loss_of({**tensors, "logprobs": logprobs, "entropy": entropy}, 12, how)
         if objective != "cispo":
             return free
@@ -210,6 +212,20 @@ def test_kl_estimates_agree_with_the_divergence_they_estimate() -> None:
     assert kl_penalty(policy, reference, "k3").min() >= 0
     assert torch.allclose(kl_penalty(policy, reference, "k2"), (policy - reference).square() / 2)
     assert kl_penalty(policy, policy, "k3").tolist() == [0] * 5
+
+
+def test_what_is_to_come_is_summed_within_the_sequence() -> None:
+    sums = to_come(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2]))
+    assert sums.tolist() == [7, 6, 4, 24, 16]
+    assert to_come(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_a_penalty_in_the_reward_lowers_the_advantage_of_a_token_by_all_that_follows() -> None:
+    tensors = inputs()
+    penalized, _ = loss_of(tensors, 40, settings(kl_reward_coef=0.1, kl_estimator="k1"))
+    away = tensors["old_logprobs"] - tensors["reference_logprobs"]
+    lower = {**tensors, "advantages": tensors["advantages"] - 0.1 * to_come(away, tensors["sequences"])}
+    assert penalized.item() == pytest.approx(loss_of(lower, 40, settings())[0].item(), rel=1e-9)
 
 
 def test_the_gradient_of_k2_is_that_of_the_divergence() -> None:

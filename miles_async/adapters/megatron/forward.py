@@ -13,12 +13,12 @@ from torch import Tensor
 from miles_async.adapters.megatron.attention import packed_params
 from miles_async.adapters.megatron.batch import PackedBatch, laid_out_for_forward, pack_sequences
 from miles_async.adapters.megatron.layout import forward_layout
-from miles_async.adapters.megatron.model import Model
+from miles_async.adapters.megatron.model import Model, Reference
 from miles_async.config.schema import Learner
 from miles_async.losses.logprobs import token_logprobs
 
 
-def packed_logits(model: Model, batch: PackedBatch, device: torch.device) -> Tensor:
+def packed_logits(model: Model | Reference, batch: PackedBatch, device: torch.device) -> Tensor:
     """[T, columns] logits at every place of the pack: this rank's columns of the (padded) vocabulary."""
     tokens, lengths = batch.tokens, batch.lengths
     split = parallel_state.get_tensor_model_parallel_world_size() if model.bridge.config.sequence_parallel else 1
@@ -36,7 +36,7 @@ def packed_logits(model: Model, batch: PackedBatch, device: torch.device) -> Ten
 
 
 def target_logprobs(
-    model: Model, batch: PackedBatch, device: torch.device, *, temperature: float = 1.0
+    model: Model | Reference, batch: PackedBatch, device: torch.device, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """[m] log-probability of each target token given what precedes it, and [m] entropy, in nats.
 
@@ -71,10 +71,15 @@ def sequence_logprobs(
 
 
 @torch.no_grad()
-def old_logprobs(
-    model: Model, batches: Sequence[PackedBatch], settings: Learner, device: torch.device, *, temperature: float
+def fixed_logprobs(
+    model: Model | Reference,
+    batches: Sequence[PackedBatch],
+    settings: Learner,
+    device: torch.device,
+    *,
+    temperature: float,
 ) -> list[Tensor]:
-    """[m] for each micro-batch, log-probabilities of its targets; laid out as work without gradients is."""
+    """[m] for each micro-batch, log-probabilities of its targets without gradients, and laid out as such work is."""
     if not (settings.use_dynamic_batching_in_train or settings.use_dynamic_batching_in_infer):
         return [target_logprobs(model, batch, device, temperature=temperature)[0] for batch in batches]
     counts = [len(batch.targets) for batch in batches]

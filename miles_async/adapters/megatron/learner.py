@@ -20,7 +20,7 @@ from torch import Tensor
 from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.adapters.megatron.checkpoint import write_checkpoint
-from miles_async.adapters.megatron.model import build_model
+from miles_async.adapters.megatron.model import build_model, build_reference
 from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
 from miles_async.adapters.megatron.training_state import load_state, save_state
 from miles_async.config.schema import Algorithm, RunConfig
@@ -62,6 +62,10 @@ class MegatronLearner:
             seed=config.learner.seed,
         )
         self._model = build_model(config.learner, hf_checkpoint)
+        self._reference = None
+        if config.algorithm.use_kl_loss or config.algorithm.kl_coef:
+            reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
+            self._reference = build_reference(config.learner, str(reference))
         self._steps_taken = 0
         self.version = 0
         """The weight version that was staged last: what the staleness of tokens is measured from."""
@@ -97,10 +101,12 @@ class MegatronLearner:
 
     def _policy_gradients(self, step: TrainStep, old_logprobs: list[Tensor] | None) -> tuple[Tensor, Tensor]:
         clear_gradients(self._model)
+        reference = self._reference_logprobs(step)
         parts: list[TokenSums] = []
         for i, batch in enumerate(step.micro_batches):
             logprobs, entropy = self._target_logprobs(batch)
-            columns = self._columns(batch, logprobs if old_logprobs is None else old_logprobs[i])
+            old = logprobs if old_logprobs is None else old_logprobs[i]
+            columns = self._columns(batch, old, None if reference is None else reference[i])
             loss, part = policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
             loss.backward()
             parts.append(part)
@@ -110,7 +116,7 @@ class MegatronLearner:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         return sums, maximum
 
-    def _columns(self, batch: PackedBatch, old_logprobs: Tensor) -> TokenColumns:
+    def _columns(self, batch: PackedBatch, old_logprobs: Tensor, reference: Tensor | None) -> TokenColumns:
         def here(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column).to(self._device)
 
@@ -123,6 +129,7 @@ class MegatronLearner:
             shares=here(batch.shares),
             sequences=here(batch.sequences),
             staleness=here(staleness),
+            reference_logprobs=reference,
         )
 
     def _take_step(self, lr: float, *, loss_is_finite: bool) -> tuple[bool, float]:
@@ -133,8 +140,15 @@ class MegatronLearner:
         return stepped, norm
 
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
-        return forward.old_logprobs(
+        return forward.fixed_logprobs(
             self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
+        )
+
+    def _reference_logprobs(self, step: TrainStep) -> list[Tensor] | None:
+        if self._reference is None:
+            return None
+        return forward.fixed_logprobs(
+            self._reference, step.micro_batches, self._settings, self._device, temperature=self._temperature
         )
 
     def _target_logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -215,8 +229,9 @@ def _loss_settings(algorithm: Algorithm) -> PolicyLossSettings:
             method=algorithm.off_policy_correction, upper=algorithm.tis_clip, band=algorithm.icepop_band
         ),
         entropy_coef=algorithm.entropy_coef,
-        kl_coef=0.0,
-        kl_estimator="k3",
+        kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+        kl_reward_coef=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_loss_type,
     )
 
 
