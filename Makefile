@@ -41,6 +41,7 @@ sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, J
 bench: $(READY) ## Benchmarks on this machine: core cost, packing, publish gap, overlap (tables, and JSON in benchmarks/results/)
 	@$(PYTHON) -m benchmarks.core_cost
 	@$(PYTHON) -m benchmarks.packing
+	@$(PYTHON) -m benchmarks.packed_training
 	@$(PYTHON) -m benchmarks.publish_gap
 	@$(PYTHON) -m benchmarks.overlap
 
