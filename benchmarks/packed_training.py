@@ -2,8 +2,8 @@
 
     python -m benchmarks.packed_training
 
-Trains the same samples packed end to end and padded to the longest, in turns. Exits with 1 when the speed-up stays below
-0.9 of the ratio of padded to valid tokens. Writes benchmarks/results/packed-training.json.
+Trains the same samples packed end to end and padded to the longest, in turns. Exits with 1 when the speed-up stays
+below 0.9 of the ratio of padded to valid tokens. Writes benchmarks/results/packed-training.json.
 """
 
 from __future__ import annotations
