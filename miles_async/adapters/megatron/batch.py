@@ -260,10 +260,11 @@ def laid_out_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> li
     targets: list[NDArray[np.int64]] = []  # within the sequence
     for batch in batches:
         starts = np.cumsum(batch.lengths) - batch.lengths
-        for number, (start, length) in enumerate(zip(starts, batch.lengths, strict=True)):
-            own = batch.targets[batch.sequences == number] - start
-            sequences.append(batch.tokens[start : start + length][: own[-1] + 1 if len(own) else 1])
-            targets.append(own)
+        counts = np.bincount(batch.sequences, minlength=len(starts))
+        for start, own in zip(starts, np.split(batch.targets, np.cumsum(counts)[:-1]), strict=True):
+            end = own[-1] + 1 if len(own) else start + 1
+            sequences.append(batch.tokens[start:end])
+            targets.append(own - start)
     firsts = np.cumsum([len(own) for own in targets]) - [len(own) for own in targets]
     layout = forward_layout([len(sequence) for sequence in sequences], learner)
     result = []
