@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -13,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.ray.learner import RayLearner
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
@@ -117,33 +114,3 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, t
         with pytest.raises(UserError, match=r"rank 0: .*; load another one"):
             learner.load_state(str(tmp_path))
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
-
-
-class Remote:
-    """A rank's method as Ray would offer it, called in this process."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    async def remote(self, *arguments: Any) -> Any:
-        return self._method(*arguments)
-
-
-class Handle:
-    def __init__(self, learner: MegatronLearner) -> None:
-        self.save_state = Remote(learner.save_state)
-
-
-@pytest.mark.parametrize("keep, kept", [(1, ["rollout_0000002"]), (2, ["rollout_0000001", "rollout_0000002"])])
-def test_ranks_write_one_checkpoint_together_and_old_ones_go(
-    tiny: Path, tmp_path: Path, keep: int, kept: list[str]
-) -> None:
-    run = config(save=str(tmp_path / "saved"), save_keep=keep)
-    with learning(tiny, run) as learner:
-        ranks = RayLearner(run, [Handle(learner)])
-        for rollout in range(3):
-            asyncio.run(ranks.save(rollout, {"rollout": rollout}))
-        newest = CheckpointFolder(tmp_path / "saved").latest()
-        assert progress_in(newest) == {"rollout": 2}
-        learner.load_state(str(newest))
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", *kept]

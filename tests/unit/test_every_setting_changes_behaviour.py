@@ -105,7 +105,7 @@ PROOF = {
     "sequence_length_round_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
     "save": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
     "save_interval": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
-    "save_keep": "stack/test_learner_resume.py::test_ranks_write_one_checkpoint_together_and_old_ones_go",
+    "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
     "load": "unit/test_checkpoints.py::test_what_cannot_be_resumed_is_said_before_anything_starts",
     "precision": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",
     "tensor_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
