@@ -68,6 +68,8 @@ def learn(settings: RunConfig, model: str, out: Path, rank: int, world_size: int
     weights = {name: tensor.clone() for name, tensor in learner.weights()}
     greedy = learner.greedy(PROMPTS, 4, eos=256)
     learner.save_hf(str(out / "saved"))
+    (out / "state").mkdir(exist_ok=True)
+    learner.save_state(str(out / "state"))
     learner.close()
     if rank == 0:
         save_file(weights, out / "weights.safetensors")
@@ -126,6 +128,18 @@ def test_two_ranks_save_one_whole_checkpoint(runs: Path, layout: str) -> None:
     weights, _ = results(runs / layout)
     saved = load_file(runs / layout / "saved" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_checkpoint_of_two_data_parallel_ranks_goes_on_as_one_rank(runs: Path) -> None:
+    expected, _ = results(runs / "data parallel")
+    learner = MegatronLearner(config({}), str(runs / "model"), 0, 1, "127.0.0.1", free_port())
+    try:
+        learner.load_state(str(runs / "data parallel" / "state"))
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights())
+        [steps] = policy_steps(batch(), config({}), ranks=1)
+        assert learner.train(1, steps).finite
+    finally:
+        learner.close()
 
 
 if __name__ == "__main__":

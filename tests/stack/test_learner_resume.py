@@ -104,13 +104,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, t
         other.load_state(str(tmp_path))
     with learning(tiny) as learner:
         before = weights(learner)
-        note = json.loads((tmp_path / "rank_0.json").read_text())
-        note["layout"]["data_parallel"] = 2
-        (tmp_path / "rank_0.json").write_text(json.dumps(note))
-        with pytest.raises(UserError, match=r"written by 2 data-parallel rank\(s\) of 1, this run has 1"):
+        note = json.loads((tmp_path / "tp0.json").read_text())
+        note["layout"]["tensor_parallel"] = 2
+        (tmp_path / "tp0.json").write_text(json.dumps(note))
+        with pytest.raises(UserError, match=r"written with 2 rank\(s\) per layer .* this run has 1"):
             learner.load_state(str(tmp_path))
-        whole = (tmp_path / "rank_0.safetensors").read_bytes()
-        (tmp_path / "rank_0.safetensors").write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(UserError, match=r"rank 0: .*; load another one"):
+        whole = (tmp_path / "tp0.safetensors").read_bytes()
+        (tmp_path / "tp0.safetensors").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=r"part tp0: .*; load another one"):
             learner.load_state(str(tmp_path))
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())

@@ -20,7 +20,7 @@ def test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left(stack:
     stopped = stack.play("train_async.py", *sizes, *often, "--num-rollout", "5")
     assert sorted(path.name for path in saved.iterdir()) == ["latest", "rollout_0000004"], "older ones are removed"
     newest = CheckpointFolder(saved).latest()
-    assert {path.name for path in newest.iterdir()} == {"progress.json", "rank_0.json", "rank_0.safetensors"}
+    assert {path.name for path in newest.iterdir()} == {"progress.json", "tp0.json", "tp0.safetensors"}
     owed = {group["feed_index"] for group in progress_in(newest)["owed"]}
     assert owed, "a producer that runs on has prompts under way whenever a checkpoint is written"
 

@@ -205,11 +205,11 @@ class MegatronLearner:
 
     def save_state(self, folder: str) -> None:
         """Write this rank's part of a checkpoint that `load_state` resumes exactly."""
-        save_state(self._model, Path(folder), self._rank, self._steps_taken)
+        save_state(self._model, Path(folder), self._steps_taken)
 
     def load_state(self, folder: str) -> None:
         """Raises UserError when the checkpoint is broken, of another model or of another layout."""
-        self._steps_taken = load_state(self._model, Path(folder), self._rank)
+        self._steps_taken = load_state(self._model, Path(folder))
 
     def close(self) -> None:
         """Leave the process groups; another learner may then be built in this process."""

@@ -1,4 +1,8 @@
-"""All that one rank needs to go on training as if it had never stopped: a safetensors file and a note beside it."""
+"""All that a rank needs to go on training as if it had never stopped: a safetensors file and a note beside it.
+
+Ranks that hold the same share one file, so where the optimizer is not sharded the number of data-parallel ranks may be
+another when a run goes on.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +17,38 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from miles_async.adapters.megatron.model import Model
+from miles_async.adapters.megatron.model import Model, optimizer_is_sharded
 from miles_async.errors import UserError
 
 _RNG = "random state"
 
 
-def save_state(model: Model, folder: Path, rank: int, steps_taken: int) -> None:
-    """Write this rank's weights, optimizer state and random state into `folder`."""
+def save_state(model: Model, folder: Path, steps_taken: int) -> None:
+    """Write this rank's weights, optimizer state and random state into `folder`, unless another rank holds the same."""
+    if parallel_state.get_data_parallel_rank() and not optimizer_is_sharded():
+        return
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model)}
     tensors[_RNG] = torch.get_rng_state()
-    save_file(tensors, folder / f"rank_{rank}.safetensors")
+    save_file(tensors, folder / f"{_part()}.safetensors")
     note = {"layout": _layout(), "steps_taken": steps_taken, "optimizer_steps": _optimizer_steps(model)}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(note))
+    (folder / f"{_part()}.json").write_text(json.dumps(note))
 
 
 @torch.no_grad()
-def load_state(model: Model, folder: Path, rank: int) -> int:
+def load_state(model: Model, folder: Path) -> int:
     """Put back what `save_state` wrote; returns the optimizer steps taken so far.
 
     Raises UserError when the files are missing or broken, or of another model or parallel layout.
     """
     try:
-        note = json.loads((folder / f"rank_{rank}.json").read_text())
-        with safe_open(folder / f"rank_{rank}.safetensors", framework="pt") as file:
+        note = json.loads((folder / f"{_part()}.json").read_text())
+        with safe_open(folder / f"{_part()}.safetensors", framework="pt") as file:
             saved: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise UserError(f"checkpoint {folder}, rank {rank}: {error}; load another one") from error
+        raise UserError(f"checkpoint {folder}, part {_part()}: {error}; load another one") from error
     if note["layout"] != _layout():
         raise UserError(
-            f"checkpoint {folder} was written by {_words(note['layout'])}, this run has {_words(_layout())}; "
+            f"checkpoint {folder} was written with {_words(note['layout'])}, this run has {_words(_layout())}; "
             "resume with the same layout, or start from its weights by hf_checkpoint"
         )
     _make_optimizer_state(model, saved)
@@ -64,15 +70,18 @@ def load_state(model: Model, folder: Path, rank: int) -> int:
     return int(note["steps_taken"])
 
 
+def _part() -> str:
+    part = f"tp{parallel_state.get_tensor_model_parallel_rank()}"
+    return f"{part}_dp{parallel_state.get_data_parallel_rank()}" if optimizer_is_sharded() else part
+
+
 def _layout() -> dict[str, int]:
-    return {
-        "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
-        "data_parallel": parallel_state.get_data_parallel_world_size(),
-    }
+    shards = parallel_state.get_data_parallel_world_size() if optimizer_is_sharded() else 1
+    return {"tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(), "optimizer_shards": shards}
 
 
 def _words(layout: dict[str, int]) -> str:
-    return f"{layout['data_parallel']} data-parallel rank(s) of {layout['tensor_parallel']}"
+    return f"{layout['tensor_parallel']} rank(s) per layer and {layout['optimizer_shards']} optimizer shard(s)"
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
