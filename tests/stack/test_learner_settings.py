@@ -106,7 +106,6 @@ def test_the_same_settings_learn_the_same(tiny: Path, usual: dict[str, torch.Ten
         {"tis_clip": 0.3},
         {"advantage_estimator": "gspo"},
         {"advantage_estimator": "cispo"},
-        {"advantage_estimator": "reinforce_plus_plus"},
         {"loss_aggregation": "constant"},
         {"use_kl_loss": True, "kl_loss_coef": 1.0},
         {"kl_coef": 1.0},
