@@ -192,6 +192,12 @@ class Learner(Section):
     """Gradient norm clip."""
     max_tokens_per_gpu: int = Field(8192, ge=1)
     """Tokens per packed micro-batch and rank, never exceeded."""
+    use_dynamic_batch_size: bool = True
+    """Fill micro-batches up to max_tokens_per_gpu; off, each has micro_batch_size samples, however long."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Samples per micro-batch and rank where use_dynamic_batch_size is off."""
+    balance_data: bool = True
+    """Give every data-parallel rank the same work; off, samples are dealt to the ranks in turn."""
     use_dynamic_batching_in_train: bool = False
     """Train on rows of sorted samples, padded within their micro-batch, instead of packing them end to end."""
     max_tokens_per_microbatch_in_train: int | None = Field(None, ge=1)

@@ -18,7 +18,13 @@ Bin = list[int]
 
 
 def pack(
-    lengths: Sequence[int], max_tokens: int, ranks: int = 1, *, multiple: int = 1, knee: float = math.inf
+    lengths: Sequence[int],
+    max_tokens: int,
+    ranks: int = 1,
+    *,
+    multiple: int = 1,
+    knee: float = math.inf,
+    balance: bool = True,
 ) -> list[list[Bin]]:
     """Micro-batches of at most `max_tokens` tokens for each data-parallel rank: `result[rank][micro_batch]`.
 
@@ -27,7 +33,8 @@ def pack(
     never more than 11/9 of the fewest bins, plus one). Then the heaviest bins are halved until every rank has equally
     many, and a `multiple` (of the virtual-pipeline group). The bins of a rank come in shuffled order. Deterministic.
 
-    `knee` is the length in tokens at which attention costs as much as all linear layers; infinity counts tokens only.
+    Without `balance`, samples are dealt to the ranks in turn, whatever their work. `knee` is the length in tokens at
+    which attention costs as much as all linear layers; infinity counts tokens only.
     Of fewer samples than ranks, or of none, the ranks left over get empty bins.
 
     Raises ValueError when a sample alone exceeds the cap.
@@ -39,7 +46,10 @@ def pack(
             f"sample {worst} has {lengths[worst]} tokens, more than the micro-batch cap of {max_tokens}; raise "
             "max_tokens_per_gpu, or lower rollout_max_prompt_len or rollout_max_response_len"
         )
-    shares = _balanced(longest_first, [work(length, knee) for length in lengths], ranks)
+    if balance:
+        shares = _balanced(longest_first, [work(length, knee) for length in lengths], ranks)
+    else:
+        shares = [[i for i in longest_first if i % ranks == rank] for rank in range(ranks)]
     packed = [_best_fit(share, lengths, max_tokens) for share in shares]
     count = max(1, *map(len, packed))
     count += -count % multiple
@@ -49,6 +59,13 @@ def pack(
             bin_.sort()
         packed[rank] = _shuffled(bins)
     return packed
+
+
+def fixed_size(count: int, size: int, ranks: int) -> list[list[Bin]]:
+    """`size` samples per micro-batch, whatever their tokens, dealt to the ranks in turn; equally many on all ranks."""
+    shares = [list(range(rank, count, ranks)) for rank in range(ranks)]
+    each = max(1, -(-count // (size * ranks)))
+    return [[share[place * size : (place + 1) * size] for place in range(each)] for share in shares]
 
 
 def work(length: int, knee: float) -> float:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.core.packing import pack, report_on, work
+from miles_async.core.packing import fixed_size, pack, report_on, work
 
 lengths_of_samples = st.lists(st.integers(1, 100), min_size=4, max_size=200)
 
@@ -79,6 +79,12 @@ def test_one_sample_or_none_leaves_ranks_with_empty_micro_batches() -> None:
     assert pack([], 10, 2) == [[[]], [[]]]
     one, other = pack([4], 10, 2, multiple=2)
     assert (sorted(one), other) == ([[], [0]], [[], []])
+
+
+def test_micro_batches_of_fixed_size_are_equally_many_on_all_ranks() -> None:
+    assert fixed_size(7, 2, 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert fixed_size(5, 2, 2) == [[[0, 2], [4]], [[1, 3], []]]
+    assert fixed_size(0, 2, 2) == [[[]], [[]]]
 
 
 def test_bins_are_split_as_often_as_the_pipeline_needs() -> None:

@@ -242,6 +242,27 @@ def test_the_aggregation_decides_what_a_token_of_a_long_answer_counts(aggregatio
     assert batch.shares / step.total_tokens == pytest.approx(weights)
 
 
+def test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length() -> None:
+    def sizes(**settings: Any) -> list[int]:
+        return [len(b.lengths) for b in shares(use_dynamic_batch_size=False, **settings)[0][0].micro_batches]
+
+    assert sizes() == [1] * 8
+    assert sizes(micro_batch_size=3) == [3, 3, 2]
+
+
+def test_ranks_get_the_same_work_unless_data_is_dealt_in_turn() -> None:
+    def tokens(**settings: Any) -> list[int]:
+        group = Group(
+            Sample(index=i, tokens=[1] * n, response_length=1, rollout_log_probs=[-1.0], reward=float(i))
+            for i, n in enumerate((40, 10, 30, 10, 20, 10))
+        )
+        ranks = rank_shares([group], config(**settings), 2)
+        return [sum(len(batch.tokens) for batch in steps[0].micro_batches) for steps in ranks]
+
+    assert tokens() == [60, 60]
+    assert tokens(balance_data=False) == [90, 30]
+
+
 def test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed() -> None:
     def rows(**settings: Any) -> list[tuple[int, int]]:
         used = {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 16} | settings

@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_async.config.schema import Learner, Model
 from miles_async.core.dynamic_batching import dynamic_batches
-from miles_async.core.packing import Bin, PackingReport, pack, report_on
+from miles_async.core.packing import Bin, PackingReport, fixed_size, pack, report_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,10 @@ def training_layout(lengths: Sequence[int], learner: Learner, ranks: int, knee: 
     if learner.use_dynamic_batching_in_train:
         limit, round_to = learner.max_tokens_per_microbatch_in_train, learner.sequence_length_round_in_train
         return _rows(lengths, ranks, limit or learner.max_tokens_per_gpu, round_to, knee)
-    bins = pack(lengths, learner.max_tokens_per_gpu, ranks, knee=knee)
+    if learner.use_dynamic_batch_size:
+        bins = pack(lengths, learner.max_tokens_per_gpu, ranks, knee=knee, balance=learner.balance_data)
+    else:
+        bins = fixed_size(len(lengths), learner.micro_batch_size, ranks)
     report = report_on(bins, lengths, learner.max_tokens_per_gpu, knee=knee)
     return Layout(bins, [None] * len(bins[0]), report)
 
@@ -38,7 +41,7 @@ def forward_layout(lengths: Sequence[int], learner: Learner) -> Layout:
     if learner.use_dynamic_batching_in_infer:
         limit, round_to = learner.max_tokens_per_microbatch_in_infer, learner.sequence_length_round_in_infer
         return _rows(lengths, 1, limit or learner.max_tokens_per_gpu, round_to, math.inf)
-    packing = learner.model_copy(update={"use_dynamic_batching_in_train": False})
+    packing = learner.model_copy(update={"use_dynamic_batching_in_train": False, "use_dynamic_batch_size": True})
     return training_layout(lengths, packing, 1)
 
 
