@@ -216,6 +216,8 @@ class Learner(Section):
     """Ranks that share each layer."""
     sequence_parallel: bool = False
     """Split activations of tensor-parallel ranks along the sequence."""
+    max_nonfinite_batches: int = Field(3, ge=1)
+    """Stop the run after so many batches in a row whose loss or gradient was not finite."""
     save: str | None = None
     """Folder to keep checkpoints in; one is written at the end. Unset: none."""
     save_interval: int | None = Field(None, ge=1)

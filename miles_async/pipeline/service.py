@@ -102,6 +102,8 @@ class Service:
         self._gate = StalenessGate(config.rollout.max_weight_staleness)
         self._crew: Crew
         self._stopping = asyncio.Event()
+        self._not_finite = 0
+        """Batches in a row."""
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
         self.books = Books(ports.clock, ports.events)
@@ -252,9 +254,23 @@ class Service:
         if report.finite:
             self.books.advance(groups, State.TRAINED)
             self._trained += groups
+            self._not_finite = 0
         else:
-            for group in groups:
-                self.books.drop(group, DropReason.NONFINITE)
+            self._skip(rollout_id, groups)
+
+    def _skip(self, rollout_id: int, groups: list[Group]) -> None:
+        """What was not finite is not in the weights. Raises Fatal when it happens again and again."""
+        for group in groups:
+            self.books.drop(group, DropReason.NONFINITE)
+        self._not_finite += 1
+        if self._not_finite < self._config.learner.max_nonfinite_batches:
+            return
+        sentence = f"loss or gradient was not finite in {self._not_finite} batches in a row, up to rollout {rollout_id}"
+        for group in groups:
+            self._ports.dead_letters.bury(group, DropReason.NONFINITE, sentence)
+        raise Fatal(
+            f"{sentence}; the groups of the last one are in the dead letters: look at their rewards, or lower lr"
+        )
 
     async def _only_fresh(self, rollout_id: int, groups: list[Group]) -> list[Group]:
         """The batch with what grew too old since its drain recycled and replaced: topped up, never shrunk."""

@@ -106,6 +106,7 @@ PROOF = {
     "use_dynamic_batching_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
     "max_tokens_per_microbatch_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
     "sequence_length_round_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
+    "max_nonfinite_batches": f"{SERVICE}::test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept",
     "save": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
     "save_interval": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
