@@ -38,8 +38,10 @@ test-stack: $(READY) ## Tests on the real engines
 sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
 	@$(PYTHON) -m tests.sim.run --figures docs $(ARGS)
 
-bench: $(READY) ## Benchmarks on this machine: core cost, publish gap, overlap (tables, and JSON in benchmarks/results/)
+bench: $(READY) ## Benchmarks on this machine: core cost, packing, publish gap, overlap (tables, and JSON in benchmarks/results/)
 	@$(PYTHON) -m benchmarks.core_cost
+	@$(PYTHON) -m benchmarks.packing
+	@$(PYTHON) -m benchmarks.packed_training
 	@$(PYTHON) -m benchmarks.publish_gap
 	@$(PYTHON) -m benchmarks.overlap
 

@@ -86,6 +86,13 @@ class Learner(Protocol):
         """Take the optimizer steps of one batch. Raises Fatal when a rank is lost."""
         ...
 
+    async def save(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
+        """Write a checkpoint from which `progress` and the learner can be resumed; whole or not at all.
+
+        Raises Fatal when it cannot be written: the one before stays good.
+        """
+        ...
+
 
 class WeightChannel(Protocol):
     """Moves weights from the learner to the engines. Two phases, so that only the write lies inside the pause."""

@@ -34,7 +34,7 @@ from miles_async.observability.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
 from workers.learner import LearnerRank
-from workers.preflight import Lessons
+from workers.preflight import Lessons, checkpoint_to_resume
 from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
 from workers.specs import engine_spec, ray_arguments, router_spec
@@ -60,6 +60,7 @@ class Cluster:
         self._folder = folder
         self._entry = entry
         self._actors: list[ActorHandle] = []
+        self._resume_from = checkpoint_to_resume(config)
         self._servers: list[ActorHandle] = []
         self._daemons: set[psutil.Process] = set()
         """Ray's own processes, where we started them; all actors and servers descend from them."""
@@ -112,6 +113,7 @@ class Cluster:
             engines=engines,
             learner_ranks=ranks,
             weight_transfer=channel,
+            resume_from=self._resume_from,
         )
         return ClusterReady(
             time=time.time(),
@@ -154,6 +156,9 @@ class Cluster:
     async def _load(self, ranks: Sequence[ActorHandle], checkpoint: str) -> None:
         port = free_port()
         await _together(*(_call(rank.start, checkpoint, "127.0.0.1", port) for rank in ranks))
+        if self._resume_from is not None:
+            await _together(*(_call(rank.load_state, str(self._resume_from)) for rank in ranks))
+            log.info("learner resumes", checkpoint=str(self._resume_from))
         log.info("learner is up", ranks=len(ranks))
 
     async def _router(self) -> str:

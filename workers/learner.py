@@ -96,7 +96,7 @@ class LearnerRank:
 
     async def stage(self, version: int) -> None:
         """Copy the weights aside as `version`; all ranks take part, rank 0 keeps them."""
-
+        self._learner.version = version
         if self._rank == 0:
             await self._in_step(lambda: self._writer.stage(version, self._learner.weights()))
         else:
@@ -105,6 +105,14 @@ class LearnerRank:
     async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
         """Rank 0: write the staged version to each engine, one after the other."""
         return await self._in_weights(lambda: [self._writer.write(version, engine) for engine in engines])
+
+    async def save_state(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint into `folder`. All ranks."""
+        await self._in_step(lambda: self._learner.save_state(folder))
+
+    async def load_state(self, folder: str) -> None:
+        """Go on from this rank's part of a checkpoint; after `start`, before `connect`. All ranks."""
+        await self._in_step(lambda: self._learner.load_state(folder))
 
     async def save_hf(self, path: str) -> None:
         await self._in_step(lambda: self._learner.save_hf(path))

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of
 from miles_async.config.schema import RunConfig
@@ -38,6 +39,7 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
     args = flat_args(config)
     if config.model.hf_checkpoint is not None:
         whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
+    checkpoint_to_resume(config)
     rollout_function(config, entry)
     dynamic_filter(config, args)
     # Data before rewards: of an unknown task it says which known one is near.
@@ -60,6 +62,20 @@ def whole_checkpoint(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"hf_checkpoint {folder}: {file.name} is broken: {error}; copy it anew") from error
+
+
+def checkpoint_to_resume(config: RunConfig) -> Path | None:
+    """The newest checkpoint in `load`. Raises UserError when there is none, or nothing is left to do after it."""
+    if config.learner.load is None:
+        return None
+    checkpoint = CheckpointFolder(Path(config.learner.load).expanduser().absolute()).latest()
+    done = progress_in(checkpoint)["rollout"] + 1
+    if done >= config.rollout.num_rollout:
+        raise UserError(
+            f"checkpoint {checkpoint} was written after {done} rollouts, and num_rollout is "
+            f"{config.rollout.num_rollout}: raise num_rollout to go on"
+        )
+    return checkpoint
 
 
 def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:

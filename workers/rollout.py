@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from miles_async.adapters.checkpoints import progress_in
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
@@ -21,6 +23,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.observability.events import Event
 from miles_async.observability.run_folder import RunFolder
+from miles_async.pipeline.progress import resume
 from miles_async.pipeline.service import Ports, Service
 from miles_async.pipeline.source import RolloutSource
 from miles_async.rewards.rewarder import open_rewarder
@@ -42,6 +45,8 @@ class Surroundings:
     """Handles of the learner's actors, by rank."""
     weight_transfer: str
     """The way weights travel."""
+    resume_from: Path | None
+    """The checkpoint that the learner was resumed from."""
 
 
 class Outbox:
@@ -96,6 +101,9 @@ class RolloutWorker:
             request_timeout=config.engine.sglang_router_request_timeout_secs,
         )
         data = open_data(config, checkpoint=around.checkpoint)
+        first_rollout = 0
+        if around.resume_from is not None:
+            first_rollout = resume(progress_in(around.resume_from), data)
         self._service = Service(
             config,
             self._bounds,
@@ -114,6 +122,7 @@ class RolloutWorker:
                 problems=data.eval_problems(),
             ),
             take_turns=self._bounds.schedule is Schedule.TURNS,
+            first_rollout=first_rollout,
         )
         function = rollout_function(config, self._entry)
 

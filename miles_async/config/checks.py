@@ -41,7 +41,25 @@ def problems(config: RunConfig, entry: str) -> list[str]:
 
 
 def notes(config: RunConfig, entry: str) -> list[str]:
-    """Settings that will do nothing in this run, worth a warning."""
+    """Settings that will do nothing in this run, or something else than one may think: worth a warning."""
+    return [*_window_notes(config, entry), *_policy_notes(config, entry)]
+
+
+def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
+    rollout = config.rollout
+    if config.algorithm.off_policy_correction == "none" and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
+        yield (
+            "off_policy_correction none trains tokens of older weights as if they were new, and the policy ratio, "
+            "measured from the trainer's own log-probabilities, hides it; set it to tis"
+        )
+    if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
+        yield (
+            "rollout_top_p and rollout_top_k cut the distribution that is sampled from, but the trainer's "
+            "log-probabilities are of the whole one: ratios are off by what was cut; leave both unset, or watch ess"
+        )
+
+
+def _window_notes(config: RunConfig, entry: str) -> list[str]:
     rollout = config.rollout
     if rollout.windowed_fifo_ratio is None:
         return []
@@ -116,10 +134,11 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
-    if rollout.n_samples_per_prompt == 1:
+    estimator = config.algorithm.advantage_estimator
+    if rollout.n_samples_per_prompt == 1 and estimator != "reinforce_plus_plus":
         yield (
-            "n_samples_per_prompt 1 teaches nothing: advantage_estimator grpo compares the samples of a group; "
-            "set n_samples_per_prompt to 2 or more"
+            f"n_samples_per_prompt 1 teaches nothing: advantage_estimator {estimator} compares the samples of a group; "
+            "set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus"
         )
 
 
@@ -154,6 +173,16 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         yield f"hf_checkpoint {checkpoint}: no such folder; set it to a Hugging Face checkpoint on this machine"
     elif not (Path(checkpoint).expanduser() / "config.json").is_file():
         yield f"hf_checkpoint {checkpoint} holds no config.json: it is not a Hugging Face checkpoint"
+
+
+def _reference(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.ref_load is None:
+        return
+    if not (Path(algorithm.ref_load).expanduser() / "config.json").is_file():
+        yield f"ref_load {algorithm.ref_load} is no Hugging Face checkpoint: it holds no config.json"
+    if not algorithm.use_kl_loss and not algorithm.kl_coef:
+        yield "ref_load names a reference model that nothing uses: set use_kl_loss or kl_coef, or unset it"
 
 
 def _tiny_model(config: RunConfig) -> Iterator[str]:
@@ -197,6 +226,42 @@ def _lengths(config: RunConfig) -> Iterator[str]:
             f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), more than "
             f"max_tokens_per_gpu {room} lets into a micro-batch; set max_tokens_per_gpu to {longest} or more"
         )
+
+
+def _dynamic_batching(config: RunConfig) -> Iterator[str]:
+    rollout, learner = config.rollout, config.learner
+    longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
+    shards = learner.tensor_model_parallel_size
+    train = learner.max_tokens_per_microbatch_in_train or learner.max_tokens_per_gpu
+    infer = learner.max_tokens_per_microbatch_in_infer or learner.max_tokens_per_gpu
+    for where, used, limit, round_to in (
+        ("train", learner.use_dynamic_batching_in_train, train, learner.sequence_length_round_in_train),
+        ("infer", learner.use_dynamic_batching_in_infer, infer, learner.sequence_length_round_in_infer),
+    ):
+        if not used:
+            continue
+        if round_to % shards:
+            yield (
+                f"sequence_length_round_in_{where} {round_to} is not divisible by tensor_model_parallel_size {shards}; "
+                "set it to a multiple"
+            )
+        if (padded := longest + -longest % round_to) > limit:
+            yield (
+                f"a sample may have {padded} tokens, rounded up to a multiple of {round_to}, more than the {limit} of "
+                f"a micro-batch; set max_tokens_per_microbatch_in_{where} to {padded} or more"
+            )
+
+
+def _loss(config: RunConfig) -> Iterator[str]:
+    algorithm, longest = config.algorithm, config.rollout.rollout_max_response_len
+    if algorithm.overlong_buffer_len is not None and algorithm.overlong_buffer_len > longest:
+        yield (
+            f"overlong_buffer_len {algorithm.overlong_buffer_len} is above rollout_max_response_len {longest}; "
+            "set it lower"
+        )
+    low, high = algorithm.icepop_band
+    if not 0 <= low < 1 < high:
+        yield f"icepop_band [{low:g}, {high:g}] does not hold the ratio 1; set it to [0.5, 5], for example"
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
@@ -247,7 +312,10 @@ _CHECKS: tuple[Check, ...] = (
     _data,
     _reward,
     _checkpoint,
+    _reference,
     _parallelism,
     _lengths,
+    _dynamic_batching,
+    _loss,
     _ranges,
 )

@@ -2,7 +2,7 @@
 
 Forms:
     --rollout-batch-size 32         also --rollout_batch_size, and --rollout-batch-size=32
-    --use-tis, --no-use-tis         yes or no
+    --shuffle-rewards, --no-shuffle-rewards    yes or no
     --rollout-stop END STOP         a list; one YAML text such as "[END, STOP]" works too
     --sglang-mem-fraction-static .8 any SGLang server argument that is no setting of its own
     rollout.rollout_batch_size=32   the same by its place in the YAML; reaches into dicts too

@@ -130,20 +130,45 @@ class Rollout(Section):
 
 
 class Algorithm(Section):
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages."""
+    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
+        "grpo"
+    )
+    """How rewards become advantages, and what is clipped: grpo, gspo and cispo compare the samples of a group and clip
+    the ratio of a token, of its sequence, or the weight and not the gradient; reinforce_plus_plus normalizes over the
+    batch, with _baseline after subtracting the group's mean."""
     grpo_std_normalization: bool = True
     """Divide group advantages by the group's standard deviation."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Mean over the step's tokens (DAPO), over its samples of their token means (GRPO, GSPO), or the token sum divided
+    by samples times rollout_max_response_len (Dr. GRPO)."""
     eps_clip: float = Field(0.2, ge=0)
     """Lower clip of the policy ratio: 1 - eps."""
     eps_clip_high: float | None = Field(None, ge=0)
     """Upper clip, 1 + eps; unset: same as eps_clip."""
-    use_tis: bool = True
-    """Truncated importance sampling against the engines' own log-probabilities."""
+    off_policy_correction: Literal["tis", "decoupled", "icepop", "sequence", "none"] = "tis"
+    """Weight for tokens that older weights or another engine sampled: the truncated ratio of a token (tis), its plain
+    ratio (decoupled), its ratio inside a band and else 0 (icepop), the truncated ratio of its sequence, or none."""
     tis_clip: float = Field(2.0, gt=0)
-    """Upper bound of the importance weight."""
+    """Upper bound of the importance weight under tis and sequence."""
+    icepop_band: tuple[float, float] = (0.5, 5.0)
+    """Outside of these ratios icepop leaves a token out."""
+    overlong_buffer_len: int | None = Field(None, ge=1)
+    """Response tokens before the limit over which a penalty grows (DAPO). Unset: long answers are not penalized."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """What is taken off the reward of an answer at the limit."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the distance from a frozen reference model to the loss."""
+    kl_loss_coef: float = Field(0.001, ge=0)
+    """Its weight there."""
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    """How the distance is estimated, in the loss and in the reward."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Take this times the distance of a token and those after it off the token's advantage; above 0, a reference model
+    is kept too."""
+    ref_load: str | None = None
+    """Hugging Face checkpoint of the reference model. Unset: the one that training starts from."""
 
 
 class Learner(Section):
@@ -167,12 +192,40 @@ class Learner(Section):
     """Gradient norm clip."""
     max_tokens_per_gpu: int = Field(8192, ge=1)
     """Tokens per packed micro-batch and rank, never exceeded."""
+    use_dynamic_batch_size: bool = True
+    """Fill micro-batches up to max_tokens_per_gpu; off, each has micro_batch_size samples, however long."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Samples per micro-batch and rank where use_dynamic_batch_size is off."""
+    balance_data: bool = True
+    """Give every data-parallel rank the same work; off, samples are dealt to the ranks in turn."""
+    use_dynamic_batching_in_train: bool = False
+    """Train on rows of sorted samples, padded within their micro-batch, instead of packing them end to end."""
+    max_tokens_per_microbatch_in_train: int | None = Field(None, ge=1)
+    """Rows times row length of such a micro-batch at most. Unset: max_tokens_per_gpu."""
+    sequence_length_round_in_train: int = Field(64, ge=1)
+    """Its row length is a multiple of this, and this of tensor_model_parallel_size."""
+    use_dynamic_batching_in_infer: bool = False
+    """The same for work without gradients, such as log-probabilities."""
+    max_tokens_per_microbatch_in_infer: int | None = Field(None, ge=1)
+    """The same limit there. Unset: max_tokens_per_gpu."""
+    sequence_length_round_in_infer: int = Field(64, ge=1)
+    """The same multiple there."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the learner."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Ranks that share each layer."""
     sequence_parallel: bool = False
     """Split activations of tensor-parallel ranks along the sequence."""
+    max_nonfinite_batches: int = Field(3, ge=1)
+    """Stop the run after so many batches in a row whose loss or gradient was not finite."""
+    save: str | None = None
+    """Folder to keep checkpoints in; one is written at the end. Unset: none."""
+    save_interval: int | None = Field(None, ge=1)
+    """Rollouts between two checkpoints, besides the last."""
+    save_keep: int = Field(2, ge=1)
+    """Newest checkpoints to keep; older ones are removed."""
+    load: str | None = None
+    """The save folder of an earlier run, to go on from its newest checkpoint."""
     actor_num_nodes: int = Field(1, ge=1)
     """Nodes of the learner."""
     actor_num_gpus_per_node: int = Field(1, ge=1)

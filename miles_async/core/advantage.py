@@ -1,4 +1,4 @@
-"""Group-relative advantages."""
+"""From rewards to advantages, and the rewards' own corrections."""
 
 from __future__ import annotations
 
@@ -23,3 +23,46 @@ def group_advantages(rewards: Sequence[float], *, std_normalization: bool) -> li
         return [reward - mean for reward in rewards]
     scale = pstdev(rewards, mean) + _EPSILON
     return [(reward - mean) / scale for reward in rewards]
+
+
+def whitened(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """`values` moved and scaled so that their weighted mean is 0 and their weighted variance 1.
+
+    With the trained tokens of each sample as weights this is the normalization over the tokens of the whole batch of
+    REINFORCE++ (arXiv 2501.03262): no group's spread is divided by, so none is favoured. Equal values give zeros.
+    """
+    total = sum(weights)
+    if not total or max(values) == min(values):
+        return [0.0] * len(values)
+    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    variance = sum((value - mean) ** 2 * weight for value, weight in zip(values, weights, strict=True)) / total
+    scale = variance**0.5 + _EPSILON
+    return [(value - mean) / scale for value in values]
+
+
+def overlong_penalty(length: int, *, longest: int, buffer: int) -> float:
+    """0 up to `longest - buffer` response tokens, then in a straight line down to -1 at `longest`.
+
+    Source: soft overlong punishment, DAPO (arXiv 2503.14476), equation 13.
+    """
+    return -min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
+
+
+def generalized_advantages(
+    rewards: Sequence[float], values: Sequence[float], *, discount: float, decay: float
+) -> tuple[list[float], list[float]]:
+    """Advantage and return of every token of one response, from its token rewards and a critic's values.
+
+    `values[t]` is the critic's estimate before token t; nothing is expected after the last. `discount` is gamma,
+    `decay` lambda: 0 trusts the critic, 1 the rewards.
+    Source: GAE, Schulman et al. 2015 (arXiv 1506.02438), equation 16.
+    """
+    advantages: list[float] = []
+    following, after = 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        surprise = reward + discount * after - value
+        following = surprise + discount * decay * following
+        advantages.append(following)
+        after = value
+    advantages.reverse()
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]

@@ -4,18 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from miles_async.losses.correction import CorrectionSettings, importance_weights
+from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, to_come
+
+Objective = Literal["token_clip", "sequence_clip", "cispo"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossSettings:
+    objective: Objective
+    """Clip the ratio of a token (PPO), of its sequence (GSPO), or the weight and not the gradient (CISPO)."""
     eps_clip: float
     eps_clip_high: float
-    tis_clip: float | None
-    """Upper bound of the importance weight; None applies no correction."""
+    correction: CorrectionSettings
     entropy_coef: float
+    kl_loss_coef: float
+    """Weight of the distance from the reference model in the loss; `kl_reward_coef` that in the reward."""
+    kl_reward_coef: float
+    kl_estimator: Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """[n], one entry per token to train; those under a loss mask of 0 were left out before."""
+
+    old_logprobs: Tensor
+    """Under the weights before the drain's first step."""
+    rollout_logprobs: Tensor
+    """As the engines reported them."""
+    advantages: Tensor
+    shares: Tensor
+    """How much the token counts in the sum; all ones make a mean over tokens."""
+    sequences: Tensor
+    """The number of the token's sequence in the micro-batch, rising."""
+    staleness: Tensor
+    """Trainer version minus the version that sampled the token."""
+    reference_logprobs: Tensor | None = None
+    """Under the frozen reference model, where one is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,85 +53,90 @@ class TokenSums:
     """Sums over the trained tokens of a micro-batch; those of several micro-batches and ranks add up (maxima: max)."""
 
     sums: Tensor
-    """[8] in the order of `SUMS`."""
+    """[STALENESS_CLASSES, len(SUMS)]: row i of the tokens i versions old, the last row of all that are older."""
     maximum: Tensor
     """[1], the largest absolute gap between train and rollout log-probability."""
 
 
-SUMS = ("tokens", "objective", "clipped", "weight", "ratio", "ratio_squared", "gap", "entropy")
+SUMS = ("tokens", "objective", "clipped", "bounded", "weight", "ratio", "ratio_squared", "gap", "entropy", "kl")
+STALENESS_CLASSES = 5
 
 
 def policy_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
-    *,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    total_tokens: int,
-    settings: PolicyLossSettings,
+    logprobs: Tensor, entropy: Tensor, columns: TokenColumns, *, total_tokens: int, settings: PolicyLossSettings
 ) -> tuple[Tensor, TokenSums]:
-    """This micro-batch's share of the loss: its token sum divided by the tokens of the whole optimizer step.
+    """This micro-batch's share of the loss: its weighted token sum divided by the tokens of the whole optimizer step.
 
-    All tensors are [n], one entry per token to train (those under a loss mask of 0 were left out before):
-    `logprobs` and `entropy` under the weights being trained, `old_logprobs` under the weights before the drain's
-    first step, `rollout_logprobs` as the engines reported them, `advantages` of the token's sample. Summed over
-    micro-batches and ranks the result is one mean over tokens, so the grouping into micro-batches changes nothing and
-    long answers are not discounted (DAPO, arXiv 2503.14476, section 3.3, also the source of a higher upper clip,
-    section 3.1).
+    `logprobs` and `entropy` [n] are under the weights being trained. Summed over micro-batches and ranks the result
+    does not depend on the grouping into micro-batches, whatever the aggregation: that lies in `columns.shares`.
     """
-    old_logprobs = old_logprobs.detach()
-    ratio = (logprobs - old_logprobs).exp()
-    objective, clipped = clipped_objective(ratio, advantages, settings.eps_clip, settings.eps_clip_high)
-    mismatch = (old_logprobs - rollout_logprobs).exp()
-    weight = truncated_importance(mismatch, settings.tis_clip)
+    old, advantages = columns.old_logprobs.detach(), columns.advantages
+    if columns.reference_logprobs is not None and settings.kl_reward_coef:
+        away = kl_penalty(old, columns.reference_logprobs, settings.kl_estimator)
+        advantages = advantages - settings.kl_reward_coef * to_come(away, columns.sequences)
+    low, high = settings.eps_clip, settings.eps_clip_high
+    if settings.objective == "sequence_clip":
+        objective, clipped = clipped_objective(sequence_ratio(logprobs, old, columns.sequences), advantages, low, high)
+    elif settings.objective == "cispo":
+        objective, clipped = cispo_objective(logprobs, (logprobs - old).exp(), advantages, low, high)
+    else:
+        objective, clipped = clipped_objective((logprobs - old).exp(), advantages, low, high)
+    gap = old - columns.rollout_logprobs
+    weight, bounded = importance_weights(gap, columns.sequences, settings.correction)
     per_token = weight * objective + settings.entropy_coef * entropy
+    kl = torch.zeros_like(gap)
+    if columns.reference_logprobs is not None:
+        kl = kl_penalty(logprobs, columns.reference_logprobs, settings.kl_estimator)
+        per_token = per_token - settings.kl_loss_coef * kl
+    per_token = per_token * columns.shares
     loss = -per_token.sum() / total_tokens
     with torch.no_grad():
-        gap = (old_logprobs - rollout_logprobs).abs()
         # Overflow to infinity is for the loss to report, not for its metrics: a gap of 20 is off the scale anyway.
-        ratios = (old_logprobs - rollout_logprobs).clamp(-20, 20).exp()
-        columns = (torch.ones_like(gap), per_token, clipped, weight, ratios, ratios.square(), gap, entropy)
-        sums = torch.stack([column.sum() for column in columns])
-        maximum = torch.cat([gap, gap.new_zeros(1)]).amax(0, keepdim=True)
+        ratio = gap.clamp(-20, 20).exp()
+        entries = (torch.ones_like(gap), per_token, clipped, bounded, weight, ratio, ratio.square(), gap.abs())
+        stacked = torch.stack([*entries, entropy, kl], 1)
+        classes = columns.staleness.clamp(0, STALENESS_CLASSES - 1)
+        sums = stacked.new_zeros(STALENESS_CLASSES, len(SUMS)).index_add(0, classes, stacked)
+        maximum = torch.cat([gap.abs(), gap.new_zeros(1)]).amax(0, keepdim=True)
     return loss, TokenSums(sums=sums, maximum=maximum)
 
 
-def clipped_objective(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), and 1 where the clip cut the gradient.
-
-    Source: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7.
-    """
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
-    return torch.minimum(free, bounded), (bounded < free).to(ratio.dtype)
-
-
-def truncated_importance(ratio: Tensor, upper: float | None) -> Tensor:
-    """min(pi_train / pi_rollout, upper), without gradient; all ones where `upper` is None.
-
-    Corrects, token by token, for tokens sampled under older weights and by an engine that rounds otherwise.
-    Source: truncated importance sampling, Ionides 2008; for RL with separate engines: Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training".
-    """
-    return torch.ones_like(ratio) if upper is None else ratio.detach().clamp(max=upper)
+def objective_sum(sums: Tensor) -> float:
+    """Not finite where the loss was not."""
+    return float(sums[:, SUMS.index("objective")].sum())
 
 
 def metrics_from(sums: Tensor, maximum: Tensor) -> Mapping[str, float]:
     """Metrics of an optimizer step from its `TokenSums`, added up over micro-batches and ranks.
 
-    `ess` is the effective sample size of the untruncated importance ratios as a share of the tokens (Kish 1965):
-    1 is on-policy.
+    `ess` is the effective sample size of the unbounded importance ratios as a share of the tokens (Kish 1965): 1 is
+    on-policy. What depends on staleness comes again for each staleness that was there, as `ess_staleness_2`.
     """
-    total = dict(zip(SUMS, sums.tolist(), strict=True))
+    total = dict(zip(SUMS, sums.sum(0).tolist(), strict=True))
+    tokens = max(total["tokens"], 1.0)
+    metrics = {
+        "loss": -total["objective"] / tokens,
+        **_off_policy(total),
+        "logprob_gap_max": maximum.item(),
+        "importance_weight": total["weight"] / tokens,
+        "entropy": total["entropy"] / tokens,
+        "kl": total["kl"] / tokens,
+        "loss_tokens": total["tokens"],
+    }
+    for staleness, row in enumerate(sums.tolist()):
+        if row[0]:
+            own = dict(zip(SUMS, row, strict=True))
+            name = f"{staleness}_or_more" if staleness == STALENESS_CLASSES - 1 else str(staleness)
+            metrics |= {f"{metric}_staleness_{name}": value for metric, value in _off_policy(own).items()}
+            metrics[f"token_share_staleness_{name}"] = own["tokens"] / tokens
+    return metrics
+
+
+def _off_policy(total: Mapping[str, float]) -> dict[str, float]:
     tokens = max(total["tokens"], 1.0)
     return {
-        "loss": -total["objective"] / tokens,
-        "clip_fraction": total["clipped"] / tokens,
-        "tis_weight": total["weight"] / tokens,
         "ess": total["ratio"] ** 2 / max(tokens * total["ratio_squared"], 1e-30),
+        "clip_fraction": total["clipped"] / tokens,
+        "bounded_fraction": total["bounded"] / tokens,
         "logprob_gap_mean": total["gap"] / tokens,
-        "logprob_gap_max": maximum.item(),
-        "entropy": total["entropy"] / tokens,
-        "loss_tokens": total["tokens"],
     }

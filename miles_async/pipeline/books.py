@@ -27,6 +27,15 @@ class Books:
         """Newest version on every routed engine; -1 before the first publish."""
         self.last_progress = clock.now()
         """When a group was last collected, a step ended or a version went live."""
+        self._live: dict[int, Group] = {}
+
+    @property
+    def live_groups(self) -> list[Group]:
+        """Groups fed and neither published nor dropped yet, in the order they were fed."""
+        return list(self._live.values())
+
+    def state(self, group: Group) -> State | None:
+        return self.ledger.state(sequence_of(group))
 
     def progressed(self) -> None:
         self.last_progress = self.clock.now()
@@ -35,6 +44,7 @@ class Books:
         """Enter a group fresh from the data source; it gets its sequence number."""
         transition = self.ledger.feed()
         group.sequence = transition.sequence
+        self._live[transition.sequence] = group
         self._tell(group, transition)
 
     def adopt(self, group: Group) -> None:
@@ -52,6 +62,8 @@ class Books:
 
     def _tell(self, group: Group, transition: Transition) -> None:
         counts = self.ledger.counts
+        if transition.after not in LIVE:
+            del self._live[transition.sequence]
         self.events.emit(
             GroupMoved(
                 time=self.clock.now(),

@@ -46,6 +46,7 @@ from miles_async.pipeline.drain import Drain
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.feedback import follow_engines
 from miles_async.pipeline.produce import Producer
+from miles_async.pipeline.progress import progress_of
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.source import RolloutSource
@@ -90,13 +91,19 @@ class Ports:
 class Service:
     """One run: `await run(rollout)` returns when `num_rollout` batches are trained, published and evaluated."""
 
-    def __init__(self, config: RunConfig, bounds: Bounds, ports: Ports, *, take_turns: bool) -> None:
+    def __init__(
+        self, config: RunConfig, bounds: Bounds, ports: Ports, *, take_turns: bool, first_rollout: int = 0
+    ) -> None:
+        """`first_rollout` is above 0 where the run resumes from a checkpoint."""
         self._config = config
         self._ports = ports
         self._take_turns = take_turns
+        self._first_rollout = first_rollout
         self._gate = StalenessGate(config.rollout.max_weight_staleness)
         self._crew: Crew
         self._stopping = asyncio.Event()
+        self._not_finite = 0
+        """Batches in a row."""
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
         self.books = Books(ports.clock, ports.events)
@@ -161,7 +168,7 @@ class Service:
                 self._crew.forever("feedback", follow_engines(self.books, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
             await self._publisher.publish()
-            await self._evaluator.evaluate(-1)
+            await self._evaluator.evaluate(self._first_rollout - 1)
             await self._train(rollout)
             await self._producer.close()
             if not self.stopped:
@@ -171,8 +178,9 @@ class Service:
         """The finite clock: one batch, one step, one version (every `update_weights_interval` batches)."""
         last = self._config.rollout.num_rollout - 1
         interval = self._config.weights.update_weights_interval
-        batch = self._crew.spawn("rollout-0", self._next_batch(rollout, 0))
-        for rollout_id in range(last + 1):
+        first = self._first_rollout
+        batch = self._crew.spawn(f"rollout-{first}", self._next_batch(rollout, first))
+        for rollout_id in range(first, last + 1):
             groups = await self._unless_stopped(batch)
             if groups is None:
                 break
@@ -194,10 +202,19 @@ class Service:
                     self._publisher.start(self._crew)
                 elif self._take_turns:
                     await self._publisher.publish()
+            if self._checkpoint_due(rollout_id):
+                await self._ports.learner.save(rollout_id, progress_of(rollout_id, self.books, self._ports.data))
+                self.books.progressed()
             if not prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
         await self._publisher.idle()
         await self._publisher.publish()
+
+    def _checkpoint_due(self, rollout_id: int) -> bool:
+        learner, done = self._config.learner, rollout_id + 1
+        if learner.save is None:
+            return False
+        return done == self._config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
 
     async def _step(self, rollout_id: int, groups: list[Group]) -> None:
         """The optimizer steps of one batch."""
@@ -237,9 +254,23 @@ class Service:
         if report.finite:
             self.books.advance(groups, State.TRAINED)
             self._trained += groups
+            self._not_finite = 0
         else:
-            for group in groups:
-                self.books.drop(group, DropReason.NONFINITE)
+            self._skip(rollout_id, groups)
+
+    def _skip(self, rollout_id: int, groups: list[Group]) -> None:
+        """What was not finite is not in the weights. Raises Fatal when it happens again and again."""
+        for group in groups:
+            self.books.drop(group, DropReason.NONFINITE)
+        self._not_finite += 1
+        if self._not_finite < self._config.learner.max_nonfinite_batches:
+            return
+        sentence = f"loss or gradient was not finite in {self._not_finite} batches in a row, up to rollout {rollout_id}"
+        for group in groups:
+            self._ports.dead_letters.bury(group, DropReason.NONFINITE, sentence)
+        raise Fatal(
+            f"{sentence}; the groups of the last one are in the dead letters: look at their rewards, or lower lr"
+        )
 
     async def _only_fresh(self, rollout_id: int, groups: list[Group]) -> list[Group]:
         """The batch with what grew too old since its drain recycled and replaced: topped up, never shrunk."""

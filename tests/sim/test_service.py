@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from miles_async.config.schema import Rollout, RunConfig, Weights
+from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
 from miles_async.errors import Fatal, UserError
 from miles_async.observability.events import PublishEnded, Stalled, StepStarted
@@ -99,6 +99,17 @@ def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots():
     assert world.service.books.ledger.dropped[DropReason.NONFINITE] == 5 * 8
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3, 4, 5]
     assert world.audit.violations == []
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit):
+    run = config(num_rollout=20)
+    run = run.model_copy(update={"learner": Learner(max_nonfinite_batches=limit)})
+    world = World(config=run, finite=lambda rollout_id: rollout_id < 5)
+    with pytest.raises(Fatal, match=f"not finite in {limit} batches in a row, up to rollout {4 + limit}"):
+        world.run()
+    assert world.graveyard.prompts == set(world.trainer.batches[-1])
+    assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.NONFINITE}
 
 
 def test_over_sampling_keeps_the_first_and_gives_the_rest_back():

@@ -5,6 +5,7 @@ Only the ports are replaced. What runs between them is `miles_async.pipeline.ser
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from miles_async.core.bounds import Bounds, Schedule
 from miles_async.core.window import WindowedFIFOCollector
 from miles_async.observability.audit import Audit
 from miles_async.observability.events import Event, RunStarted
+from miles_async.pipeline.progress import resume
 from miles_async.pipeline.service import Ports, Service
 from miles_async.pipeline.source import RolloutSource
 from miles_async.types import DropReason, Group, Sample, StepReport
@@ -69,10 +71,11 @@ class Feed:
         return {group.feed_index for group in self._returned}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next}
+        return {"next": self._next, "returned": [group.feed_index for group in self._returned]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next = state["next"]
+        self._returned = deque(Group([Sample(prompt="?")], feed_index=name) for name in state["returned"])
 
 
 @dataclass
@@ -85,6 +88,8 @@ class Trainer:
     keeps_batches: bool
     batches: list[list[str]] = field(default_factory=list)
     """The feed indices of every batch, where it keeps them."""
+    saved: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What checkpoints remember of the pipeline, by rollout."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         started = self.clock.now()
@@ -92,6 +97,10 @@ class Trainer:
         if self.keeps_batches:
             self.batches.append([group.feed_index for group in groups])
         return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=self.finite(rollout_id))
+
+    async def save(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
+        await self.clock.sleep(self.seconds)
+        self.saved[rollout_id] = json.loads(json.dumps(progress))
 
 
 class Judge:
@@ -129,6 +138,8 @@ class World:
     """More event sinks, called beside the trace."""
     trace: Trace = field(default_factory=Trace)
     keeps_batches: bool = True
+    resume_from: Mapping[str, Any] | None = None
+    """What another run's checkpoint remembered."""
     graveyard: Graveyard = field(default_factory=Graveyard)
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """A rival window, made from W, to compare with."""
@@ -165,6 +176,7 @@ class World:
         self.fleet = engines = Engines(clock, self.latency, self.engines, self.seed)
         self.trainer = Trainer(clock, self.train_seconds, self.finite, self.keeps_batches)
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
+        first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)
         self.service = Service(
             self.config,
             self.bounds,
@@ -183,6 +195,7 @@ class World:
                 problems=(),
             ),
             take_turns=self.schedule is Schedule.TURNS,
+            first_rollout=first_rollout,
         )
         if self.window is not None:
             self.service._producer.window = self.window(self.bounds.window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,18 @@ class Stack:
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
 
-    def play(self, entry: str, *flags: str) -> Played:
+    def play(self, entry: str, *flags: str, resume_from: Path | None = None) -> Played:
         config = settings(entry, "--run-dir", str(self._folder), *flags)
-        return self.do(self._play(Played(config, RunFolder.create(config)), entry))
+        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from))
 
-    async def _play(self, played: Played, entry: str) -> Played:
+    async def _play(self, played: Played, entry: str, resume_from: Path | None) -> Played:
+        surroundings = replace(self.cluster.surroundings, resume_from=resume_from)
+        if resume_from is not None:
+            for rank in surroundings.learner_ranks:
+                await rank.load_state.remote(str(resume_from))
         worker = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
         played.events.append(run_started(played.config, played.folder, entry))
-        run = asyncio.ensure_future(_finished(worker.run.remote(self.cluster.surroundings)))
+        run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
         while not run.done():
             played.events += await worker.events.remote()
         played.events += await worker.events.remote()

@@ -18,7 +18,7 @@ from miles_async.adapters.megatron.optimizer import learning_rate
 from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Sample, VersionSpan
 
 pytestmark = pytest.mark.stack
 
@@ -81,7 +81,11 @@ def batch(*, poison: bool = False) -> list[Group]:
 
 
 def shares(groups: list[Group], *, steps: int = 1) -> list[TrainStep]:
-    [own] = policy_steps(groups, steps=steps, ranks=1, max_tokens=64, std_normalization=False)
+    config = RunConfig(
+        learner=Learner(num_steps_per_rollout=steps, max_tokens_per_gpu=64),
+        algorithm=Algorithm(grpo_std_normalization=False),
+    )
+    [own] = policy_steps(groups, config, ranks=1)
     return own
 
 
@@ -169,6 +173,53 @@ def test_three_steps_move_the_weights_as_the_same_loss_and_adamw_do_on_hugging_f
             assert report.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         expected = dict(model.named_parameters())
         assert max((tensor - expected[name]).abs().max().item() for name, tensor in learner.weights()) < 1e-4
+
+
+@pytest.mark.parametrize("where", ["train", "infer"])
+def test_padded_rows_learn_what_packed_sequences_do(tiny: Path, where: str) -> None:
+    """Two steps, so that log-probabilities from before the first are laid out for themselves."""
+
+    def learned(**layout: object) -> tuple[dict[str, float], float, list[list[float]]]:
+        run = CONFIG.model_copy(
+            update={"learner": CONFIG.learner.model_copy(update={"num_steps_per_rollout": 2, **layout})}
+        )
+        [steps] = policy_steps(batch(), run, ranks=1)
+        with learning_from(tiny, run) as learner:
+            report = learner.train(0, steps)
+            return dict(report.metrics), report.tokens, learner.logprobs(token_lists()[:4])
+
+    rows = {f"use_dynamic_batching_in_{where}": True, f"max_tokens_per_microbatch_in_{where}": 48}
+    packed, tokens, plain = learned()
+    padded, same_tokens, same = learned(**rows, **{f"sequence_length_round_in_{where}": 8})
+    assert same_tokens == tokens, "padding is not counted"
+    assert (padded["padding"] > 1.1) is (where == "train")
+    for name in ("loss", "grad_norm", "entropy", "clip_fraction", "logprob_gap_mean"):
+        assert padded[name] == pytest.approx(packed[name], rel=1e-4, abs=1e-5)
+    for one, other in zip(same, plain, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_the_reference_model_stays_where_training_began(tiny: Path) -> None:
+    algorithm = CONFIG.algorithm.model_copy(update={"use_kl_loss": True})
+    with learning_from(tiny, CONFIG.model_copy(update={"algorithm": algorithm})) as learner:
+        distances = [learner.train(rollout, shares(batch())).metrics["kl"] for rollout in range(3)]
+    assert distances[0] == pytest.approx(0, abs=1e-6)
+    assert distances[0] < distances[1] < distances[2]
+
+
+def test_metrics_tell_tokens_of_one_staleness_from_those_of_another(learner: MegatronLearner) -> None:
+    groups = batch()
+    for group in groups[:1]:
+        for sample in group:
+            sample.spans = [VersionSpan(4, 0, 1), VersionSpan(6, 1, 4)]
+    for group in groups[1:]:
+        for sample in group:
+            sample.spans = [VersionSpan(6, 0, 4)]
+    learner.version = 6
+    metrics = learner.train(0, shares(groups)).metrics
+    assert metrics["token_share_staleness_2"] == pytest.approx(2 / 32)
+    assert metrics["token_share_staleness_0"] == pytest.approx(30 / 32)
+    assert "ess_staleness_1" not in metrics
 
 
 def reference_loss(model: torch.nn.Module, packed: PackedBatch) -> torch.Tensor:

@@ -98,8 +98,17 @@ def test_the_same_settings_learn_the_same(tiny: Path, usual: dict[str, torch.Ten
     [
         {"eps_clip": 1e-4},
         {"eps_clip_high": 1e-4},
-        {"use_tis": False},
+        {"off_policy_correction": "none"},
+        {"off_policy_correction": "decoupled"},
+        {"off_policy_correction": "icepop", "icepop_band": [0.2, 4.0]},
+        {"off_policy_correction": "sequence"},
+        {"icepop_band": [0.5, 1.5], "off_policy_correction": "icepop"},
         {"tis_clip": 0.3},
+        {"advantage_estimator": "gspo"},
+        {"advantage_estimator": "cispo"},
+        {"loss_aggregation": "constant"},
+        {"use_kl_loss": True, "kl_loss_coef": 1.0},
+        {"kl_coef": 1.0},
         {"entropy_coef": 0.1},
         {"lr": 2e-3},
         {"lr_warmup_steps": 3},
@@ -115,6 +124,14 @@ def test_another_setting_learns_other_weights(
     tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any]
 ) -> None:
     assert not same(learned(tiny, **setting), usual)
+
+
+def test_the_reference_model_is_another_checkpoint_where_one_is_named(tiny: Path, tmp_path: Path) -> None:
+    create_tiny_model(TinyModel(**SMALL), tmp_path / "other", seed=2)
+    kl = {"use_kl_loss": True, "kl_loss_coef": 1.0}
+    own = learned(tiny, **kl)
+    assert not same(learned(tiny, **kl, ref_load=str(tmp_path / "other")), own)
+    assert not same(learned(tiny, **kl, kl_loss_type="k1"), own)
 
 
 @pytest.mark.parametrize(

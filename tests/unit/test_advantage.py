@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from miles_async.core.advantage import group_advantages
+from miles_async.core.advantage import generalized_advantages, group_advantages, overlong_penalty, whitened
 
 
 def test_an_advantage_is_the_distance_from_the_groups_mean_reward() -> None:
@@ -17,3 +18,29 @@ def test_std_normalization_makes_the_spread_of_a_group_one() -> None:
 def test_equal_rewards_teach_nothing(std_normalization: bool) -> None:
     assert group_advantages([0.7, 0.7, 0.7], std_normalization=std_normalization) == [0.0, 0.0, 0.0]
     assert group_advantages([1.0], std_normalization=std_normalization) == [0.0]
+
+
+def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
+    random = np.random.default_rng(0)
+    values, weights = random.normal(3, 2, 50), random.integers(1, 9, 50)
+    white = np.array(whitened(values.tolist(), weights.tolist()))
+    assert np.average(white, weights=weights) == pytest.approx(0, abs=1e-9)
+    assert np.average(white**2, weights=weights) == pytest.approx(1, abs=1e-5)
+    assert whitened([2.0, 2.0], [1, 5]) == [0, 0]
+    assert whitened([1.0, 2.0], [0, 0]) == [0, 0]
+
+
+def test_the_overlong_penalty_grows_in_a_straight_line_over_the_buffer() -> None:
+    penalties = [overlong_penalty(length, longest=100, buffer=20) for length in (10, 80, 85, 100, 120)]
+    assert penalties == [0, 0, -0.25, -1, -1]
+
+
+@pytest.mark.parametrize("discount, decay", [(1.0, 0.95), (0.99, 0.0), (0.9, 1.0)])
+def test_generalized_advantages_are_the_decayed_sums_of_surprises(discount: float, decay: float) -> None:
+    random = np.random.default_rng(1)
+    rewards, values = random.normal(size=7), random.normal(size=7)
+    surprise = rewards + discount * np.append(values[1:], 0) - values
+    expected = [sum((discount * decay) ** (k - t) * surprise[k] for k in range(t, 7)) for t in range(7)]
+    advantages, returns = generalized_advantages(rewards.tolist(), values.tolist(), discount=discount, decay=decay)
+    assert advantages == pytest.approx(expected)
+    assert returns == pytest.approx(np.array(expected) + values)

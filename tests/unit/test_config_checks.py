@@ -180,3 +180,56 @@ def test_the_table_says_when_the_window_was_cut():
     run = config(**ASYNC, max_weight_staleness=1, over_sampling_batch_size=64)
     assert bounds_of(run, "train_async.py").window == 33
     assert "cut from 64" in table(run, "train_async.py")
+
+
+def test_no_correction_in_a_fully_asynchronous_run_is_noted():
+    (note,) = notes(config(**ASYNC, off_policy_correction="none"), "train_async.py")
+    assert note.startswith("off_policy_correction none trains tokens of older weights as if they were new")
+    assert notes(config(off_policy_correction="none"), "train.py") == []
+    assert notes(config(**ASYNC), "train_async.py") == []
+
+
+@pytest.mark.parametrize("setting", [{"rollout_top_p": 0.9}, {"rollout_top_k": 20}])
+def test_sampling_that_is_cut_is_noted_because_ratios_do_not_know_of_it(setting):
+    (note,) = notes(config(**setting), "train_async.py")
+    assert "cut the distribution" in note
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        ({"sequence_length_round_in_train": 63}, "sequence_length_round_in_train 63 is not divisible by"),
+        ({"max_tokens_per_microbatch_in_train": 127}, "max_tokens_per_microbatch_in_train to 128 or more"),
+    ],
+)
+def test_rows_that_cannot_be_cut_are_refused(settings, complaint):
+    limits = {"rollout_max_prompt_len": 30, "rollout_max_response_len": 70, "max_tokens_per_gpu": 100}
+    layout = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "max_tokens_per_microbatch_in_train": 128}
+    settings = limits | layout | settings
+    (sentence,) = refusals(**settings, use_dynamic_batching_in_train=True)
+    assert complaint in sentence
+    assert refusals(**settings) == []
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        ({"overlong_buffer_len": 9, "rollout_max_response_len": 8}, "overlong_buffer_len 9 is above"),
+        ({"icepop_band": [1.5, 2]}, "does not hold the ratio 1"),
+    ],
+)
+def test_a_loss_that_makes_no_sense_is_refused(settings, complaint):
+    assert any(complaint in sentence for sentence in refusals(**settings))
+
+
+def test_one_sample_per_prompt_is_enough_where_the_whole_batch_is_compared():
+    assert refusals(n_samples_per_prompt=1, advantage_estimator="reinforce_plus_plus") == []
+    assert "compares the samples of a group" in refusals(n_samples_per_prompt=1)[0]
+
+
+def test_a_reference_model_must_be_there_and_be_used(tmp_path):
+    (sentence,) = refusals(ref_load=str(tmp_path), use_kl_loss=True)
+    assert "is no Hugging Face checkpoint" in sentence
+    (tmp_path / "config.json").write_text("{}")
+    assert refusals(ref_load=str(tmp_path), kl_coef=0.1) == []
+    assert "nothing uses" in refusals(ref_load=str(tmp_path))[0]

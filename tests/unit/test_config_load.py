@@ -51,9 +51,9 @@ def test_a_setting_can_be_written_in_four_ways(argv):
 
 def test_switches_are_turned_on_and_off():
     assert load("--grpo-std-normalization").algorithm.grpo_std_normalization is True
-    assert load("--no-use-tis", "--num-rollout", "3").algorithm.use_tis is False
-    assert load("--use-tis=false").algorithm.use_tis is False
-    assert load("--use-tis", "false").algorithm.use_tis is False
+    assert load("--no-progress-bar", "--num-rollout", "3").observability.progress_bar is False
+    assert load("--progress-bar=false").observability.progress_bar is False
+    assert load("--progress-bar", "false").observability.progress_bar is False
 
 
 def test_a_setting_whose_name_begins_with_no_is_not_taken_for_a_negation():
@@ -118,7 +118,7 @@ def test_an_override_reaches_into_a_dict_and_leaves_the_rest_of_it(config_file):
         (["rollout.batch_size=1"], "did you mean rollout.rollout_batch_size?"),
         (["run_my_model"], "unexpected argument 'run_my_model'"),
         (["--lr"], "--lr needs a value"),
-        (["--no-use-tis=1"], "--no-use-tis takes no value"),
+        (["--no-progress-bar=1"], "--no-progress-bar takes no value"),
         (["--config"], "--config needs a YAML file"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
         (["--lr", "fast"], "--lr: input should be a valid number"),

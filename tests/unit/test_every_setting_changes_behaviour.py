@@ -15,6 +15,7 @@ RUN = "unit/test_observability_run.py"
 SERVICE = "sim/test_service.py"
 HEAD = "sim/test_head_policy.py"
 PLACE = "unit/test_settings_reach_their_place.py"
+RESUME = "sim/test_resume.py"
 LEARNER = "stack/test_learner_settings.py"
 
 PROOF = {
@@ -69,13 +70,22 @@ PROOF = {
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
     "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_never_comes_fails_the_group",
     # algorithm
-    "advantage_estimator": f"{PLACE}::test_an_estimator_that_is_not_there_is_refused",
+    "advantage_estimator": f"{PLACE}::test_reinforce_plus_plus_compares_with_the_tokens_of_the_whole_batch",
     "grpo_std_normalization": f"{PLACE}::test_advantages_are_divided_by_the_spread_of_their_group_or_not",
     "eps_clip": f"{LEARNER}::test_another_setting_learns_other_weights",
     "eps_clip_high": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "use_tis": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "off_policy_correction": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "icepop_band": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "loss_aggregation": f"{PLACE}::test_the_aggregation_decides_what_a_token_of_a_long_answer_counts",
+    "overlong_buffer_len": f"{PLACE}::test_an_answer_close_to_the_limit_loses_reward",
+    "overlong_penalty": f"{PLACE}::test_an_answer_close_to_the_limit_loses_reward",
     "tis_clip": f"{LEARNER}::test_another_setting_learns_other_weights",
     "entropy_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "use_kl_loss": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "kl_loss_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "kl_loss_type": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "kl_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "ref_load": f"{LEARNER}::test_the_reference_model_is_another_checkpoint_where_one_is_named",
     # learner
     "global_batch_size": f"{CHECKS}::test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do",
     "num_steps_per_rollout": f"{PLACE}::test_a_batch_is_cut_into_the_steps_asked_for",
@@ -87,6 +97,20 @@ PROOF = {
     "adam_beta2": f"{LEARNER}::test_another_setting_learns_other_weights",
     "clip_grad": f"{LEARNER}::test_another_setting_learns_other_weights",
     "max_tokens_per_gpu": f"{PLACE}::test_a_micro_batch_never_holds_more_tokens_than_allowed",
+    "use_dynamic_batch_size": f"{PLACE}::test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length",
+    "micro_batch_size": f"{PLACE}::test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length",
+    "balance_data": f"{PLACE}::test_ranks_get_the_same_work_unless_data_is_dealt_in_turn",
+    "use_dynamic_batching_in_train": f"{PLACE}::test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed",
+    "max_tokens_per_microbatch_in_train": f"{PLACE}::test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed",
+    "sequence_length_round_in_train": f"{PLACE}::test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed",
+    "use_dynamic_batching_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
+    "max_tokens_per_microbatch_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
+    "sequence_length_round_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
+    "max_nonfinite_batches": f"{SERVICE}::test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept",
+    "save": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
+    "save_interval": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
+    "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
+    "load": "unit/test_checkpoints.py::test_what_cannot_be_resumed_is_said_before_anything_starts",
     "precision": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",
     "tensor_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
     "sequence_parallel": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",

@@ -1,49 +1,143 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from miles_async.losses.correction import Correction, CorrectionSettings, importance_weights
 from miles_async.losses.logprobs import token_logprobs
-from miles_async.losses.policy import (
-    SUMS,
-    PolicyLossSettings,
+from miles_async.losses.objectives import (
+    cispo_objective,
     clipped_objective,
+    kl_penalty,
+    sequence_mean,
+    sequence_ratio,
+    to_come,
+    value_loss,
+)
+from miles_async.losses.policy import (
+    STALENESS_CLASSES,
+    SUMS,
+    Objective,
+    PolicyLossSettings,
+    TokenColumns,
     metrics_from,
+    objective_sum,
     policy_loss,
-    truncated_importance,
 )
 from miles_async.losses.supervised import supervised_loss
 
-SETTINGS = PolicyLossSettings(eps_clip=0.2, eps_clip_high=0.3, tis_clip=2.0, entropy_coef=0.01)
+
+def settings(
+    objective: Objective = "token_clip", method: Correction = "tis", upper: float = 2.0, **others: Any
+) -> PolicyLossSettings:
+    correction = CorrectionSettings(method=method, upper=upper, band=(0.5, 1.8))
+    usual = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_estimator": "k3"}
+    usual |= {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
+    return PolicyLossSettings(objective=objective, correction=correction, **usual | others)
 
 
 def inputs(n: int = 40) -> dict[str, torch.Tensor]:
+    """Log-probabilities under the three policies lie near each other, so that some ratios are clipped and some not."""
     random = np.random.default_rng(0)
-    columns = {
-        "logprobs": -random.exponential(1.0, n),
+    rollout = -random.exponential(1.0, n)
+    old = rollout + random.normal(0, 0.5, n)
+    values = {
+        "logprobs": old + random.normal(0, 0.3, n),
         "entropy": random.exponential(1.0, n),
-        "old_logprobs": -random.exponential(1.0, n),
-        "rollout_logprobs": -random.exponential(1.0, n),
+        "old_logprobs": old,
+        "rollout_logprobs": rollout,
         "advantages": random.normal(0.0, 1.0, n),
+        "shares": random.uniform(0.5, 1.5, n),
+        "reference_logprobs": rollout + random.normal(0, 0.5, n),
+        "sequences": np.sort(random.integers(0, 6, n)),
+        "staleness": random.integers(0, 7, n),
     }
-    return {name: torch.from_numpy(values) for name, values in columns.items()}
+    return {name: torch.from_numpy(column) for name, column in values.items()}
 
 
-def test_the_loss_agrees_with_the_formula_written_out_in_numpy() -> None:
+def columns(tensors: dict[str, torch.Tensor]) -> TokenColumns:
+    return TokenColumns(**{name: t for name, t in tensors.items() if name not in ("logprobs", "entropy")})
+
+
+def loss_of(tensors: dict[str, torch.Tensor], total_tokens: int, how: PolicyLossSettings) -> Any:
+    return policy_loss(
+        tensors["logprobs"], tensors["entropy"], columns(tensors), total_tokens=total_tokens, settings=how
+    )
+
+
+def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> float:
+    """The loss written out: entropy bonus 0.01, KL k3 0.1, clip 0.2 and 0.3, weights up to 2, band 0.5 to 1.8."""
+    x = {name: tensor.numpy() for name, tensor in tensors.items()}
+    lp, old, a = x["logprobs"], x["old_logprobs"], x["advantages"]
+
+    def per_sequence(values: np.ndarray, how: Any) -> np.ndarray:
+        return np.array([how(values[x["sequences"] == s]) for s in x["sequences"]])
+
+    ratio = np.exp(lp - old)
+    if objective == "sequence_clip":
+        ratio = np.exp(per_sequence(lp - old, np.mean))
+    objectives = np.minimum(ratio * a, np.clip(ratio, 0.8, 1.3) * a)
+    if objective == "cispo":
+        objectives = np.clip(ratio, 0.8, 1.3) * a * lp
+    off = np.exp(old - x["rollout_logprobs"])
+    weight = {
+        "none": np.ones_like(off),
+        "tis": np.minimum(off, 2),
+        "decoupled": off,
+        "icepop": np.where((off >= 0.5) & (off <= 1.8), off, 0),
+        "sequence": np.minimum(per_sequence(off, np.prod), 2),
+    }[method]
+    away = x["reference_logprobs"] - lp
+    tokens = weight * objectives + 0.01 * x["entropy"] - 0.1 * (np.exp(away) - 1 - away)
+    return float(-(x["shares"] * tokens).sum() / 100)
+
+
+OBJECTIVES = ["token_clip", "sequence_clip", "cispo"]
+METHODS = ["tis", "decoupled", "icepop", "sequence", "none"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_loss_agrees_with_the_formula_written_out_in_numpy(objective: Objective, method: Correction) -> None:
     tensors = inputs()
-    loss, _ = policy_loss(**tensors, total_tokens=100, settings=SETTINGS)
-    lp, entropy, old, rollout, advantage = (tensor.numpy() for tensor in tensors.values())
-    ratio, weight = np.exp(lp - old), np.minimum(np.exp(old - rollout), 2.0)
-    objective = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.3) * advantage)
-    assert loss.item() == pytest.approx(-(weight * objective + 0.01 * entropy).sum() / 100, rel=1e-9)
+    loss, _ = loss_of(tensors, 100, settings(objective, method, kl_loss_coef=0.1))
+    assert loss.item() == pytest.approx(in_numpy(tensors, objective, method), rel=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
+    objective: Objective, method: Correction
+) -> None:
+    tensors = inputs(12)
+    tensors["logprobs"].requires_grad_()
+    tensors["entropy"].requires_grad_()
+    # CISPO's weight is held still on purpose, so its gradient is that of the loss with the ratio it had here.
+    still = {"logprobs": tensors["logprobs"].detach().clone()}
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        how = settings(objective, method, kl_loss_coef=0.1)
+        free, _ = loss_of({**tensors, "logprobs": logprobs, "entropy": entropy}, 12, how)
+        if objective != "cispo":
+            return free
+        held = (still["logprobs"] - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
+        moving = (logprobs.detach() - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
+        gap = tensors["old_logprobs"] - tensors["rollout_logprobs"]
+        weight, _ = importance_weights(gap, tensors["sequences"], how.correction)
+        difference = weight * (held - moving) * tensors["advantages"] * logprobs * tensors["shares"]
+        return free - difference.sum() / 12
+
+    assert torch.autograd.gradcheck(loss, (tensors["logprobs"], tensors["entropy"]))
 
 
 def test_micro_batches_add_up_to_the_loss_and_metrics_of_the_whole() -> None:
     tensors = inputs()
-    whole, sums = policy_loss(**tensors, total_tokens=40, settings=SETTINGS)
+    whole, sums = loss_of(tensors, 40, settings())
     parts = [
-        policy_loss(**{name: t[cut] for name, t in tensors.items()}, total_tokens=40, settings=SETTINGS)
+        loss_of({name: t[cut] for name, t in tensors.items()}, 40, settings())
         for cut in (slice(0, 7), slice(7, 7), slice(7, 40))
     ]
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-9)
@@ -51,29 +145,19 @@ def test_micro_batches_add_up_to_the_loss_and_metrics_of_the_whole() -> None:
     assert torch.stack([part.maximum for _, part in parts]).amax(0) == sums.maximum
 
 
-def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say() -> None:
-    tensors = inputs(12)
-    tensors["logprobs"].requires_grad_()
-    tensors["entropy"].requires_grad_()
-
-    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        free = {**tensors, "logprobs": logprobs, "entropy": entropy}
-        return policy_loss(**free, total_tokens=12, settings=SETTINGS)[0]
-
-    assert torch.autograd.gradcheck(loss, (tensors["logprobs"], tensors["entropy"]))
-
-
 def test_neither_old_logprobs_nor_the_importance_weight_carry_gradient() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    settings = PolicyLossSettings(eps_clip=0.2, eps_clip_high=0.2, tis_clip=10.0, entropy_coef=0.0)
-    loss, _ = policy_loss(
-        logprobs,
-        torch.zeros(2),
+    none = torch.zeros(2, dtype=torch.int64)
+    own = TokenColumns(
         old_logprobs=logprobs,
         rollout_logprobs=torch.tensor([-1.5, -1.0]),
         advantages=torch.tensor([1.0, -1.0]),
-        total_tokens=2,
-        settings=settings,
+        shares=torch.ones(2),
+        sequences=none,
+        staleness=none,
+    )
+    loss, _ = policy_loss(
+        logprobs, torch.zeros(2), own, total_tokens=2, settings=settings(upper=10.0, entropy_coef=0.0)
     )
     loss.backward()
     weights = torch.tensor([0.5, -1.0]).exp()
@@ -89,26 +173,106 @@ def test_the_clip_stops_the_gradient_only_where_it_would_push_further_out() -> N
     assert ratio.grad.tolist() == [0, -1, 1, 0, 1]
 
 
-def test_importance_weights_are_cut_above_only() -> None:
-    assert truncated_importance(torch.tensor([0.1, 1.0, 5.0]), 2.0).tolist() == pytest.approx([0.1, 1.0, 2.0])
-    assert truncated_importance(torch.tensor([0.1, 1.0, 5.0]), None).tolist() == [1, 1, 1]
+def test_cispo_keeps_the_gradient_of_tokens_whose_weight_it_clips() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    ratio = torch.tensor([3.0, 1.0, 0.1])
+    objective, clipped = cispo_objective(logprobs, ratio, torch.ones(3), 0.2, 0.3)
+    objective.sum().backward()
+    assert clipped.tolist() == [1, 0, 1]
+    assert logprobs.grad.tolist() == pytest.approx([1.3, 1.0, 0.8])
 
 
-def test_metrics_name_what_happened_to_the_tokens() -> None:
-    sums = torch.zeros(len(SUMS))
+def test_all_tokens_of_a_sequence_share_its_ratio() -> None:
+    logprobs = torch.tensor([0.2, 0.4, 1.0])
+    ratio = sequence_ratio(logprobs, torch.zeros(3), torch.tensor([0, 0, 2]))
+    assert ratio.tolist() == pytest.approx([np.exp(0.3), np.exp(0.3), np.e])
+    assert sequence_mean(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+@pytest.mark.parametrize("method, expected", [
+    ("tis", ([0.1, 1.0, 2.0], [0, 0, 1])),
+    ("decoupled", ([0.1, 1.0, 5.0], [0, 0, 0])),
+    ("icepop", ([0.0, 1.0, 0.0], [1, 0, 1])),
+    ("sequence", ([0.1, 2.0, 2.0], [0, 1, 1])),
+    ("none", ([1.0, 1.0, 1.0], [0, 0, 0])),
+])  # fmt: skip
+def test_a_correction_weighs_tokens_by_how_far_their_policies_are_apart(method: Correction, expected: Any) -> None:
+    gap = torch.tensor([0.1, 1.0, 5.0]).log()
+    weights, bounded = importance_weights(gap, torch.tensor([0, 1, 1]), settings(method=method).correction)
+    assert weights.tolist() == pytest.approx(expected[0])
+    assert bounded.tolist() == expected[1]
+
+
+def test_kl_estimates_agree_with_the_divergence_they_estimate() -> None:
+    torch.manual_seed(0)
+    policy, reference = (torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    exact = (policy.exp() * (policy - reference)).sum()
+    for estimator in ("k1", "k3"):
+        assert torch.allclose((policy.exp() * kl_penalty(policy, reference, estimator)).sum(), exact)
+    assert kl_penalty(policy, reference, "k3").min() >= 0
+    assert torch.allclose(kl_penalty(policy, reference, "k2"), (policy - reference).square() / 2)
+    assert kl_penalty(policy, policy, "k3").tolist() == [0] * 5
+
+
+def test_what_is_to_come_is_summed_within_the_sequence() -> None:
+    sums = to_come(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2]))
+    assert sums.tolist() == [7, 6, 4, 24, 16]
+    assert to_come(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_a_penalty_in_the_reward_lowers_the_advantage_of_a_token_by_all_that_follows() -> None:
+    tensors = inputs()
+    penalized, _ = loss_of(tensors, 40, settings(kl_reward_coef=0.1, kl_estimator="k1"))
+    away = tensors["old_logprobs"] - tensors["reference_logprobs"]
+    lower = {**tensors, "advantages": tensors["advantages"] - 0.1 * to_come(away, tensors["sequences"])}
+    assert penalized.item() == pytest.approx(loss_of(lower, 40, settings())[0].item(), rel=1e-9)
+
+
+def test_the_gradient_of_k2_is_that_of_the_divergence() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(5, dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    sampled = (policy.exp().detach() * kl_penalty(policy, reference, "k2")).sum()
+    [of_exact] = torch.autograd.grad(exact, logits, retain_graph=True)
+    [of_sampled] = torch.autograd.grad(sampled, logits)
+    assert torch.allclose(of_exact, of_sampled)
+
+
+def test_the_value_loss_takes_the_larger_of_free_and_clipped_error() -> None:
+    random = np.random.default_rng(0)
+    values, old, returns = (random.normal(size=9) for _ in range(3))
+    near = old + np.clip(values - old, -0.2, 0.2)
+    expected = np.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
+    tensors = [torch.from_numpy(x) for x in (values, old, returns)]
+    assert value_loss(*tensors, 0.2).numpy() == pytest.approx(expected)
+    free = tensors[0].requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, tensors[1], tensors[2], 0.2), (free,))
+
+
+def test_metrics_name_what_happened_to_the_tokens_of_every_staleness() -> None:
+    sums = torch.zeros(STALENESS_CLASSES, len(SUMS))
     for name, value in {"tokens": 4, "objective": -2, "clipped": 1, "ratio": 4, "ratio_squared": 8}.items():
-        sums[SUMS.index(name)] = value
+        sums[0, SUMS.index(name)] = value
+    for name, value in {"tokens": 4, "bounded": 2, "ratio": 8, "ratio_squared": 16, "gap": 2}.items():
+        sums[4, SUMS.index(name)] = value
     metrics = metrics_from(sums, torch.tensor([0.5]))
-    assert metrics["loss"] == 0.5
-    assert metrics["clip_fraction"] == 0.25
-    assert metrics["ess"] == 0.5
+    assert metrics["loss"] == 0.25
     assert metrics["logprob_gap_max"] == 0.5
+    assert (metrics["ess"], metrics["ess_staleness_0"], metrics["ess_staleness_4_or_more"]) == (0.75, 0.5, 1.0)
+    assert (metrics["clip_fraction"], metrics["clip_fraction_staleness_0"]) == (0.125, 0.25)
+    assert metrics["bounded_fraction_staleness_4_or_more"] == metrics["logprob_gap_mean_staleness_4_or_more"] == 0.5
+    assert metrics["token_share_staleness_0"] == 0.5
+    assert not [name for name in metrics if name.endswith("staleness_1")], "there were none"
 
 
 def test_a_logprob_that_is_not_a_number_shows_in_the_loss() -> None:
     tensors = inputs()
     tensors["advantages"][3] = float("nan")
-    assert policy_loss(**tensors, total_tokens=40, settings=SETTINGS)[0].isnan()
+    loss, parts = loss_of(tensors, 40, settings())
+    assert loss.isnan()
+    assert np.isnan(objective_sum(parts.sums))
 
 
 def test_token_logprobs_and_entropy_agree_with_log_softmax_and_with_finite_differences() -> None:

@@ -1,25 +1,35 @@
 from __future__ import annotations
 
+import math
 from itertools import chain, combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.core.packing import pack
+from miles_async.core.packing import fixed_size, pack, report_on, work
 
 lengths_of_samples = st.lists(st.integers(1, 100), min_size=4, max_size=200)
 
 
-@given(lengths=lengths_of_samples, cap=st.integers(100, 400), ranks=st.integers(1, 4))
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=200),
+    cap=st.integers(100, 400),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 4),
+    knee=st.sampled_from([math.inf, 30.0]),
+)
 def test_every_sample_is_packed_once_under_the_cap_in_equally_many_micro_batches(
-    lengths: list[int], cap: int, ranks: int
+    lengths: list[int], cap: int, ranks: int, multiple: int, knee: float
 ) -> None:
-    packed = pack(lengths, cap, ranks)
+    packed = pack(lengths, cap, ranks, multiple=multiple, knee=knee)
     assert sorted(chain.from_iterable(chain.from_iterable(packed))) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in bin_) <= cap for bins in packed for bin_ in bins)
     assert len(packed) == ranks
-    assert len({len(bins) for bins in packed}) == 1
+    [count] = {len(bins) for bins in packed}
+    assert count > 0
+    assert count % multiple == 0
+    assert report_on(packed, lengths, cap, multiple=multiple, knee=knee).lower_bound <= count
 
 
 @given(lengths=lengths_of_samples)
@@ -30,13 +40,56 @@ def test_no_two_micro_batches_would_fit_into_one(lengths: list[int]) -> None:
 
 
 def test_long_samples_are_placed_first_and_short_ones_fill_the_gaps() -> None:
-    assert pack([4, 8, 1, 4, 2, 1], 10) == [[[1, 4], [0, 2, 3, 5]]]
+    [bins] = pack([4, 8, 1, 4, 2, 1], 10)
+    assert sorted(bins) == [[0, 2, 3, 5], [1, 4]]
 
 
-def test_ranks_carry_about_the_same_tokens() -> None:
-    packed = pack([50] * 10 + [10] * 50, 100, 2)
-    tokens = [sum([50, 10][i >= 10] for bin_ in bins for i in bin_) for bins in packed]
-    assert tokens == [500, 500]
+def test_ranks_do_the_same_work_which_is_more_than_their_tokens_say() -> None:
+    lengths = [800] + [100] * 24
+    by_tokens, by_work = pack(lengths, 4000, 2), pack(lengths, 4000, 2, knee=800)
+    tokens = [sum(lengths[i] for bin_ in bins for i in bin_) for bins in by_tokens]
+    assert tokens == [1600, 1600]
+    loads = [sum(work(lengths[i], 800) for bin_ in bins for i in bin_) for bins in by_work]
+    assert loads == pytest.approx([2162.5, 2137.5])
+    assert report_on(by_tokens, lengths, 4000, knee=800).imbalance > 0.15
+    assert report_on(by_work, lengths, 4000, knee=800).imbalance < 0.01
+
+
+def test_a_plan_is_reported_with_its_distance_from_the_fewest_micro_batches() -> None:
+    lengths = [6, 6, 6, 2]
+    report = report_on(pack(lengths, 10), lengths, 10)
+    assert (report.micro_batches, report.lower_bound, report.padding) == (3, 2, 1.0)
+
+
+def test_micro_batches_do_not_come_in_the_order_of_their_lengths() -> None:
+    lengths = list(range(1, 201))
+    [bins] = pack(lengths, 200)
+    heads = [max(lengths[i] for i in bin_) for bin_ in bins]
+    assert heads != sorted(heads, reverse=True)
+    half = len(heads) // 2
+    assert abs(sum(heads[:half]) - sum(heads[half:])) < 0.2 * sum(heads)
+
+
+def test_the_same_samples_are_always_packed_alike() -> None:
+    lengths = [7, 3, 9, 3, 3, 8, 1] * 30
+    assert pack(lengths, 20, 3, knee=50) == pack(lengths, 20, 3, knee=50)
+
+
+def test_one_sample_or_none_leaves_ranks_with_empty_micro_batches() -> None:
+    assert pack([], 10, 2) == [[[]], [[]]]
+    one, other = pack([4], 10, 2, multiple=2)
+    assert (sorted(one), other) == ([[], [0]], [[], []])
+
+
+def test_micro_batches_of_fixed_size_are_equally_many_on_all_ranks() -> None:
+    assert fixed_size(7, 2, 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert fixed_size(5, 2, 2) == [[[0, 2], [4]], [[1, 3], []]]
+    assert fixed_size(0, 2, 2) == [[[]], [[]]]
+
+
+def test_bins_are_split_as_often_as_the_pipeline_needs() -> None:
+    [bins] = pack([1, 1, 1, 1], 10, multiple=4)
+    assert sorted(bins) == [[0], [1], [2], [3]]
 
 
 def test_a_sample_above_the_cap_is_named_with_what_to_set() -> None:
@@ -45,7 +98,8 @@ def test_a_sample_above_the_cap_is_named_with_what_to_set() -> None:
 
 
 def test_empty_micro_batches_make_up_the_number_where_no_bin_can_be_split() -> None:
-    assert pack([6, 5, 7], 10, 2) == [[[2], []], [[0], [1]]]
+    one, other = pack([6, 5, 7], 10, 2)
+    assert (sorted(one), sorted(other)) == ([[], [2]], [[0], [1]])
 
 
 def test_a_bin_is_split_before_a_rank_goes_empty() -> None:

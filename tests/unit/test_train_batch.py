@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 
-from miles_async.adapters.megatron.batch import policy_steps, supervised_step
+from miles_async.adapters.megatron.batch import NO_VERSION, laid_out_for_forward, policy_steps, supervised_step
+from miles_async.config.schema import Algorithm, Learner, RunConfig
 from miles_async.errors import BadTrajectory
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Sample, VersionSpan
 
 
 def sample(index: int, reward: float | None = 1.0, response: int = 3, mask: list[int] | None = None) -> Sample:
@@ -19,7 +22,11 @@ def sample(index: int, reward: float | None = 1.0, response: int = 3, mask: list
 
 
 def steps_of(*groups: Group, steps: int = 1, ranks: int = 1) -> list[list]:
-    return policy_steps(groups, steps=steps, ranks=ranks, max_tokens=100, std_normalization=False)
+    config = RunConfig(
+        learner=Learner(num_steps_per_rollout=steps, max_tokens_per_gpu=100),
+        algorithm=Algorithm(grpo_std_normalization=False),
+    )
+    return policy_steps(groups, config, ranks=ranks)
 
 
 def test_each_trained_token_carries_its_place_its_engine_logprob_and_its_samples_advantage() -> None:
@@ -31,6 +38,43 @@ def test_each_trained_token_carries_its_place_its_engine_logprob_and_its_samples
     assert batch.rollout_logprobs.tolist() == pytest.approx([-0.1, -0.3, -0.1, -0.2, -0.3])
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
     assert step.total_tokens == 5
+
+
+def test_each_trained_token_knows_the_version_that_sampled_it_and_its_sequence() -> None:
+    continued = sample(0, 1.0, response=4, mask=[1, 1, 0, 1])
+    continued.spans = [VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)]
+    [[step]] = steps_of(Group([continued, sample(1, 0.0, response=1)]))
+    [batch] = step.micro_batches
+    assert batch.versions.tolist() == [3, 5, NO_VERSION, NO_VERSION]
+    assert batch.sequences.tolist() == [0, 0, 0, 1]
+
+
+def test_padding_follows_each_sequence_and_moves_no_target() -> None:
+    config = RunConfig(learner=Learner(use_dynamic_batching_in_train=True, sequence_length_round_in_train=4))
+    [[step]] = policy_steps([Group([sample(0, 1.0, response=3), sample(1, 0.0, response=1)])], config, ranks=1)
+    [batch] = step.micro_batches
+    assert batch.tokens.tolist() == [101, 1, 0, 0, 0, 0, 0, 0, 100, 1, 0, 1, 2, 0, 0, 0]
+    assert (batch.lengths.tolist(), batch.padding) == ([8, 8], 8)
+    assert batch.targets.tolist() == [2, 10, 11, 12]
+
+
+def test_sequences_laid_out_anew_find_their_targets_places_again() -> None:
+    learner = Learner(max_tokens_per_gpu=9)
+    groups = Group([sample(i, float(i), response=1 + i % 3) for i in range(6)])
+    [[step]] = policy_steps([groups], RunConfig(learner=learner), ranks=1)
+    rows = learner.model_copy(update={"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 3})
+    tokens = [0] * sum(len(batch.targets) for batch in step.micro_batches)
+    for part in laid_out_for_forward(step.micro_batches, rows):
+        for place, target in zip(part.places, part.batch.targets, strict=True):
+            tokens[place] = int(part.batch.tokens[target])
+    assert tokens == [int(token) for batch in step.micro_batches for token in batch.tokens[batch.targets]]
+
+
+def test_a_step_is_not_a_class_of_lengths() -> None:
+    groups = [Group([sample(2 * g, response=1 + g), sample(2 * g + 1, 0.0, response=20 - g)]) for g in range(20)]
+    [steps] = steps_of(*groups, steps=4)
+    means = [fmean(length for batch in step.micro_batches for length in batch.lengths) for step in steps]
+    assert max(means) - min(means) < 0.1 * fmean(means)
 
 
 def test_ranks_share_the_samples_and_divide_by_the_tokens_of_all_of_them() -> None:
@@ -64,7 +108,7 @@ def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
 
 
 def test_a_supervised_step_trains_every_response_token_and_no_other() -> None:
-    step = supervised_step([[1, 2], [3]], [[4], [5, 6]], max_tokens=10)
+    step = supervised_step([[1, 2], [3]], [[4], [5, 6]], Learner(max_tokens_per_gpu=10))
     [batch] = step.micro_batches
     assert batch.tokens[batch.targets].tolist() == [4, 5, 6]
     assert step.total_tokens == 3

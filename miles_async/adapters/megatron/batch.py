@@ -1,4 +1,4 @@
-"""What a learner rank is handed for one drained batch: packed columns, ready to train, cheap to send.
+"""What a learner rank is handed for one drained batch: columns laid out, ready to train, cheap to send.
 
 Built once, on the driver, from all groups of the batch: advantages and packing see the whole of it before it is cut up
 for the ranks. Only NumPy, so that whoever builds batches need not load torch.
@@ -12,27 +12,43 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_async.config.schema import RunConfig
-from miles_async.core.advantage import group_advantages
-from miles_async.core.packing import pack
+from miles_async.adapters.megatron.layout import attention_knee, forward_layout, training_layout
+from miles_async.config.schema import Algorithm, Learner, RunConfig
+from miles_async.core.advantage import group_advantages, overlong_penalty, whitened
+from miles_async.core.packing import PackingReport
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.types import Group, Sample
+
+NO_VERSION = -1
+"""Of a trained token that no span covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences laid end to end, without padding. T tokens, n sequences, m trained tokens."""
+    """Sequences laid end to end. T tokens, n sequences, m trained tokens."""
 
     tokens: NDArray[np.int64]
-    """[T] prompt and response ids of one sequence after the other."""
+    """[T] prompt and response ids of one sequence after the other, each followed by its padding where rows are asked
+    for."""
     lengths: NDArray[np.int64]
-    """[n] tokens of each sequence."""
+    """[n] tokens of each sequence, its padding included."""
     targets: NDArray[np.int64]
-    """[m] places in `tokens` of the tokens that are trained; each is predicted at the place before it."""
+    """[m] places in `tokens` of the tokens that are trained, rising; each is predicted at the place before it."""
     rollout_logprobs: NDArray[np.float32]
-    """[m] log-probabilities that the engines reported; empty in supervised batches, like the next."""
+    """[m] log-probabilities that the engines reported; empty in supervised batches, like the next three."""
     advantages: NDArray[np.float32]
     """[m] advantage of each token's sample."""
+    shares: NDArray[np.float32]
+    """[m] how much each token counts in the loss's sum over tokens; ones make a mean over the step's tokens."""
+    versions: NDArray[np.int64]
+    """[m] weight version that sampled each token, or NO_VERSION."""
+    padding: int = 0
+    """How many of the T tokens are padding."""
+
+    @property
+    def sequences(self) -> NDArray[np.int64]:
+        """[m] the number of the sequence that each trained token belongs to, rising."""
+        return np.searchsorted(np.cumsum(self.lengths), self.targets, side="right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,18 @@ class TrainStep:
     """Equally many on all ranks."""
     total_tokens: int
     """Trained tokens of the step over all ranks and micro-batches: what the loss is divided by."""
+    packing: PackingReport | None = None
+    """How well the step's samples fit; None for supervised steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A sample and what it teaches."""
+
+    sample: Sample
+    advantage: float
+    share: float = 1.0
+    """See `PackedBatch.shares`."""
 
 
 def rank_shares(groups: Sequence[Group], config: RunConfig, world_size: int) -> list[list[TrainStep]]:
@@ -52,37 +80,50 @@ def rank_shares(groups: Sequence[Group], config: RunConfig, world_size: int) -> 
     """
     shards = config.learner.tensor_model_parallel_size
     try:
-        shares = policy_steps(
-            groups,
-            steps=config.learner.num_steps_per_rollout,
-            ranks=world_size // shards,
-            max_tokens=config.learner.max_tokens_per_gpu,
-            std_normalization=config.algorithm.grpo_std_normalization,
-        )
+        shares = policy_steps(groups, config, ranks=world_size // shards)
     except ValueError as error:
         raise UserError(str(error)) from error
     return [share for share in shares for _ in range(shards)]
 
 
-def policy_steps(
-    groups: Sequence[Group], *, steps: int, ranks: int, max_tokens: int, std_normalization: bool
-) -> list[list[TrainStep]]:
-    """`steps` optimizer steps for each of `ranks` data-parallel ranks: `result[rank][step]`.
+def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> list[list[TrainStep]]:
+    """`num_steps_per_rollout` optimizer steps for each of `ranks` data-parallel ranks: `result[rank][step]`.
 
-    Samples go to the steps in the order of their index. Raises BadTrajectory when a sample has no reward or its
-    columns do not fit together, ValueError when packing cannot be done (see `core.packing.pack`) or the samples do
-    not divide by `steps`.
+    Samples go to the steps in the order of their index, so that no step is a class of lengths. Raises BadTrajectory
+    when a sample has no reward or its columns do not fit together, ValueError when a sample does not fit into a
+    micro-batch or the samples do not divide into the steps.
     """
-    samples: list[tuple[Sample, float]] = []
-    for group in groups:
-        rewards = [scalar_reward(sample) for sample in group]
-        samples += zip(group, group_advantages(rewards, std_normalization=std_normalization), strict=True)
-    if len(samples) % steps:
-        raise ValueError(f"{len(samples)} samples do not divide into num_steps_per_rollout={steps} equal steps")
-    samples.sort(key=lambda pair: -1 if pair[0].index is None else pair[0].index)
-    share = len(samples) // steps
-    cut = [_cut(samples[start : start + share], ranks, max_tokens) for start in range(0, len(samples), share)]
+    steps = config.learner.num_steps_per_rollout
+    longest = config.rollout.rollout_max_response_len
+    scored = credited(groups, config.algorithm, longest)
+    if len(scored) % steps:
+        raise ValueError(f"{len(scored)} samples do not divide into num_steps_per_rollout={steps} equal steps")
+    scored.sort(key=lambda one: -1 if one.sample.index is None else one.sample.index)
+    size = len(scored) // steps
+    knee = attention_knee(config.model) if ranks > 1 else float("inf")
+    cut = [
+        _cut(_weighed(scored[start : start + size], config.algorithm, longest), config.learner, ranks, knee)
+        for start in range(0, len(scored), size)
+    ]
     return [[step[rank] for step in cut] for rank in range(ranks)]
+
+
+def credited(groups: Sequence[Group], algorithm: Algorithm, longest: int) -> list[Scored]:
+    """Every sample with its advantage; `longest` is the response limit in tokens."""
+    estimator, scored = algorithm.advantage_estimator, []
+    for group in groups:
+        rewards = [scalar_reward(sample) + _shaping(sample, algorithm, longest) for sample in group]
+        if estimator == "reinforce_plus_plus":
+            advantages = rewards
+        else:
+            divided = algorithm.grpo_std_normalization and estimator != "reinforce_plus_plus_baseline"
+            advantages = group_advantages(rewards, std_normalization=divided)
+        scored += [Scored(sample, advantage) for sample, advantage in zip(group, advantages, strict=True)]
+    if not estimator.startswith("reinforce_plus_plus"):
+        return scored
+    tokens = [len(_trained(one.sample)) for one in scored]
+    normal = whitened([one.advantage for one in scored], tokens)
+    return [Scored(one.sample, advantage) for one, advantage in zip(scored, normal, strict=True)]
 
 
 def scalar_reward(sample: Sample) -> float:
@@ -91,32 +132,77 @@ def scalar_reward(sample: Sample) -> float:
     return float(sample.reward)
 
 
-def _cut(samples: Sequence[tuple[Sample, float]], ranks: int, max_tokens: int) -> list[TrainStep]:
-    bins_of_ranks = pack([len(sample.tokens) for sample, _ in samples], max_tokens, ranks)
-    packed = [[pack_samples([samples[i] for i in bin_]) for bin_ in bins] for bins in bins_of_ranks]
+def _shaping(sample: Sample, algorithm: Algorithm, longest: int) -> float:
+    if algorithm.overlong_buffer_len is None:
+        return 0.0
+    buffer = algorithm.overlong_buffer_len
+    return algorithm.overlong_penalty * overlong_penalty(sample.response_length, longest=longest, buffer=buffer)
+
+
+def _weighed(scored: Sequence[Scored], algorithm: Algorithm, longest: int) -> Sequence[Scored]:
+    """The shares that make the sum over tokens, divided by the step's tokens, the aggregation asked for."""
+    if algorithm.loss_aggregation == "token_mean":
+        return scored
+    tokens = [len(_trained(one.sample)) for one in scored]
+    per_sample = max(sum(tokens), 1) / len(scored)
+    divisors = tokens if algorithm.loss_aggregation == "sequence_mean" else [longest] * len(scored)
+    return [
+        Scored(one.sample, one.advantage, per_sample / max(divisor, 1))
+        for one, divisor in zip(scored, divisors, strict=True)
+    ]
+
+
+def _cut(scored: Sequence[Scored], learner: Learner, ranks: int, knee: float) -> list[TrainStep]:
+    layout = training_layout([len(one.sample.tokens) for one in scored], learner, ranks, knee)
+    packed = [
+        [pack_samples([scored[i] for i in bin_], width) for bin_, width in zip(bins, layout.padded, strict=True)]
+        for bins in layout.bins
+    ]
     total = sum(len(batch.targets) for batches in packed for batch in batches)
-    return [TrainStep(batches, max(total, 1)) for batches in packed]
+    return [TrainStep(batches, max(total, 1), layout.report) for batches in packed]
 
 
-def pack_samples(samples: Sequence[tuple[Sample, float]]) -> PackedBatch:
-    """Columns of samples and their advantages; of no sample at all: one token that teaches nothing, to keep step."""
-    if not samples:
+def pack_samples(scored: Sequence[Scored], width: int | None = None) -> PackedBatch:
+    """Columns of samples; of no sample at all: one token that teaches nothing, to keep step.
+
+    Sequences are padded to `width` tokens, where it is given.
+    """
+    if not scored:
         return pack_sequences([[0]], [1])
-    lengths = np.array([len(sample.tokens) for sample, _ in samples], np.int64)
-    ends = np.cumsum(lengths)
-    targets, logprobs, advantages = [], [], []
-    for (sample, advantage), end in zip(samples, ends, strict=True):
-        trained = _trained(sample)
-        targets.append(end - sample.response_length + trained)
-        logprobs.append(np.array(sample.rollout_log_probs, np.float32)[trained])
-        advantages.append(np.full(len(trained), advantage, np.float32))
+    tokens, lengths, padding = _laid_out([one.sample.tokens for one in scored], width)
+    starts = np.cumsum(lengths) - lengths
+    targets, logprobs, advantages, shares, versions = [], [], [], [], []
+    for one, start in zip(scored, starts, strict=True):
+        trained = _trained(one.sample)
+        targets.append(start + one.sample.prompt_length + trained)
+        logprobs.append(np.array(one.sample.rollout_log_probs, np.float32)[trained])
+        advantages.append(np.full(len(trained), one.advantage, np.float32))
+        shares.append(np.full(len(trained), one.share, np.float32))
+        versions.append(_versions(one.sample)[trained])
     return PackedBatch(
-        tokens=np.concatenate([np.array(sample.tokens, np.int64) for sample, _ in samples]),
+        tokens=tokens,
         lengths=lengths,
         targets=np.concatenate(targets),
         rollout_logprobs=np.concatenate(logprobs),
         advantages=np.concatenate(advantages),
+        shares=np.concatenate(shares),
+        versions=np.concatenate(versions),
+        padding=padding,
     )
+
+
+def _laid_out(sequences: Sequence[list[int]], width: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Tokens, lengths, and how many of the tokens are padding. Causal attention never looks at what follows."""
+    missing = [0 if width is None else width - len(sequence) for sequence in sequences]
+    rows = [np.pad(np.array(row, np.int64), (0, pad)) for row, pad in zip(sequences, missing, strict=True)]
+    return np.concatenate(rows), np.array([len(row) for row in rows], np.int64), sum(missing)
+
+
+def _versions(sample: Sample) -> NDArray[np.int64]:
+    versions = np.full(sample.response_length, NO_VERSION, np.int64)
+    for span in sample.spans:
+        versions[span.start : span.end] = span.version
+    return versions
 
 
 def _trained(sample: Sample) -> NDArray[np.int64]:
@@ -131,23 +217,63 @@ def _trained(sample: Sample) -> NDArray[np.int64]:
     return np.flatnonzero(np.array(mask, np.int64))
 
 
-def supervised_step(prompts: Sequence[list[int]], responses: Sequence[list[int]], *, max_tokens: int) -> TrainStep:
+def supervised_step(prompts: Sequence[list[int]], responses: Sequence[list[int]], learner: Learner) -> TrainStep:
     """One supervised step of one rank: every response token is trained."""
     sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    [bins] = pack([len(sequence) for sequence in sequences], max_tokens)
-    batches = [pack_sequences([sequences[i] for i in bin_], [len(prompts[i]) for i in bin_]) for bin_ in bins]
+    layout = training_layout([len(sequence) for sequence in sequences], learner, 1)
+    batches = [
+        pack_sequences([sequences[i] for i in bin_], [len(prompts[i]) for i in bin_], width)
+        for bin_, width in zip(layout.bins[0], layout.padded, strict=True)
+    ]
     return TrainStep(batches, sum(map(len, responses)))
 
 
-def pack_sequences(sequences: Sequence[list[int]], firsts: Sequence[int]) -> PackedBatch:
+def pack_sequences(sequences: Sequence[list[int]], firsts: Sequence[int], width: int | None = None) -> PackedBatch:
     """Sequences whose tokens from place `firsts[i]` on are targets; without rollout columns."""
-    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    tokens, lengths, padding = _laid_out(sequences, width)
     starts = np.cumsum(lengths) - lengths
-    spans = zip(starts, firsts, lengths, strict=True)
+    spans = zip(starts, firsts, map(len, sequences), strict=True)
+    none = np.zeros(0, np.float32)
     return PackedBatch(
-        tokens=np.concatenate([np.array(sequence, np.int64) for sequence in sequences]),
+        tokens=tokens,
         lengths=lengths,
         targets=np.concatenate([np.arange(start + first, start + length) for start, first, length in spans]),
-        rollout_logprobs=np.zeros(0, np.float32),
-        advantages=np.zeros(0, np.float32),
+        rollout_logprobs=none,
+        advantages=none,
+        shares=none,
+        versions=np.zeros(0, np.int64),
+        padding=padding,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Sequences of several micro-batches, laid out anew for work without gradients."""
+
+    batch: PackedBatch
+    places: NDArray[np.int64]
+    """[m] where each of its targets stands among the targets of those micro-batches, one after the other."""
+
+
+def laid_out_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> list[ForwardBatch]:
+    sequences: list[NDArray[np.int64]] = []
+    targets: list[NDArray[np.int64]] = []  # within the sequence
+    for batch in batches:
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        counts = np.bincount(batch.sequences, minlength=len(starts))
+        for start, own in zip(starts, np.split(batch.targets, np.cumsum(counts)[:-1]), strict=True):
+            end = own[-1] + 1 if len(own) else start + 1
+            sequences.append(batch.tokens[start:end])
+            targets.append(own - start)
+    firsts = np.cumsum([len(own) for own in targets]) - [len(own) for own in targets]
+    layout = forward_layout([len(sequence) for sequence in sequences], learner)
+    result = []
+    for bin_, width in zip(layout.bins[0], layout.padded, strict=True):
+        tokens, lengths, padding = _laid_out([sequences[i].tolist() for i in bin_], width)
+        starts = np.cumsum(lengths) - lengths
+        places = np.concatenate([firsts[i] + np.arange(len(targets[i])) for i in bin_])
+        none = np.zeros(0, np.float32)
+        wanted = np.concatenate([start + targets[i] for i, start in zip(bin_, starts, strict=True)])
+        batch = PackedBatch(tokens, lengths, wanted, none, none, none, np.zeros(0, np.int64), padding)
+        result.append(ForwardBatch(batch, places))
+    return result

@@ -11,13 +11,14 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch import Tensor
 
 from miles_async.adapters.megatron.attention import packed_params
-from miles_async.adapters.megatron.batch import PackedBatch, pack_sequences
-from miles_async.adapters.megatron.model import Model
-from miles_async.core.packing import pack
+from miles_async.adapters.megatron.batch import PackedBatch, laid_out_for_forward, pack_sequences
+from miles_async.adapters.megatron.layout import forward_layout
+from miles_async.adapters.megatron.model import Model, Reference
+from miles_async.config.schema import Learner
 from miles_async.losses.logprobs import token_logprobs
 
 
-def packed_logits(model: Model, batch: PackedBatch, device: torch.device) -> Tensor:
+def packed_logits(model: Model | Reference, batch: PackedBatch, device: torch.device) -> Tensor:
     """[T, columns] logits at every place of the pack: this rank's columns of the (padded) vocabulary."""
     tokens, lengths = batch.tokens, batch.lengths
     split = parallel_state.get_tensor_model_parallel_world_size() if model.bridge.config.sequence_parallel else 1
@@ -35,7 +36,7 @@ def packed_logits(model: Model, batch: PackedBatch, device: torch.device) -> Ten
 
 
 def target_logprobs(
-    model: Model, batch: PackedBatch, device: torch.device, *, temperature: float = 1.0
+    model: Model | Reference, batch: PackedBatch, device: torch.device, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """[m] log-probability of each target token given what precedes it, and [m] entropy, in nats.
 
@@ -56,13 +57,13 @@ def target_logprobs(
 
 @torch.no_grad()
 def sequence_logprobs(
-    model: Model, token_lists: Sequence[list[int]], *, max_tokens: int, device: torch.device
+    model: Model, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device
 ) -> list[list[float]]:
     """For each sequence, the log-probability of every token but the first, given those before it."""
     results: list[list[float]] = [[] for _ in token_lists]
-    [bins] = pack([len(tokens) for tokens in token_lists], max_tokens)
-    for bin_ in bins:
-        batch = pack_sequences([token_lists[i] for i in bin_], [1] * len(bin_))
+    layout = forward_layout([len(tokens) for tokens in token_lists], settings)
+    for bin_, width in zip(layout.bins[0], layout.padded, strict=True):
+        batch = pack_sequences([token_lists[i] for i in bin_], [1] * len(bin_), width)
         logprobs = iter(target_logprobs(model, batch, device)[0].tolist())
         for i in bin_:
             results[i] = [next(logprobs) for _ in token_lists[i][1:]]
@@ -70,8 +71,34 @@ def sequence_logprobs(
 
 
 @torch.no_grad()
+def fixed_logprobs(
+    model: Model | Reference,
+    batches: Sequence[PackedBatch],
+    settings: Learner,
+    device: torch.device,
+    *,
+    temperature: float,
+) -> list[Tensor]:
+    """[m] for each micro-batch, log-probabilities of its targets without gradients, and laid out as such work is."""
+    if not (settings.use_dynamic_batching_in_train or settings.use_dynamic_batching_in_infer):
+        return [target_logprobs(model, batch, device, temperature=temperature)[0] for batch in batches]
+    counts = [len(batch.targets) for batch in batches]
+    result = torch.zeros(sum(counts), device=device)
+    for part in laid_out_for_forward(batches, settings):
+        places = torch.from_numpy(part.places).to(device)
+        result[places] = target_logprobs(model, part.batch, device, temperature=temperature)[0]
+    return list(result.split(counts))
+
+
+@torch.no_grad()
 def greedy(
-    model: Model, prompts: Sequence[list[int]], *, max_new_tokens: int, eos: int, max_tokens: int, device: torch.device
+    model: Model,
+    prompts: Sequence[list[int]],
+    settings: Learner,
+    *,
+    max_new_tokens: int,
+    eos: int,
+    device: torch.device,
 ) -> list[list[int]]:
     """The most probable continuation of each prompt, token by token, up to and with `eos`.
 
@@ -80,7 +107,7 @@ def greedy(
     outputs: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))
     for _ in range(max_new_tokens):
-        tokens = _next_tokens(model, [prompts[i] + outputs[i] for i in live], max_tokens, device)
+        tokens = _next_tokens(model, [prompts[i] + outputs[i] for i in live], settings, device)
         for i, token in zip(live, tokens, strict=True):
             outputs[i].append(token)
         live = [i for i in live if outputs[i][-1] != eos]
@@ -89,11 +116,11 @@ def greedy(
     return outputs
 
 
-def _next_tokens(model: Model, sequences: list[list[int]], max_tokens: int, device: torch.device) -> list[int]:
+def _next_tokens(model: Model, sequences: list[list[int]], settings: Learner, device: torch.device) -> list[int]:
     chosen = [0] * len(sequences)
-    [bins] = pack([len(sequence) for sequence in sequences], max_tokens)
-    for bin_ in bins:
-        batch = pack_sequences([sequences[i] for i in bin_], [len(sequences[i]) - 1 for i in bin_])
+    layout = forward_layout([len(sequence) for sequence in sequences], settings)
+    for bin_, width in zip(layout.bins[0], layout.padded, strict=True):
+        batch = pack_sequences([sequences[i] for i in bin_], [len(sequences[i]) - 1 for i in bin_], width)
         last = packed_logits(model, batch, device).index_select(0, torch.from_numpy(batch.targets).to(device))
         best = gather_from_tensor_model_parallel_region(last)[:, : model.vocab_size].argmax(-1)
         for i, token in zip(bin_, best.tolist(), strict=True):

@@ -8,19 +8,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron import forward, parallel
-from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, supervised_step
+from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.adapters.megatron.checkpoint import write_checkpoint
-from miles_async.adapters.megatron.model import build_model
+from miles_async.adapters.megatron.model import build_model, build_reference
 from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
-from miles_async.config.schema import RunConfig
-from miles_async.losses.policy import SUMS, PolicyLossSettings, TokenSums, metrics_from, policy_loss
+from miles_async.adapters.megatron.training_state import load_state, save_state
+from miles_async.config.schema import Algorithm, RunConfig
+from miles_async.losses.correction import CorrectionSettings
+from miles_async.losses.policy import (
+    Objective,
+    PolicyLossSettings,
+    TokenColumns,
+    TokenSums,
+    metrics_from,
+    objective_sum,
+    policy_loss,
+)
 from miles_async.losses.supervised import supervised_loss
 from miles_async.types import StepReport
 
@@ -35,14 +48,7 @@ class MegatronLearner:
         self, config: RunConfig, hf_checkpoint: str, rank: int, world_size: int, master_addr: str, master_port: int
     ) -> None:
         self._settings = config.learner
-        self._loss = PolicyLossSettings(
-            eps_clip=config.algorithm.eps_clip,
-            eps_clip_high=config.algorithm.eps_clip
-            if config.algorithm.eps_clip_high is None
-            else config.algorithm.eps_clip_high,
-            tis_clip=config.algorithm.tis_clip if config.algorithm.use_tis else None,
-            entropy_coef=config.algorithm.entropy_coef,
-        )
+        self._loss = _loss_settings(config.algorithm)
         # Greedy decoding, temperature 0, reports log-probabilities at temperature 1.
         self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
@@ -56,7 +62,13 @@ class MegatronLearner:
             seed=config.learner.seed,
         )
         self._model = build_model(config.learner, hf_checkpoint)
+        self._reference = None
+        if config.algorithm.use_kl_loss or config.algorithm.kl_coef:
+            reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
+            self._reference = build_reference(config.learner, str(reference))
         self._steps_taken = 0
+        self.version = 0
+        """The weight version that was staged last: what the staleness of tokens is measured from."""
         self._total_steps = config.rollout.num_rollout * config.learner.num_steps_per_rollout
 
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
@@ -75,32 +87,27 @@ class MegatronLearner:
         for step, old_logprobs in zip(steps, old, strict=True):
             lr = learning_rate(self._settings, self._steps_taken, self._total_steps)
             sums, maximum = self._policy_gradients(step, old_logprobs)
-            finite, norm = self._take_step(lr, loss_is_finite=math.isfinite(float(sums[SUMS.index("objective")])))
-            metrics.append({**metrics_from(sums, maximum), "grad_norm": norm, "lr": lr})
+            finite, norm = self._take_step(lr, loss_is_finite=math.isfinite(objective_sum(sums)))
+            metrics.append({**metrics_from(sums, maximum), **_of_packing(step), "grad_norm": norm, "lr": lr})
             if not finite:
                 break
         if not finite and before is not None:
             before.restore()
             self._steps_taken = taken
-        tokens = sum(len(batch.tokens) for step in steps for batch in step.micro_batches)
+        tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
         return StepReport(
             started=started, ended=time.time(), tokens=tokens, finite=finite, metrics=_over_steps(metrics)
         )
 
     def _policy_gradients(self, step: TrainStep, old_logprobs: list[Tensor] | None) -> tuple[Tensor, Tensor]:
         clear_gradients(self._model)
+        reference = self._reference_logprobs(step)
         parts: list[TokenSums] = []
         for i, batch in enumerate(step.micro_batches):
             logprobs, entropy = self._target_logprobs(batch)
-            loss, part = policy_loss(
-                logprobs,
-                entropy,
-                old_logprobs=logprobs if old_logprobs is None else old_logprobs[i],
-                rollout_logprobs=torch.from_numpy(batch.rollout_logprobs).to(self._device),
-                advantages=torch.from_numpy(batch.advantages).to(self._device),
-                total_tokens=step.total_tokens,
-                settings=self._loss,
-            )
+            old = logprobs if old_logprobs is None else old_logprobs[i]
+            columns = self._columns(batch, old, None if reference is None else reference[i])
+            loss, part = policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
             loss.backward()
             parts.append(part)
         sums = torch.stack([part.sums for part in parts]).sum(0)
@@ -109,6 +116,22 @@ class MegatronLearner:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         return sums, maximum
 
+    def _columns(self, batch: PackedBatch, old_logprobs: Tensor, reference: Tensor | None) -> TokenColumns:
+        def here(column: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(column).to(self._device)
+
+        # A token that no span covers counts as fresh: it is here only if a mask says that it is to be trained.
+        staleness = np.where(batch.versions == NO_VERSION, 0, self.version - batch.versions)
+        return TokenColumns(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=here(batch.rollout_logprobs),
+            advantages=here(batch.advantages),
+            shares=here(batch.shares),
+            sequences=here(batch.sequences),
+            staleness=here(staleness),
+            reference_logprobs=reference,
+        )
+
     def _take_step(self, lr: float, *, loss_is_finite: bool) -> tuple[bool, float]:
         stepped, norm = take_step(
             self._model, lr=lr, weight_decay=self._settings.weight_decay, loss_is_finite=loss_is_finite
@@ -116,9 +139,17 @@ class MegatronLearner:
         self._steps_taken += stepped
         return stepped, norm
 
-    @torch.no_grad()
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
-        return [self._target_logprobs(batch)[0] for batch in step.micro_batches]
+        return forward.fixed_logprobs(
+            self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
+        )
+
+    def _reference_logprobs(self, step: TrainStep) -> list[Tensor] | None:
+        if self._reference is None:
+            return None
+        return forward.fixed_logprobs(
+            self._reference, step.micro_batches, self._settings, self._device, temperature=self._temperature
+        )
 
     def _target_logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         return forward.target_logprobs(self._model, batch, self._device, temperature=self._temperature)
@@ -128,7 +159,7 @@ class MegatronLearner:
 
         With several data-parallel ranks each takes the same step: hand all of them the same sequences.
         """
-        step = supervised_step(prompts, responses, max_tokens=self._settings.max_tokens_per_gpu)
+        step = supervised_step(prompts, responses, self._settings)
         copies = parallel_state.get_data_parallel_world_size()
         clear_gradients(self._model)
         total = 0.0
@@ -145,19 +176,12 @@ class MegatronLearner:
 
         At temperature 1, in nats; the last `response_length` entries are those of a response.
         """
-        return forward.sequence_logprobs(
-            self._model, token_lists, max_tokens=self._settings.max_tokens_per_gpu, device=self._device
-        )
+        return forward.sequence_logprobs(self._model, token_lists, self._settings, device=self._device)
 
     def greedy(self, prompts: Sequence[list[int]], max_new_tokens: int, eos: int) -> list[list[int]]:
         """The most probable continuation of each prompt, up to and with `eos`."""
         return forward.greedy(
-            self._model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            eos=eos,
-            max_tokens=self._settings.max_tokens_per_gpu,
-            device=self._device,
+            self._model, prompts, self._settings, max_new_tokens=max_new_tokens, eos=eos, device=self._device
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -179,11 +203,54 @@ class MegatronLearner:
             write_checkpoint(Path(path), tensors, like=self._checkpoint, notes=notes)
         dist.barrier()
 
+    def save_state(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint that `load_state` resumes exactly."""
+        save_state(self._model, Path(folder), self._steps_taken)
+
+    def load_state(self, folder: str) -> None:
+        """Raises UserError when the checkpoint is broken, of another model or of another layout."""
+        self._steps_taken = load_state(self._model, Path(folder))
+
     def close(self) -> None:
         """Leave the process groups; another learner may then be built in this process."""
         parallel.leave()
 
 
+_OBJECTIVES: dict[str, Objective] = {"gspo": "sequence_clip", "cispo": "cispo"}
+"""By advantage estimator; the others clip the ratio of a token."""
+
+
+def _loss_settings(algorithm: Algorithm) -> PolicyLossSettings:
+    return PolicyLossSettings(
+        objective=_OBJECTIVES.get(algorithm.advantage_estimator, "token_clip"),
+        eps_clip=algorithm.eps_clip,
+        eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+        correction=CorrectionSettings(
+            method=algorithm.off_policy_correction, upper=algorithm.tis_clip, band=algorithm.icepop_band
+        ),
+        entropy_coef=algorithm.entropy_coef,
+        kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+        kl_reward_coef=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_loss_type,
+    )
+
+
+def _of_packing(step: TrainStep) -> dict[str, float]:
+    report = step.packing
+    if report is None:
+        return {}
+    return {
+        "micro_batches": report.micro_batches,
+        "micro_batches_lower_bound": report.lower_bound,
+        "flop_imbalance": report.imbalance,
+        "padding": report.padding,
+    }
+
+
 def _over_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over the optimizer steps of a batch; of a maximum, the maximum."""
-    return {name: (max if name.endswith("_max") else fmean)(step[name] for step in metrics) for name in metrics[0]}
+    """The mean over the optimizer steps of a batch that have the metric; of a maximum, the maximum."""
+    names = dict.fromkeys(name for step in metrics for name in step)
+    return {
+        name: (max if name.endswith("_max") else fmean)([step[name] for step in metrics if name in step])
+        for name in names
+    }

@@ -39,6 +39,26 @@ class Model:
     """Of the checkpoint; Megatron's may be padded so that ranks share it evenly."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model that is only looked at: without gradients and without optimizer."""
+
+    bridge: Bridge
+    ddp: torch.nn.Module
+    """As in `Model`, what the forward pass calls."""
+    vocab_size: int
+
+
+def build_reference(settings: Learner, hf_checkpoint: str) -> Reference:
+    """Load the checkpoint to compare with, in the layout of the model being trained."""
+    with cuda_means_cpu():
+        bridge = _bridge(settings, hf_checkpoint)
+        [module] = bridge.get_model(
+            weight_path=hf_checkpoint, wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16"
+        )
+    return Reference(bridge, module.requires_grad_(False), bridge.hf_config.vocab_size)
+
+
 def build_model(settings: Learner, hf_checkpoint: str) -> Model:
     """Load the checkpoint into this rank's part of the model. The process groups must exist.
 
@@ -53,7 +73,7 @@ def build_model(settings: Learner, hf_checkpoint: str) -> Model:
         [module] = bridge.get_model(
             weight_path=hf_checkpoint, wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16"
         )
-        shard_optimizer = not on_cpu() and parallel_state.get_data_parallel_world_size() > 1
+        shard_optimizer = optimizer_is_sharded()
         ddp = DistributedDataParallel(
             bridge.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shard_optimizer),
@@ -72,6 +92,11 @@ def build_model(settings: Learner, hf_checkpoint: str) -> Model:
             use_distributed_optimizer=shard_optimizer,
         )
         return Model(bridge, ddp, get_megatron_optimizer(config, [ddp]), bridge.hf_config.vocab_size)
+
+
+def optimizer_is_sharded() -> bool:
+    """Whether each data-parallel rank keeps a part of the optimizer's state, or all keep the same."""
+    return not on_cpu() and parallel_state.get_data_parallel_world_size() > 1
 
 
 def _dtype(settings: Learner) -> torch.dtype:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
 
+from miles_async.adapters.checkpoints import CheckpointFolder
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal
@@ -23,6 +25,8 @@ class RayLearner:
     def __init__(self, config: RunConfig, ranks: Sequence[Rank]) -> None:
         self._config = config
         self._ranks = ranks
+        save = config.learner.save
+        self._checkpoints = None if save is None else CheckpointFolder(Path(save).expanduser().absolute())
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         # Packing a large batch takes long enough to be felt by a loop that also keeps requests in flight.
@@ -43,6 +47,24 @@ class RayLearner:
         """See `MegatronLearner.logprobs`."""
         results = await _of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)
         return results[0]  # type: ignore[no-any-return]
+
+    async def save(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
+        """All ranks write their part into one folder, which they must share; generation goes on."""
+        settings = self._config.learner
+        assert self._checkpoints is not None, "the pipeline saves only where it was told to"
+        folder = self._checkpoints
+        try:
+            draft = await asyncio.to_thread(folder.begin, rollout_id)
+            try:
+                await _of_all(rank.save_state.remote(str(draft)) for rank in self._ranks)
+                await asyncio.to_thread(folder.commit, draft, rollout_id, progress, settings.save_keep)
+            finally:
+                await asyncio.to_thread(folder.discard, draft)
+        except OSError as error:
+            raise Fatal(
+                f"the checkpoint of rollout {rollout_id} could not be written to {settings.save}: {error}; "
+                "the one before it is whole"
+            ) from error
 
     async def save_hf(self, path: str) -> None:
         await _of_all(rank.save_hf.remote(path) for rank in self._ranks)

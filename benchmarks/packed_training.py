@@ -1,0 +1,92 @@
+"""What packing gains in tokens per second when the tiny model trains on a long-tailed batch.
+
+    python -m benchmarks.packed_training
+
+Trains the same samples packed end to end and padded to the longest, in turns. Exits with 1 when the speed-up stays
+below 0.9 of the ratio of padded to valid tokens. Writes benchmarks/results/packed-training.json.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from miles_async.adapters.megatron.batch import Scored, TrainStep, pack_samples
+from miles_async.adapters.megatron.layout import training_layout
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.parallel import free_port
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.config.schema import Learner, RunConfig, TinyModel
+from miles_async.types import Sample
+
+SAMPLES, LONGEST, CAP, REPEATS = 48, 512, 4096, 5
+TARGET = 0.9
+
+
+def samples() -> list[Scored]:
+    draw = random.Random(0)
+    lengths = [max(8, min(LONGEST, int(draw.lognormvariate(4.6, 0.8)))) for _ in range(SAMPLES - 1)] + [LONGEST]
+    return [
+        Scored(
+            Sample(
+                tokens=[draw.randrange(256) for _ in range(length)],
+                response_length=length // 2,
+                rollout_log_probs=[-5.5] * (length // 2),
+            ),
+            advantage=draw.gauss(0, 1),
+        )
+        for length in lengths
+    ]
+
+
+def step_of(scored: list[Scored], learner: Learner, width: int | None) -> TrainStep:
+    """All samples in one optimizer step, each padded to `width` where it is given."""
+    layout = training_layout([width or len(one.sample.tokens) for one in scored], learner, 1)
+    batches = [pack_samples([scored[i] for i in bin_], width) for bin_ in layout.bins[0]]
+    return TrainStep(batches, sum(len(batch.targets) for batch in batches))
+
+
+def seconds(learner: MegatronLearner, step: TrainStep) -> float:
+    began = time.perf_counter()
+    learner.train(0, [step])
+    return time.perf_counter() - began
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    config = RunConfig(learner=Learner(max_tokens_per_gpu=CAP))
+    scored = samples()
+    packed, padded = step_of(scored, config.learner, None), step_of(scored, config.learner, LONGEST)
+    valid = sum(len(one.sample.tokens) for one in scored)
+    with tempfile.TemporaryDirectory() as scratch:
+        create_tiny_model(TinyModel(), Path(scratch) / "tiny", seed=1)
+        learner = MegatronLearner(config, f"{scratch}/tiny", 0, 1, "127.0.0.1", free_port())
+        seconds(learner, packed)
+        timed = [(seconds(learner, packed), seconds(learner, padded)) for _ in range(REPEATS)]
+        learner.close()
+    speedup = median(slow / fast for fast, slow in timed)
+    ratio = SAMPLES * LONGEST / valid
+    found = {
+        "tokens_per_second_packed": valid / median(fast for fast, _ in timed),
+        "tokens_per_second_padded": valid / median(slow for _, slow in timed),
+        "speedup": speedup,
+        "padded_over_valid": ratio,
+        "share_of_it": speedup / ratio,
+    }
+    for name, value in found.items():
+        print(f"{name.replace('_', ' '):<28}{value:10.2f}")
+    results = Path("benchmarks/results")
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "packed-training.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if found["share_of_it"] >= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The folder that checkpoints of a run are kept in: whole ones only, the newest named by a marker written last.
+
+<save>/rollout_0000019/        what the learner's ranks wrote, and progress.json
+<save>/latest                  the name of the newest whole one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_async.errors import UserError
+
+_MARKER = "latest"
+_PREFIX = "rollout_"
+
+
+class CheckpointFolder:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def begin(self, rollout_id: int) -> Path:
+        """An empty folder to write the checkpoint after `rollout_id` into; nobody takes it for a whole one."""
+        draft = self._root / f".{_PREFIX}{rollout_id:07d}.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        return draft
+
+    def commit(self, draft: Path, rollout_id: int, progress: Mapping[str, Any], keep: int) -> Path:
+        """Make the draft a checkpoint, then the newest one, then remove all but the newest `keep`.
+
+        Raises OSError when the disk is full; the marker then still names the checkpoint before.
+        """
+        (draft / "progress.json").write_text(json.dumps(progress))
+        for file in draft.iterdir():
+            _flush(file)
+        path = self._root / f"{_PREFIX}{rollout_id:07d}"
+        shutil.rmtree(path, ignore_errors=True)  # of a run that was resumed from before it
+        draft.rename(path)
+        marker = self._root / f".{_MARKER}.tmp"
+        marker.write_text(path.name)
+        _flush(marker)
+        marker.replace(self._root / _MARKER)
+        for old in sorted(self._root.glob(f"{_PREFIX}*"))[:-keep]:
+            if old != path:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def discard(self, draft: Path) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def latest(self) -> Path:
+        """The newest whole checkpoint. Raises UserError when there is none."""
+        marker = self._root / _MARKER
+        if not marker.is_file():
+            raise UserError(
+                f"load {self._root} holds no checkpoint (no file {_MARKER!r}): unset load to start afresh, or name the "
+                "save folder of an earlier run"
+            )
+        path = self._root / marker.read_text().strip()
+        if not (path / "progress.json").is_file():
+            raise UserError(
+                f"load {self._root}: its newest checkpoint {path.name} is gone; write another into {marker}"
+            )
+        return path
+
+
+def progress_in(checkpoint: Path) -> dict[str, Any]:
+    """What `commit` was given. Raises UserError when the file is broken."""
+    try:
+        progress: dict[str, Any] = json.loads((checkpoint / "progress.json").read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"checkpoint {checkpoint}: progress.json is broken: {error}; load another one") from error
+    return progress
+
+
+def _flush(path: Path) -> None:
+    """A power cut after the marker must not find what it names half written."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,43 @@
+"""What a checkpoint remembers of the pipeline, beside the weights: how far it came, and which prompts it still owes.
+
+A prompt that was fed but not trained when the checkpoint was written is owed: a resumed run generates it afresh, so no
+prompt is lost and none is trained twice. Weight versions start again at 0: they are the engines' business, and a
+resumed run has new engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miles_async.core.ledger import State
+from miles_async.pipeline.books import Books
+from miles_async.ports import DataSource
+from miles_async.types import Group, Sample
+
+
+def progress_of(rollout_id: int, books: Books, data: DataSource) -> dict[str, Any]:
+    """Ready for JSON, as far as the samples' metadata is."""
+    owed = [group for group in books.live_groups if books.state(group) is not State.TRAINED]
+    return {"rollout": rollout_id, "data": data.state_dict(), "owed": [_as_dict(group) for group in owed]}
+
+
+def resume(progress: Mapping[str, Any], data: DataSource) -> int:
+    """Set the data source to where it stood, owed prompts first in line; returns the rollout to begin with."""
+    data.load_state_dict(progress["data"])
+    data.add_samples([_afresh(each) for each in progress["owed"]])
+    return int(progress["rollout"]) + 1
+
+
+def _as_dict(group: Group) -> dict[str, Any]:
+    return {
+        "feed_index": group.feed_index,
+        "attempt": group.attempt,
+        "samples": [sample.to_dict() for sample in group],
+    }
+
+
+def _afresh(each: Mapping[str, Any]) -> Group:
+    group = Group(map(Sample.from_dict, each["samples"]), feed_index=each["feed_index"], attempt=each["attempt"])
+    group.reset()
+    return group

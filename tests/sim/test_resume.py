@@ -1,0 +1,63 @@
+"""Stopped and resumed from a checkpoint, a run loses no prompt and trains none twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+import pytest
+
+from miles_async.config.schema import Learner, Rollout, RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.observability.events import StepStarted
+from miles_async.pipeline.progress import resume
+from tests.sim.world import Feed, World
+
+ROLLOUTS, BATCH = 20, 8
+
+
+def config(**learner: object) -> RunConfig:
+    sizes = {"rollout_batch_size": BATCH, "num_rollout": ROLLOUTS, "n_samples_per_prompt": 2}
+    return RunConfig(rollout=Rollout(**sizes, max_weight_staleness=3), learner=Learner(**learner))
+
+
+def test_checkpoints_are_written_as_often_as_asked_and_at_the_end() -> None:
+    def written(**learner: object) -> list[int]:
+        return list(World(config=config(**learner)).run().trainer.saved)
+
+    assert written() == []
+    assert written(save="anywhere") == [19]
+    assert written(save="anywhere", save_interval=7) == [6, 13, 19]
+    assert written(save="anywhere", save_interval=10) == [9, 19]
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_resumed_run_trains_every_prompt_once(schedule: Schedule) -> None:
+    prompts = ROLLOUTS * BATCH
+    first = World(config=config(save="anywhere", save_interval=7), schedule=schedule, prompts=prompts).run()
+    resumed = World(config=config(), schedule=schedule, prompts=prompts, resume_from=first.trainer.saved[6]).run()
+    assert [step.rollout for step in resumed.trace.of(StepStarted)] == list(range(7, 20))
+    trained = Counter(chain.from_iterable(first.trainer.batches[:7] + resumed.trainer.batches))
+    assert trained == Counter(f"sample_0_{i}" for i in range(prompts))
+    assert resumed.audit.violations == []
+
+
+def test_saving_does_not_stop_generation() -> None:
+    plain = World(config=config()).run()
+    saving = World(config=config(save="anywhere", save_interval=1)).run()
+    assert saving.seconds < plain.seconds + ROLLOUTS * saving.train_seconds
+    assert saving.audit.violations == []
+
+
+def test_an_owed_prompt_starts_afresh_with_its_attempts_counted() -> None:
+    first = World(config=config(save="anywhere", save_interval=7)).run()
+    progress = {**first.trainer.saved[6], "rollout": 6}
+    assert progress["owed"]
+    for owed in progress["owed"]:
+        owed["attempt"] = 1
+        owed["samples"][0] |= {"tokens": [5, 6, 7], "response_length": 2, "rollout_log_probs": [-1.0, -2.0]}
+    feed = Feed()
+    assert resume(progress, feed) == 7
+    for group in feed.get_samples(len(progress["owed"]) + len(progress["data"]["returned"])):
+        if group.feed_index in {owed["feed_index"] for owed in progress["owed"]}:
+            assert (group.attempt, group[0].tokens, group[0].rollout_log_probs) == (1, [5], [])

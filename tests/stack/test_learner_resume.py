@@ -1,0 +1,116 @@
+"""A run that was stopped and resumed learns, bit for bit, what an unbroken one learns."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.parallel import free_port
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
+from miles_async.errors import UserError
+from miles_async.types import Group, Sample
+
+pytestmark = pytest.mark.stack
+
+SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
+STOPPED, AFTER = 3, 10
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_tiny_model(SHAPE, path, seed=1)
+    return path
+
+
+def config(**learner: Any) -> RunConfig:
+    usual = {"lr": 1e-3, "lr_warmup_steps": 5, "lr_decay_style": "linear", "weight_decay": 0.01}
+    rollout = Rollout(num_rollout=STOPPED + AFTER + 1)
+    return RunConfig(learner=Learner(**usual | {"num_steps_per_rollout": 2} | learner), rollout=rollout)
+
+
+@contextmanager
+def learning(tiny: Path, run: RunConfig | None = None) -> Iterator[MegatronLearner]:
+    learner = MegatronLearner(run or config(), str(tiny), 0, 1, "127.0.0.1", free_port())
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def train(learner: MegatronLearner, rollouts: range) -> None:
+    """Recorded rollouts: the same for every learner."""
+    for rollout in rollouts:
+        draw = random.Random(rollout)
+        groups = [
+            Group(
+                Sample(
+                    index=2 * g + i,
+                    tokens=[draw.randrange(256) for _ in range(8 + g)],
+                    response_length=4,
+                    rollout_log_probs=[-5.0 - draw.random() for _ in range(4)],
+                    reward=float(i),
+                )
+                for i in range(2)
+            )
+            for g in range(4)
+        ]
+        [steps] = rank_shares(groups, config(), 1)
+        assert learner.train(rollout, steps).finite
+
+
+def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+@pytest.mark.parametrize("stopped", [0, STOPPED])
+def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
+    tiny: Path, tmp_path: Path, stopped: int
+) -> None:
+    with learning(tiny) as unbroken:
+        train(unbroken, range(stopped))
+        unbroken.save_state(str(tmp_path))
+        train(unbroken, range(stopped, stopped + AFTER))
+        expected = weights(unbroken)
+    with learning(tiny) as resumed:
+        resumed.load_state(str(tmp_path))
+        train(resumed, range(stopped, stopped + AFTER))
+        found = weights(resumed)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, tmp_path: Path) -> None:
+    with learning(tiny) as learner:
+        train(learner, range(1))
+        learner.save_state(str(tmp_path))
+    create_tiny_model(SHAPE.model_copy(update={"ffn_hidden_size": 64}), tmp_path / "wider", seed=1)
+    with learning(tmp_path / "wider") as other, pytest.raises(UserError, match=r"of another model: .*mlp"):
+        other.load_state(str(tmp_path))
+    with learning(tiny) as learner:
+        before = weights(learner)
+        note = json.loads((tmp_path / "tp0.json").read_text())
+        note["layout"]["tensor_parallel"] = 2
+        (tmp_path / "tp0.json").write_text(json.dumps(note))
+        with pytest.raises(UserError, match=r"written with 2 rank\(s\) per layer .* this run has 1"):
+            learner.load_state(str(tmp_path))
+        whole = (tmp_path / "tp0.safetensors").read_bytes()
+        (tmp_path / "tp0.safetensors").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=r"part tp0: .*; load another one"):
+            learner.load_state(str(tmp_path))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())

@@ -1,0 +1,34 @@
+"""A run on the real cluster, saved, and gone on with from its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
+from miles_async.observability.events import GroupMoved, StepEnded
+from tests.stack.conftest import Stack
+
+pytestmark = pytest.mark.stack
+
+
+def test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left(stack: Stack, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    sizes = ("--rollout-batch-size", "8", "--over-sampling-batch-size", "12")
+    often = ("--save", str(saved), "--save-interval", "2", "--save-keep", "1")
+    stopped = stack.play("train_async.py", *sizes, *often, "--num-rollout", "5")
+    assert sorted(path.name for path in saved.iterdir()) == ["latest", "rollout_0000004"], "older ones are removed"
+    newest = CheckpointFolder(saved).latest()
+    assert {path.name for path in newest.iterdir()} == {"progress.json", "tp0.json", "tp0.safetensors"}
+    owed = {group["feed_index"] for group in progress_in(newest)["owed"]}
+    assert owed, "a producer that runs on has prompts under way whenever a checkpoint is written"
+
+    resumed = stack.play("train_async.py", *sizes, "--num-rollout", "9", "--load", str(saved), resume_from=newest)
+    assert [event.rollout for event in resumed.of(StepEnded)] == [5, 6, 7, 8]
+    assert stopped.violations == resumed.violations == []
+    before, after = ({event.feed_index for event in run.of(GroupMoved) if event.after == "published"}
+                     for run in (stopped, resumed))  # fmt: skip
+    assert len(before) == 5 * 8
+    assert not before & after, "no prompt is trained twice"
+    assert owed & after, "prompts that were under way are generated again"

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
+from miles_async.config.schema import Learner, Rollout, RunConfig
+from miles_async.errors import UserError
+from workers.preflight import checkpoint_to_resume
+
+
+def save(root: Path, rollout_id: int, keep: int = 2) -> Path:
+    folder = CheckpointFolder(root)
+    draft = folder.begin(rollout_id)
+    (draft / "tp0.safetensors").write_text(f"weights of {rollout_id}")
+    return folder.commit(draft, rollout_id, {"rollout": rollout_id}, keep)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_newest_checkpoint_is_the_one_that_is_resumed(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    newest = save(tmp_path, 9)
+    assert CheckpointFolder(tmp_path).latest() == newest
+    assert progress_in(newest) == {"rollout": 9}
+    assert (newest / "tp0.safetensors").read_text() == "weights of 9"
+
+
+def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    for rollout_id in (1, 2, 3):
+        save(tmp_path, rollout_id)
+    assert names(tmp_path) == ["latest", "rollout_0000002", "rollout_0000003"]
+    save(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["latest", "rollout_0000004"]
+
+
+def test_a_checkpoint_that_was_not_finished_is_never_resumed(tmp_path: Path) -> None:
+    whole, folder = save(tmp_path, 1), CheckpointFolder(tmp_path)
+    draft = folder.begin(2)
+    (draft / "tp0.safetensors").write_text("half")
+    assert folder.latest() == whole
+    folder.discard(draft)
+    assert names(tmp_path) == ["latest", "rollout_0000001"]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = save(tmp_path, 1)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2)
+    assert CheckpointFolder(tmp_path).latest() == whole
+    assert progress_in(whole) == {"rollout": 1}
+
+
+def test_a_resumed_run_may_write_the_same_rollout_again(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert save(tmp_path, 1) == CheckpointFolder(tmp_path).latest()
+
+
+def test_what_cannot_be_resumed_is_said_before_anything_starts(tmp_path: Path) -> None:
+    def resumed(load: Path | None, num_rollout: int = 9) -> Path | None:
+        path = None if load is None else str(load)
+        return checkpoint_to_resume(RunConfig(learner=Learner(load=path), rollout=Rollout(num_rollout=num_rollout)))
+
+    assert resumed(None) is None
+    with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start afresh"):
+        resumed(tmp_path)
+    newest = save(tmp_path, 4)
+    assert resumed(tmp_path, 6) == newest
+    with pytest.raises(UserError, match=r"after 5 rollouts, and num_rollout is 5: raise num_rollout"):
+        resumed(tmp_path, 5)
+    (newest / "progress.json").write_text("{")
+    with pytest.raises(UserError, match=r"progress\.json is broken"):
+        resumed(tmp_path)
+    (newest / "progress.json").unlink()
+    with pytest.raises(UserError, match="rollout_0000004 is gone"):
+        resumed(tmp_path)
