@@ -15,6 +15,7 @@ import pytest
 
 from miles_async.adapters.recordings.store import BATCH, META, Damaged, RecordingStore, StoreFull
 from miles_async.core.skip import GroupRecord, Recording
+from miles_async.skip.__main__ import main
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 IDENTITY = {"model": "m", "rollout_temperature": 0.7}
@@ -191,3 +192,17 @@ def test_another_prompts_recording_brings_its_prompt_and_label_but_not_its_place
     )
     assert (group[0].prompt, group[0].label, group[0].index) == ("2+2=", "4", 8)
     assert group[0].metadata == {"feed_index": "sample_0_9", "nested": {"a": [1.5]}}
+
+
+def test_recordings_are_listed_and_removed_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = RecordingStore(tmp_path / "e_p" / "GBS1_N2_in8_out8")
+    for step in (1, 2, 3, 7):
+        store.save(step, recording(), IDENTITY)
+    main(["ls", "--dir", str(tmp_path)])
+    assert "e_p/GBS1_N2_in8_out8: 4 steps (1-3 7)" in capsys.readouterr().out
+    main(["rm", "--dir", str(tmp_path), "--steps", "2-5"])
+    assert "removed 2 steps" in capsys.readouterr().out
+    assert RecordingStore(store.folder).steps == {1, 7}
+    with pytest.raises(SystemExit):
+        main(["rm", "--dir", str(tmp_path), "--steps", "all"])
+    assert RecordingStore(store.folder).steps == {1, 7}
