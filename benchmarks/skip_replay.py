@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
 import tempfile
@@ -92,6 +93,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"{'MB':>8}{'save s':>9}{'load s':>9}{'generate s':>12}{'share':>9}{'loop lag ms':>13}")
     rows = []
+    gc.freeze()  # as the rollout worker does
     with tempfile.TemporaryDirectory() as folder:
         for megabytes in options.megabytes:
             row = asyncio.run(measure(megabytes, options.tokens_per_second, Path(folder)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,6 +129,8 @@ class RolloutWorker:
             result = await (collect() if skipping is None else skipping.batch(rollout_id, collect))
             return as_groups(result, config.rollout.n_samples_per_prompt)
 
+        # What is loaded by now stays; a full collection that walks through it stops the loop for 30 ms.
+        gc.freeze()
         await self._service.run(rollout)
 
     async def events(self) -> list[Event]:

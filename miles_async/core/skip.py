@@ -6,7 +6,7 @@ Seed `skip-manager`. Pure: the store is `adapters/recordings`, the decorator flo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -89,7 +89,7 @@ class GroupRecord:
     """The live weight version when its generation ended; its spans are of this one or older."""
     seconds: float
     """How long its generation took."""
-    samples: list[Sample]
+    samples: Sequence[Sample]
 
     @staticmethod
     def of(group: Group, *, prompt: str, live_version: int, seconds: float) -> GroupRecord:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from miles_async.config.checks import notes
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
@@ -265,3 +266,20 @@ def test_the_worked_example_of_the_documentation_skips_the_reward_stage(tmp_path
     finally:
         del base.REGISTERED["reward"]
     assert sorted(scored) == [0, 1, 2, 2], "step 2 is not among the steps"
+
+
+@pytest.mark.parametrize(
+    "entry, words, note",
+    [
+        ("train.py", ("skip.async_rollout.enable=True",), "skip.async_rollout has no effect: .* skip.rollout; enable"),
+        (
+            "train.py",
+            ("skip.rollout.enable=True",),
+            r'skip.rollout skips nothing: set skip.rollout.steps, such as "\[1-',
+        ),
+        ("train.py", ("skip.rollout.enable=True", "skip.rollout.steps=[1]"), None),
+    ],
+)
+def test_a_role_that_cannot_matter_is_noted(entry: str, words: tuple[str, ...], note: str | None) -> None:
+    found = notes(config(*words), entry)
+    assert found == [] if note is None else re.match(note, found[0])

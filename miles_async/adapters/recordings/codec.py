@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +61,40 @@ def decode(path: Path, meta: dict[str, Any], step: int) -> Recording:
                 prompt=group["prompt"],
                 version=group["version"],
                 seconds=group["seconds"],
-                samples=[_sample(note, read(note["lengths"])) for note in group["samples"]],
+                samples=_Samples(group["samples"], [read(note["lengths"]) for note in group["samples"]]),
             )
             for group in meta["groups"]
         ]
     return Recording(groups=groups, seconds=meta["seconds"], replayed_from=step)
+
+
+class _Samples(Sequence[Sample]):
+    """Samples made when they are asked for.
+
+    Lists of a whole batch's tokens, made at once, would be walked by one garbage collection after the other, each of
+    which stops the event loop; arrays are not walked.
+    """
+
+    def __init__(self, notes: Sequence[dict[str, Any]], parts: Sequence[dict[str, NDArray[Any]]]) -> None:
+        self._notes = notes
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    @overload
+    def __getitem__(self, place: int) -> Sample: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Sample]: ...
+    def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(len(self))[place]]
+        return _sample(self._notes[place], self._parts[place])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _columns(sample: Sample) -> Iterator[tuple[str, Any]]:
