@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -150,6 +151,17 @@ def test_a_full_store_refuses_and_leaves_no_trace(tmp_path: Path) -> None:
     with pytest.raises(StoreFull, match="of at most 500"):
         store.save(1, recording(), IDENTITY)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_a_disk_that_takes_no_more_is_an_error_and_leaves_no_trace(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            RecordingStore(tmp_path).save(3, recording(), IDENTITY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_metadata_that_json_cannot_hold_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from threading import Lock
 from typing import Any
 
 import orjson
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from miles_async.adapters.recordings.codec import decode, encode
+from miles_async.adapters.recordings.codec import Arrays, decode, encode
 from miles_async.core.skip import Recording
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
@@ -80,7 +81,7 @@ class RecordingStore:
         draft = self.folder / f".draft-{step}-{uuid.uuid4().hex}"
         try:
             draft.mkdir()
-            save_file(arrays, draft / BATCH)
+            _write(arrays, draft / BATCH)
             meta = {
                 "format": FORMAT,
                 "step": step,
@@ -173,6 +174,14 @@ def _digest_of(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _write(arrays: Arrays, path: Path) -> None:
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:
+        # Its only failure with arrays of ours is the disk's.
+        raise OSError(str(error)) from error
 
 
 def _sync(path: Path) -> None:
