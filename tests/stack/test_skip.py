@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from miles_async.adapters.recordings.store import RecordingStore
-from miles_async.observability.events import GroupGenerated, StepEnded, StepStarted
+from miles_async.observability.events import GroupGenerated, StepEnded
 from tests.stack.conftest import Played, Stack
 
-ROLLOUTS, BATCH = 3, 8
+ROLLOUTS, BATCH = 4, 8
 pytestmark = pytest.mark.stack
 
 
@@ -53,17 +53,15 @@ def test_a_second_run_in_turns_sends_no_request_and_trains_on_equal_tokens(stack
     assert second.violations == []
 
 
-def test_a_second_fully_asynchronous_run_replays_what_was_recorded(stack: Stack, tmp_path: Path) -> None:
-    first = play(stack, "train_async.py", tmp_path, "async_rollout")
-    [folder] = tmp_path.glob("*/GBS1_*")
-    recorded = RecordingStore(folder).steps
-    assert set(range(ROLLOUTS * BATCH - 8)) <= recorded, "nearly all of what was trained was recorded"
+def test_a_second_fully_asynchronous_run_generates_only_what_the_first_did_not_finish(
+    stack: Stack, tmp_path: Path
+) -> None:
+    before = requests_so_far(stack)
+    play(stack, "train_async.py", tmp_path, "async_rollout")
     between = requests_so_far(stack)
+    [folder] = tmp_path.glob("*/GBS1_*")
+    assert len(RecordingStore(folder).steps) >= ROLLOUTS * BATCH
     second = play(stack, "train_async.py", tmp_path, "async_rollout")
-    live = {event.sequence for event in second.of(GroupGenerated)} - recorded
-    assert requests_so_far(stack) - between <= (len(live) + 2 * BATCH) * first.config.rollout.n_samples_per_prompt
+    assert requests_so_far(stack) - between < (between - before) / 2
     assert len(second.of(StepEnded)) == ROLLOUTS
-    assert max(age for event in second.of(StepStarted) for age in event.staleness) <= 3
-    assert {event.reward for event in second.of(GroupGenerated) if event.sequence in recorded} <= {
-        event.reward for event in first.of(GroupGenerated)
-    }
+    assert second.of(GroupGenerated)
