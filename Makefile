@@ -6,7 +6,7 @@ ARGS ?=
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run test test-unit test-stack sim bench lint format lock clean
+.PHONY: help setup setup-gpu run test test-unit test-stack sim bench lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,12 +38,19 @@ test-stack: $(READY) ## Tests on the real engines
 sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
 	@$(PYTHON) -m tests.sim.run --figures docs $(ARGS)
 
-bench: $(READY) ## Benchmarks on this machine: core cost, packing, publish gap, overlap (tables, and JSON in benchmarks/results/)
+bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/results/
 	@$(PYTHON) -m benchmarks.core_cost
 	@$(PYTHON) -m benchmarks.packing
 	@$(PYTHON) -m benchmarks.packed_training
 	@$(PYTHON) -m benchmarks.publish_gap
 	@$(PYTHON) -m benchmarks.overlap
+	@$(PYTHON) -m benchmarks.skip_replay
+
+skip-ls: $(READY) ## List recordings that --skip-… made (DIR=dump_dir)
+	@$(PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)
+
+skip-rm: $(READY) ## Remove recordings (DIR=dump_dir, ARGS="--steps 5-9"); all of them without --steps
+	@$(PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

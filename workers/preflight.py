@@ -19,6 +19,7 @@ from miles_async.core.loading import load_function
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.rewards.rewarder import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.skip import SkipManager, SkipWorld
 from miles_async.types import Group
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
@@ -45,6 +46,8 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
     # Data before rewards: of an unknown task it says which known one is near.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
     open_rewarder(config, args)
+    # After the user's modules, which may register roles of their own.
+    SkipManager(SkipWorld(config=config))
     if not config.warm_start.warm_start_max_steps:
         return Lessons(problems=[], check=[])
     pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())

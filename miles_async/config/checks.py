@@ -42,7 +42,7 @@ def problems(config: RunConfig, entry: str) -> list[str]:
 
 def notes(config: RunConfig, entry: str) -> list[str]:
     """Settings that will do nothing in this run, or something else than one may think: worth a warning."""
-    return [*_window_notes(config, entry), *_policy_notes(config, entry)]
+    return [*_idle_window(config, entry), *_idle_skip(config, entry), *_policy_notes(config, entry)]
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _window_notes(config: RunConfig, entry: str) -> list[str]:
+def _idle_window(config: RunConfig, entry: str) -> list[str]:
     rollout = config.rollout
     if rollout.windowed_fifo_ratio is None:
         return []
@@ -77,6 +77,20 @@ def _window_notes(config: RunConfig, entry: str) -> list[str]:
         "windowed_fifo_ratio has no effect: every generated group is trained; "
         "set over_sampling_batch_size above rollout_batch_size, or a dynamic_sampling_filter_path"
     ]
+
+
+def _idle_skip(config: RunConfig, entry: str) -> list[str]:
+    used, idle = ("rollout", "async_rollout")
+    if schedule_of(config, entry) is Schedule.FULLY_ASYNC:
+        used, idle = idle, used
+    roles = {"rollout": config.skip.rollout, "async_rollout": config.skip.async_rollout}
+    found = []
+    # The deprecated switch enables both, for whichever fits.
+    if roles[idle].enable and not roles[used].enable:
+        found.append(f"skip.{idle} has no effect: this run generates in the way of skip.{used}; enable that one")
+    if roles[used].enable and not roles[used].steps:
+        found.append(f'skip.{used} skips nothing: set skip.{used}.steps, such as "[1-128]"')
+    return found
 
 
 def _batch_sizes(config: RunConfig) -> Iterator[str]:

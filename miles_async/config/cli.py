@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 from types import NoneType
 from typing import NoReturn
@@ -31,7 +32,10 @@ def parse_or_exit(argv: Sequence[str], entry: str) -> RunConfig:
         flags = parse_flags(argv)
         if flags.help:
             _print_and_exit(help_text(entry))
-        config = load_config(argv, entry=entry)
+        with warnings.catch_warnings():
+            # Python hides these unless the main module warns; they are meant for the person who typed the flag.
+            warnings.simplefilter("default", DeprecationWarning)
+            config = load_config(argv, entry=entry)
     except UserError as error:
         for sentence in str(error).splitlines():
             print(f"{entry}: {sentence}", file=sys.stderr)

@@ -8,10 +8,9 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import RunConfig, Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,9 @@ class Setting:
     """One field of the schema."""
 
     path: tuple[str, ...]
-    """Sections and name, such as ("model", "tiny_model", "num_layers")."""
+    """Sections and field, such as ("model", "tiny_model", "num_layers")."""
+    name: str
+    """The field with its section's prefix: unique over all sections."""
     kinds: frozenset[type]
     """What it may hold: bool, int, float, str, list, dict or NoneType."""
     element: type
@@ -30,10 +31,6 @@ class Setting:
     help: str
 
     @property
-    def name(self) -> str:
-        return self.path[-1]
-
-    @property
     def dotted(self) -> str:
         return ".".join(self.path)
 
@@ -42,19 +39,20 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
 
-def _settings(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[Setting]:
+def _settings(section: type[Section], path: tuple[str, ...]) -> Iterator[Setting]:
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _settings(field.annotation, (*path, name))
         else:
-            yield _setting((*path, name), field)
+            yield _setting((*path, name), section.flag_prefix + name, field)
 
 
-def _setting(path: tuple[str, ...], field: FieldInfo) -> Setting:
+def _setting(path: tuple[str, ...], name: str, field: FieldInfo) -> Setting:
     alternatives = _alternatives(field.annotation)
     elements = [get_args(kind)[0] for kind in alternatives if get_origin(kind) in (list, tuple)]
     return Setting(
         path=path,
+        name=name,
         kinds=frozenset(_kind(alternative) for alternative in alternatives),
         element=elements[0] if elements else str,
         choices=tuple(name for kind in alternatives if get_origin(kind) is Literal for name in get_args(kind)),
@@ -79,6 +77,9 @@ def _kind(annotation: Any) -> type:
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _settings(RunConfig, ())}
 """Every setting by its name, in the order of the schema."""
+
+BY_PATH: Mapping[tuple[str, ...], Setting] = {setting.path: setting for setting in SETTINGS.values()}
+"""Every setting by its place."""
 
 SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(".".join(setting.path[:-1]) for setting in SETTINGS.values()))
 """Every section that holds settings, as a dotted path."""

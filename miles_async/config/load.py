@@ -6,6 +6,7 @@ Every value remembers where it came from, so that a complaint names the file or 
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from miles_async.config.checks import problems
 from miles_async.config.derived import WINDOWED_FUNCTION
-from miles_async.config.fields import SECTIONS, SETTINGS, nearest
+from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, nearest
 from miles_async.config.flags import Assignment, parse_flags
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import parse_yaml
@@ -54,7 +55,7 @@ def build(assignments: Sequence[Assignment]) -> RunConfig:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise UserError("\n".join(_sentence(detail, sources) for detail in error.errors())) from None
-    return _resolve_rollout_function(config, named=ROLLOUT_FUNCTION_PATH in sources)
+    return _resolve_skip(_resolve_rollout_function(config, named=ROLLOUT_FUNCTION_PATH in sources))
 
 
 def read_yaml(path: Path) -> list[Assignment]:
@@ -86,7 +87,7 @@ def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path) ->
             if value is not None and not isinstance(value, Mapping):
                 raise UserError(f"{file}: {dotted} is a section, but holds {value!r}; write its settings below it")
             assignments += _flatten(value or {}, path, file)
-        elif (setting := SETTINGS.get(path[-1])) is not None and setting.path == path:
+        elif path in BY_PATH:
             assignments.append(Assignment(path, value, f"{file}: {dotted}"))
         else:
             raise UserError(f"{file}: unknown key {dotted}{_where(path)}")
@@ -97,7 +98,7 @@ def _where(path: tuple[str, ...]) -> str:
     """The place of a known setting that stands in the wrong section, else the nearest name."""
     if (setting := SETTINGS.get(path[-1])) is not None:
         return f"; write it as {setting.dotted}"
-    siblings = {setting.name for setting in SETTINGS.values() if setting.path[:-1] == path[:-1]}
+    siblings = {place[-1] for place in BY_PATH if place[:-1] == path[:-1]}
     sections = {section.rpartition(".")[2] for section in SECTIONS if section.split(".")[:-1] == list(path[:-1])}
     return nearest(path[-1], [*siblings, *sections]) or nearest(path[-1], list(SETTINGS))
 
@@ -126,6 +127,24 @@ def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
     else:
         return config
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_function_path": resolved})})
+
+
+def _resolve_skip(config: RunConfig) -> RunConfig:
+    """The legacy switch gives way to a role that is enabled; alone, it enables both on every step."""
+    if not config.rollout.skip_rollout:
+        return config
+    skip = config.skip
+    if skip.rollout.enable or skip.async_rollout.enable:
+        text = "--skip-rollout is deprecated and has no effect beside skip.rollout or skip.async_rollout; remove it"
+        update: dict[str, Any] = {}
+    else:
+        text = "--skip-rollout is deprecated: set skip.rollout.enable or skip.async_rollout.enable, and its steps"
+        every: dict[str, Any] = {"enable": True, "steps": ["0-"]}
+        roles = {"rollout": skip.rollout, "async_rollout": skip.async_rollout}
+        update = {"skip": skip.model_copy(update={name: role.model_copy(update=every) for name, role in roles.items()})}
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    update["rollout"] = config.rollout.model_copy(update={"skip_rollout": False})
+    return config.model_copy(update=update)
 
 
 def _exists(module: str) -> bool:

@@ -1,19 +1,25 @@
 """Every setting of a run, by section. The name of a field is its flag, its YAML key and the word the field uses.
 
 `--rollout-batch-size 32`, `rollout_batch_size: 32` under `rollout:` in YAML and `rollout.rollout_batch_size=32` on the
-command line all set the same value. Field names are unique over all sections, so that a flag needs no prefix. Sections
-are frozen: what the run folder's `config.yaml` says is what ran. The text under a field is its help.
+command line all set the same value. Field names are unique over all sections, so that a flag needs no prefix, but for
+the sections that name one. Sections are frozen: what the run folder's `config.yaml` says is what ran. The text under a
+field is its help.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from miles_async.core.skip import Steps
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    flag_prefix: ClassVar[str] = ""
+    """What stands before the names of its fields in flags: `skip_rollout_` makes `--skip-rollout-enable`."""
 
 
 class TinyModel(Section):
@@ -125,6 +131,8 @@ class Rollout(Section):
     """A group whose rewards take longer fails and is retried."""
     dynamic_sampling_filter_path: str | None = None
     """Keep a finished group or not: fn(args, group) -> bool, as module.function."""
+    skip_rollout: bool = False
+    """Deprecated: replay every step, as skip.rollout and skip.async_rollout do; gives way where one of them is on."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards between the samples of a batch, so that nothing can be learned from them."""
 
@@ -273,7 +281,57 @@ class Cluster(Section):
     """An existing Ray cluster. Unset: one is started on this machine and ended with the run."""
 
 
+class SkipRole(Section):
+    """When a stage is skipped (seed `skip-manager`; docs/skip.md)."""
+
+    enable: bool = False
+    """Replay this role's steps where they were recorded, record them where not."""
+    dump_dir: str = "~/.cache/miles_async/skip"
+    """Where recordings are kept."""
+    steps: list[int | str] = []
+    """Steps that may be skipped: integers and ranges such as 1-128 (both ends included) or 5- (no end)."""
+    action: Literal["cache", "repeat"] = "cache"
+    """cache replays the same step, repeat the nearest one that was recorded."""
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _are_steps(cls, value: Any) -> list[Any]:
+        """One step or range needs no brackets."""
+        entries = value if isinstance(value, list) else [value]
+        Steps.parse(entries)
+        return entries
+
+
+class SkipRollout(SkipRole):
+    flag_prefix = "skip_rollout_"
+
+
+class SkipAsyncRollout(SkipRole):
+    flag_prefix = "skip_async_rollout_"
+
+
+class Skip(Section):
+    flag_prefix = "skip_"
+
+    rollout: SkipRollout = SkipRollout()
+    """Batches by trainer step: train.py, and train_async.py with a batch function."""
+    async_rollout: SkipAsyncRollout = SkipAsyncRollout()
+    """Groups by feed order: fully asynchronous runs."""
+    roles: dict[str, SkipRole] = {}
+    """Roles of your own, each with the four settings of the others: skip.roles.reward.enable=true."""
+    replay_timing: Literal["recorded", "none"] = "recorded"
+    """A replayed group takes as long as its generation took, or no time."""
+    mismatch: Literal["refuse", "generate"] = "refuse"
+    """A recording made under other settings stops the run, or is left alone and the step generated."""
+    max_bytes: int | None = Field(None, ge=1)
+    """Record no more once a folder of recordings holds so many bytes."""
+
+
 class Observability(Section):
+    project_name: str = Field("miles_async", pattern=r"^[\w.-]+$")
+    """What the run belongs to; part of the path of its recordings."""
+    experiment_name: str = Field("default", pattern=r"^[\w.-]+$")
+    """What the run tries; part of the path of its recordings."""
     run_dir: str = "runs"
     """Folder that holds a folder per run, and `latest`."""
     metrics_port: int = Field(0, ge=0, le=65535)
@@ -300,4 +358,5 @@ class RunConfig(Section):
     weights: Weights = Weights()
     engine: Engine = Engine()
     cluster: Cluster = Cluster()
+    skip: Skip = Skip()
     observability: Observability = Observability()

@@ -174,6 +174,12 @@ class LoopLag(Event, frozen=True):
     seconds: float
 
 
+class Warned(Event, frozen=True):
+    """Something the user should know, after which the run goes on."""
+
+    text: str
+
+
 class RunEnded(Event, frozen=True):
     reason: str
     """`done`, `interrupted` or the sentence that says what broke."""
@@ -196,6 +202,7 @@ AnyEvent = (
     | EngineBusy
     | Stalled
     | LoopLag
+    | Warned
     | RunEnded
 )
 

@@ -1,4 +1,4 @@
-"""The three plain lines that users grep for (seed `fully-async`), on stdout, whatever the log format."""
+"""The three plain lines that users grep for (seed `fully-async`), and warnings, on stdout, whatever the log format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from miles_async.observability.events import Drained, Event, Stalled, StepStarted
+from miles_async.observability.events import Drained, Event, Stalled, StepStarted, Warned
 
 
 class Lines:
@@ -37,6 +37,8 @@ class Lines:
                     f"Warning: No progress for {event.seconds:.0f}s. Queue size: {event.queue}, "
                     f"Collected: {event.collected}/{event.wanted}"
                 )
+            case Warned():
+                self._print(f"Warning: {event.text}")
             case _:
                 pass
 

@@ -49,7 +49,7 @@ def _leaves(section: Section) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Section):
             yield from _leaves(value)
         else:
-            yield name, value
+            yield section.flag_prefix + name, value
 
 
 async def call_rollout_function(

@@ -19,6 +19,7 @@ from miles_async.observability.events import Event, RunStarted
 from miles_async.pipeline.progress import resume
 from miles_async.pipeline.service import Ports, Service
 from miles_async.pipeline.source import RolloutSource
+from miles_async.ports import Generator
 from miles_async.types import DropReason, Group, Sample, StepReport
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
@@ -184,7 +185,7 @@ class World:
                 clock=clock,
                 events=self,
                 data=self.feed,
-                generator=engines,
+                generator=self._generator(clock),
                 evaluator=engines,
                 rewarder=Judge(),
                 learner=self.trainer,
@@ -215,6 +216,9 @@ class World:
         await self.service.run(self._rollout)
         self.service.books.ledger.check_conservation()
         self.seconds = clock.now()
+
+    def _generator(self, clock: VirtualClock) -> Generator:
+        return self.fleet
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         size = self.config.rollout.rollout_batch_size

@@ -49,11 +49,11 @@ def test_every_leaf_of_the_configuration_and_what_the_run_adds_is_an_attribute()
     assert args.sglang_router_ip == "127.0.0.1"
 
 
-def test_no_two_sections_share_a_field_name() -> None:
+def test_no_two_settings_share_a_name_once_their_section_has_prefixed_it() -> None:
     def names(section: Section) -> list[str]:
         found = []
         for name, value in section:
-            found += names(value) if isinstance(value, Section) else [name]
+            found += names(value) if isinstance(value, Section) else [section.flag_prefix + name]
         return found
 
     flat = names(RunConfig())

@@ -16,6 +16,8 @@ SERVICE = "sim/test_service.py"
 HEAD = "sim/test_head_policy.py"
 PLACE = "unit/test_settings_reach_their_place.py"
 RESUME = "sim/test_resume.py"
+SKIP = "sim/test_skip.py"
+SKIP_MANAGER = "unit/test_skip_manager.py"
 LEARNER = "stack/test_learner_settings.py"
 
 PROOF = {
@@ -134,7 +136,23 @@ PROOF = {
     "engine_start_timeout_seconds": f"{PLACE}::test_a_server_that_is_late_is_ended_with_a_sentence",
     "ray_address": f"{PLACE}::test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here",
     "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
+    # skip
+    "skip_rollout": f"{SKIP_MANAGER}::test_the_legacy_switch_alone_skips_every_step",
+    "skip_rollout_enable": f"{SKIP}::test_batch_functions_replay_whole_batches_by_trainer_step",
+    "skip_rollout_dump_dir": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
+    "skip_rollout_steps": f"{SKIP_MANAGER}::test_steps_are_integers_and_ranges_with_both_ends",
+    "skip_rollout_action": f"{SKIP}::test_repeat_generates_the_first_step_and_replays_it_for_all_others",
+    "skip_async_rollout_enable": f"{SKIP}::test_the_second_run_generates_nothing_and_trains_on_equal_tokens",
+    "skip_async_rollout_dump_dir": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
+    "skip_async_rollout_steps": f"{SKIP}::test_only_the_steps_asked_for_are_recorded_and_replayed",
+    "skip_async_rollout_action": f"{SKIP_MANAGER}::test_the_seeds_overrides_and_the_flags_say_the_same",
+    "skip_roles": f"{SKIP_MANAGER}::test_a_configured_step_runs_once_and_is_replayed_afterwards",
+    "skip_replay_timing": f"{SKIP}::test_an_untimed_replay_takes_no_time",
+    "skip_mismatch": f"{SKIP}::test_it_may_be_left_alone_instead_with_one_warning",
+    "skip_max_bytes": f"{SKIP}::test_a_full_folder_ends_recording_with_one_warning_and_the_run_goes_on",
     # observability
+    "project_name": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
+    "experiment_name": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
     "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_written_is_one_sentence",
     "metrics_port": "unit/test_observability_metrics.py::test_a_port_in_use_is_one_sentence_that_names_it",
     "log_format": f"{RUN}::test_json_log_lines_carry_what_is_bound",

@@ -1,0 +1,111 @@
+"""What recording and replaying cost: time against generation, and the longest the event loop stood still meanwhile.
+
+    python -m benchmarks.skip_replay [--megabytes 1 10 100] [--tokens-per-second 2000]
+
+Saves and loads batches of the given sizes through the annotated function of a run, as the service does, while another
+task looks at the loop every millisecond. Generation is reckoned, not run: the batch's response tokens at the given
+rate. Prints a table, writes benchmarks/results/skip-replay.json, and exits with 1 above 5 % or 20 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from miles_async.config.schema import RunConfig, Skip, SkipRollout
+from miles_async.core.skip import GroupRecord, Recording
+from miles_async.skip import SkipManager
+from miles_async.types import Sample, SampleStatus, VersionSpan
+
+SHARE_LIMIT, LAG_LIMIT_MS = 0.05, 20.0
+RESPONSE_TOKENS, PROMPT_TOKENS, SAMPLES = 2048, 256, 8
+BYTES_PER_SAMPLE = 4 * (RESPONSE_TOKENS + PROMPT_TOKENS) + 8 * RESPONSE_TOKENS + 4 * RESPONSE_TOKENS
+
+
+def batch(megabytes: float) -> Recording:
+    groups = []
+    for number in range(max(1, round(megabytes * 1e6 / BYTES_PER_SAMPLE / SAMPLES))):
+        samples = [
+            Sample(
+                index=number * SAMPLES + place,
+                prompt="question " * 20,
+                tokens=[(number * place + i) % 50_000 for i in range(PROMPT_TOKENS + RESPONSE_TOKENS)],
+                response="answer " * (RESPONSE_TOKENS // 2),
+                response_length=RESPONSE_TOKENS,
+                rollout_log_probs=[-i / 7 for i in range(RESPONSE_TOKENS)],
+                spans=[VersionSpan(3, 0, RESPONSE_TOKENS)],
+                status=SampleStatus.COMPLETED,
+            )
+            for place in range(SAMPLES)
+        ]
+        record = GroupRecord(feed_index=f"sample_0_{number}", prompt="hash", version=3, seconds=1.0, samples=samples)
+        groups.append(record)
+    return Recording(groups=groups, seconds=1.0)
+
+
+async def look_at_the_loop(lags: list[float]) -> None:
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(0.001)
+        lags.append(time.perf_counter() - before - 0.001)
+
+
+async def measure(megabytes: float, tokens_per_second: float, folder: Path) -> dict[str, float]:
+    recording = batch(megabytes)
+    role = SkipRollout(enable=True, steps=[1], dump_dir=str(folder / str(megabytes)))
+    SkipManager.init(RunConfig(skip=Skip(rollout=role)))
+    SkipManager.set_step(1)
+
+    @SkipManager.annotate(role="rollout")
+    async def generate() -> Recording:
+        return recording
+
+    lags: list[float] = []
+    looking = asyncio.create_task(look_at_the_loop(lags))
+    began = time.perf_counter()
+    assert (await generate()).replayed_from is None
+    saved = time.perf_counter()
+    replayed = await generate()
+    loaded = time.perf_counter()
+    looking.cancel()
+    assert replayed.groups == recording.groups
+    generation = sum(len(group.samples) for group in recording.groups) * RESPONSE_TOKENS / tokens_per_second
+    return {
+        "megabytes": sum(path.stat().st_size for path in (folder / str(megabytes)).rglob("*.*")) / 1e6,
+        "save_seconds": saved - began,
+        "load_seconds": loaded - saved,
+        "generation_seconds": generation,
+        "share": (loaded - saved) / generation,
+        "lag_ms": max(lags) * 1e3,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 10, 100])
+    parser.add_argument("--tokens-per-second", type=float, default=2000.0)
+    options = parser.parse_args()
+    print(f"{'MB':>8}{'save s':>9}{'load s':>9}{'generate s':>12}{'share':>9}{'loop lag ms':>13}")
+    rows = []
+    gc.freeze()  # as the rollout worker does
+    with tempfile.TemporaryDirectory() as folder:
+        for megabytes in options.megabytes:
+            row = asyncio.run(measure(megabytes, options.tokens_per_second, Path(folder)))
+            rows.append(row)
+            times = f"{row['save_seconds']:9.3f}{row['load_seconds']:9.3f}{row['generation_seconds']:12.1f}"
+            print(f"{row['megabytes']:8.1f}{times}{row['share']:9.2%}{row['lag_ms']:13.1f}", flush=True)
+    results = Path("benchmarks/results")
+    results.mkdir(parents=True, exist_ok=True)
+    content = {"tokens_per_second": options.tokens_per_second, "rows": rows}
+    (results / "skip-replay.json").write_text(json.dumps(content, indent=1) + "\n")
+    return int(any(row["share"] > SHARE_LIMIT or row["lag_ms"] > LAG_LIMIT_MS for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

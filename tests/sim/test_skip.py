@@ -1,0 +1,271 @@
+"""Recording and replaying generation around the real service, under virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.config.schema import Rollout, RunConfig, Skip, SkipAsyncRollout, SkipRollout
+from miles_async.core.bounds import Schedule
+from miles_async.errors import UserError
+from miles_async.observability.events import GroupGenerated, Queue, StepStarted
+from miles_async.pipeline.source import RolloutSource
+from miles_async.ports import Generator
+from miles_async.skip import SkipManager, SkipWorld
+from miles_async.skip.generator import SkippingGenerator
+from miles_async.types import Group
+from tests.sim.engines import Engines
+from tests.sim.virtual_time import VirtualClock
+from tests.sim.world import World
+
+ROLLOUTS = 12
+
+
+class CountingEngines:
+    """Passes calls on and remembers which groups reached the engines."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self.asked: list[tuple[str, int]] = []
+
+    async def generate(self, group: Group) -> None:
+        self.asked.append((group.feed_index, group.attempt))
+        await self._engines.generate(group)
+        for place, sample in enumerate(group):
+            # The simulated engines draw no tokens; these differ from run to run as drawn ones do.
+            sample.tokens = [int(self._engines.worked_seconds * 1e6) + place] * len(sample.tokens)
+            sample.rollout_log_probs = [-0.5] * sample.response_length
+
+    async def abort(self, group: Group | None = None) -> None:
+        await self._engines.abort(group)
+
+    in_flight = property(lambda self: self._engines.in_flight)
+    busy_seconds = property(lambda self: self._engines.busy_seconds)
+
+
+async def _at_once(work: Any) -> Any:
+    return work()
+
+
+@dataclass(kw_only=True)
+class SkippingWorld(World):
+    """A simulated run in which generation may be skipped."""
+
+    identity: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    refused: frozenset[str] = frozenset()
+    """Feed indices that the filter drops."""
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+    """What each group held when it reached the filter."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keep = self._look_at
+
+    def _look_at(self, group: Group) -> bool:
+        self.tokens[group.feed_index] = [sample.tokens for sample in group]
+        return group.feed_index not in self.refused
+
+    def _generator(self, clock: VirtualClock) -> Generator:
+        self.live = CountingEngines(self.fleet)
+        world = SkipWorld(config=self.config, identity=self.identity, warn=self.warnings.append, offload=_at_once)
+        self.skipping = SkippingGenerator(
+            self.live,
+            SkipManager.init(self.config, world),
+            stream=self.schedule is Schedule.FULLY_ASYNC,
+            clock=clock,
+            live_version=lambda: self.service.books.live_version,
+        )
+        return self.skipping
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        return await self.skipping.batch(rollout_id, lambda: World._rollout(self, rollout_id, source))
+
+
+def play(
+    folder: Path,
+    *,
+    seed: int = 0,
+    schedule: Schedule = Schedule.FULLY_ASYNC,
+    steps: Sequence[int | str] = ("0-",),
+    skip: dict[str, Any] | None = None,
+    identity: dict[str, Any] | None = None,
+    role: dict[str, Any] | None = None,
+    train_seconds: float = 1.0,
+    latency_seconds: float | None = None,
+    refuse: int = 0,
+    **rollout: Any,
+) -> SkippingWorld:
+    sizes = {"rollout_batch_size": 8, "num_rollout": ROLLOUTS, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
+    settings = {"enable": True, "dump_dir": str(folder), "steps": list(steps), **(role or {})}
+    in_stream = schedule is Schedule.FULLY_ASYNC
+    roles = {"async_rollout": SkipAsyncRollout(**settings)} if in_stream else {"rollout": SkipRollout(**settings)}
+    skipped = Skip(**roles, **(skip or {}))
+    config = RunConfig(rollout=Rollout(**{**sizes, **rollout}), skip=skipped)
+    world = SkippingWorld(
+        config=config,
+        schedule=schedule,
+        seed=seed,
+        identity=identity or {},
+        train_seconds=train_seconds,
+        refused=frozenset(f"sample_0_{index}" for index in range(refuse)),
+    )
+    if latency_seconds is not None:
+        world.latency = lambda group, rng: rng.uniform(0.5, 1.5) * latency_seconds
+    world.run()
+    # A replayed group is as old as the recorded one was, though nothing of it was sampled before its admission.
+    assert [violation for violation in world.audit.violations if "at admission" not in violation] == []
+    return world
+
+
+def ages(world: World) -> list[list[int]]:
+    return [event.staleness for event in world.trace.of(StepStarted)]
+
+
+def queue_over_time(world: World) -> list[tuple[float, int, int]]:
+    return [(round(event.time, 6), event.depth, event.blocked) for event in world.trace.of(Queue)]
+
+
+def trained(world: World) -> set[str]:
+    return {feed_index for batch in world.trainer.batches for feed_index in batch}
+
+
+def asked(world: SkippingWorld) -> set[str]:
+    return {feed_index for feed_index, _ in world.live.asked}
+
+
+def steps_on_disk(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name) for path in folder.glob("*/GBS*/*/meta.json"))
+
+
+def test_the_second_run_generates_nothing_and_trains_on_equal_tokens(tmp_path: Path) -> None:
+    first = play(tmp_path)
+    second = play(tmp_path, seed=1)
+    assert trained(first) <= asked(first)
+    assert trained(first) & asked(second) == set()
+    assert second.trainer.batches == first.trainer.batches
+    assert all(second.tokens[feed_index] == first.tokens[feed_index] for feed_index in trained(first))
+
+
+def test_another_run_without_recordings_draws_other_tokens(tmp_path: Path) -> None:
+    first, second = play(tmp_path / "a"), play(tmp_path / "b", seed=1)
+    assert first.tokens != second.tokens
+    assert ages(first) != ages(second)
+
+
+def test_a_timed_replay_exercises_queue_window_and_staleness_as_the_live_run_did(tmp_path: Path) -> None:
+    first = play(tmp_path, windowed_fifo_ratio=0.3)
+    second = play(tmp_path, seed=1, windowed_fifo_ratio=0.3)
+    assert max(age for batch in ages(first) for age in batch) > 0
+    assert ages(second) == ages(first)
+    # Towards the end run groups that the first run never finished.
+    assert queue_over_time(second)[:100] == queue_over_time(first)[:100]
+    assert second.seconds == pytest.approx(first.seconds)
+
+
+def test_an_untimed_replay_takes_no_time(tmp_path: Path) -> None:
+    first = play(tmp_path, latency_seconds=3.0, max_weight_staleness=None)
+    recorded = steps_on_disk(tmp_path)
+    second = play(tmp_path, skip={"replay_timing": "none"}, latency_seconds=3.0, max_weight_staleness=None)
+    replayed = [event for event in second.trace.of(GroupGenerated) if event.sequence in recorded]
+    assert {event.generated - event.started for event in replayed} == {0.0}
+    assert second.seconds < 0.7 * first.seconds
+
+
+def test_only_the_steps_asked_for_are_recorded_and_replayed(tmp_path: Path) -> None:
+    play(tmp_path, steps=["4-10", 20])
+    assert steps_on_disk(tmp_path) == [*range(4, 11), 20]
+    second = play(tmp_path, steps=[5, 20, 21])
+    assert asked(second) & {"sample_0_5", "sample_0_20"} == set()
+    assert {"sample_0_4", "sample_0_6", "sample_0_21"} <= asked(second)
+
+
+def test_a_recycled_prompt_is_generated_anew(tmp_path: Path) -> None:
+    """A recording that is too old would be too old again and again."""
+    settings = {"max_weight_staleness": 1, "over_sampling_batch_size": 8, "max_attempts": 9}
+    play(tmp_path, **settings)
+    second = play(tmp_path, seed=1, train_seconds=0.2, **settings)
+    assert {attempt for feed_index, attempt in second.live.asked if feed_index in trained(second)} <= {1, 2, 3}
+
+
+def test_a_run_without_recordings_is_not_changed_by_recording_it(tmp_path: Path) -> None:
+    plain = World(config=play(tmp_path).config, seed=0).run()
+    assert ages(plain) == ages(play(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.TURNS, Schedule.ONE_STEP_OFF])
+def test_batch_functions_replay_whole_batches_by_trainer_step(tmp_path: Path, schedule: Schedule) -> None:
+    first = play(tmp_path, schedule=schedule)
+    assert steps_on_disk(tmp_path) == list(range(ROLLOUTS))
+    second = play(tmp_path, schedule=schedule, seed=1)
+    assert second.live.asked == []
+    assert second.trainer.batches == first.trainer.batches
+    assert second.tokens == first.tokens
+    assert ages(second) == ages(first)
+    assert second.seconds == pytest.approx(first.seconds)
+
+
+def test_an_over_sampled_batch_ends_its_replay_with_the_groups_it_had(tmp_path: Path) -> None:
+    """What was aborted when the recorded batch was complete is aborted again instead of being generated."""
+    settings = {"schedule": Schedule.TURNS, "over_sampling_batch_size": 12}
+    first, second = play(tmp_path, **settings), play(tmp_path, seed=1, **settings)
+    assert second.live.asked == []
+    assert second.trainer.batches == first.trainer.batches
+
+
+def test_a_batch_that_needs_more_than_was_recorded_generates_the_rest(tmp_path: Path) -> None:
+    settings = {"schedule": Schedule.TURNS, "over_sampling_batch_size": 12}
+    play(tmp_path, **settings)
+    second = play(tmp_path, seed=1, refuse=5, **settings)
+    assert len(second.trainer.batches) == ROLLOUTS
+    assert second.live.asked
+
+
+def test_repeat_generates_the_first_step_and_replays_it_for_all_others(tmp_path: Path) -> None:
+    world = play(tmp_path, schedule=Schedule.TURNS, role={"action": "repeat"})
+    assert asked(world) == {f"sample_0_{i}" for i in range(8)}
+    assert steps_on_disk(tmp_path) == [0]
+    assert len({str(sorted(world.tokens[name] for name in batch)) for batch in world.trainer.batches}) == 1
+
+
+def test_a_recording_of_other_settings_stops_the_run_and_names_the_field(tmp_path: Path) -> None:
+    play(tmp_path, identity={"model": "a", "rollout_temperature": 1.0})
+    with pytest.raises(UserError, match=r"made under other settings: rollout_temperature was 1\.0 and is 0\.7"):
+        play(tmp_path, identity={"model": "a", "rollout_temperature": 0.7})
+
+
+def test_it_may_be_left_alone_instead_with_one_warning(tmp_path: Path) -> None:
+    play(tmp_path, identity={"model": "a"})
+    world = play(tmp_path, identity={"model": "b"}, skip={"mismatch": "generate"})
+    assert trained(world) <= asked(world)
+    [warning] = world.warnings
+    assert "model was 'a' and is 'b'; such steps are generated" in warning
+
+
+def test_a_damaged_recording_is_set_aside_and_its_step_generated_anew(tmp_path: Path) -> None:
+    play(tmp_path)
+    [batch] = tmp_path.glob("*/GBS*/7/gen_batch.safetensors")
+    batch.write_bytes(batch.read_bytes()[:-1])
+    second = play(tmp_path, seed=1)
+    assert asked(second) & {f"sample_0_{step}" for step in range(20)} == {"sample_0_7"}
+    [warning] = second.warnings
+    assert "7 is damaged (the checksum of gen_batch.safetensors does not match) and was set aside" in warning
+    assert "sample_0_7" not in asked(play(tmp_path, seed=2))
+
+
+def test_a_full_folder_ends_recording_with_one_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+    world = play(tmp_path, skip={"max_bytes": 5_000})
+    assert 0 < len(steps_on_disk(tmp_path)) < ROLLOUTS * 8
+    [warning] = world.warnings
+    assert "nothing more is recorded" in warning
+
+
+def test_the_head_deadline_ends_a_replay_and_the_next_attempt_is_generated(tmp_path: Path) -> None:
+    play(tmp_path)
+    second = play(tmp_path, seed=1, head_deadline_seconds=1.0, head_deadline_action="salvage", windowed_fifo_ratio=0.0)
+    assert len(second.trainer.batches) == ROLLOUTS
+    assert second.live.asked

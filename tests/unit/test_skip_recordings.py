@@ -1,0 +1,220 @@
+"""Recordings on disk: what was written comes back whole, or not at all and with a reason."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+import pytest
+
+from miles_async.adapters.recordings.store import BATCH, META, Damaged, RecordingStore, StoreFull
+from miles_async.core.skip import GroupRecord, Recording
+from miles_async.skip.__main__ import main
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+
+IDENTITY = {"model": "m", "rollout_temperature": 0.7}
+
+
+def sample(index: int, mask: list[int] | None = None) -> Sample:
+    return Sample(
+        index=index,
+        prompt="2+2=",
+        label="4",
+        metadata={"feed_index": "sample_0_3", "nested": {"a": [1.5]}},
+        tokens=[5, 6, 7 + index],
+        response="四\ufffd",
+        response_length=2,
+        loss_mask=mask,
+        rollout_log_probs=[-0.1, -1.2345678901234567],
+        spans=[VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)],
+        status=SampleStatus.TRUNCATED,
+    )
+
+
+def recording(*samples: Sample) -> Recording:
+    members = list(samples) or [sample(0), sample(1, [1, 0])]
+    group = GroupRecord(feed_index="sample_0_3", prompt="hash", version=4, seconds=1.25, samples=members)
+    return Recording(groups=[group], seconds=1.25)
+
+
+def test_what_was_recorded_comes_back_equal(tmp_path: Path) -> None:
+    RecordingStore(tmp_path).save(3, recording(), IDENTITY)
+    loaded = RecordingStore(tmp_path).load(3)
+    assert loaded.recording.groups == recording().groups
+    assert (loaded.recording.seconds, loaded.recording.replayed_from) == (1.25, 3)
+    assert loaded.identity == IDENTITY
+
+
+def test_a_sample_without_response_comes_back_too(tmp_path: Path) -> None:
+    empty = Sample(index=0, prompt="x", tokens=[1], status=SampleStatus.COMPLETED)
+    RecordingStore(tmp_path).save(0, recording(empty, empty), IDENTITY)
+    assert RecordingStore(tmp_path).load(0).recording.groups[0].samples == [empty, empty]
+
+
+@pytest.mark.parametrize("name", [BATCH, META])
+def test_an_entry_cut_off_at_any_byte_is_never_used_and_is_set_aside(tmp_path: Path, name: str) -> None:
+    RecordingStore(tmp_path).save(3, recording(), IDENTITY)
+    entry = {file: (tmp_path / "3" / file).read_bytes() for file in (BATCH, META)}
+    for length in range(len(entry[name])):
+        folder = tmp_path / f"cut-{length}"
+        (folder / "3").mkdir(parents=True)
+        for file, content in entry.items():
+            (folder / "3" / file).write_bytes(content[:length] if file == name else content)
+        store = RecordingStore(folder)
+        with pytest.raises(Damaged, match=r"3 is damaged \(.*\) and was set aside as 3\.damaged-"):
+            store.load(3)
+        assert store.steps == RecordingStore(folder).steps == frozenset()
+
+
+@pytest.mark.parametrize("name", [BATCH, META])
+def test_an_entry_without_one_of_its_files_is_set_aside_and_can_be_recorded_anew(tmp_path: Path, name: str) -> None:
+    store = RecordingStore(tmp_path)
+    store.save(3, recording(), IDENTITY)
+    (tmp_path / "3" / name).unlink()
+    with pytest.raises(Damaged):
+        store.load(3)
+    store.save(3, recording(), IDENTITY)
+    assert store.load(3).recording.groups == recording().groups
+
+
+def test_a_batch_file_of_another_entry_is_noticed(tmp_path: Path) -> None:
+    """The same sizes, another content: the meta of one run beside the tokens of another."""
+    store = RecordingStore(tmp_path)
+    store.save(3, recording(sample(0)), IDENTITY)
+    store.save(4, recording(sample(9)), IDENTITY)
+    (tmp_path / "3" / BATCH).write_bytes((tmp_path / "4" / BATCH).read_bytes())
+    with pytest.raises(Damaged, match=r"the checksum of gen_batch\.safetensors does not match"):
+        store.load(3)
+
+
+def test_meta_that_was_edited_is_noticed(tmp_path: Path) -> None:
+    store = RecordingStore(tmp_path)
+    store.save(3, recording(), IDENTITY)
+    meta = orjson.loads((tmp_path / "3" / META).read_bytes())
+    meta["identity"]["model"] = "another"
+    (tmp_path / "3" / META).write_bytes(orjson.dumps(meta))
+    with pytest.raises(Damaged, match=r"the checksum of meta\.json does not match"):
+        store.load(3)
+
+
+def test_of_several_writers_one_whole_entry_stays(tmp_path: Path) -> None:
+    entries = [recording(sample(index)) for index in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda entry: RecordingStore(tmp_path).save(3, entry, IDENTITY), entries))
+    assert RecordingStore(tmp_path).load(3).recording.groups in [entry.groups for entry in entries]
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from miles_async.adapters.recordings.store import RecordingStore
+from miles_async.core.skip import GroupRecord, Recording
+from miles_async.types import Sample
+samples = [Sample(index=i, tokens=list(range(2000)), response_length=1000, rollout_log_probs=[0.5] * 1000)
+           for i in range(4)]
+group = GroupRecord(feed_index="sample_0_0", prompt="p", version=0, seconds=1.0, samples=samples)
+store = RecordingStore(Path(sys.argv[1]))
+for step in range(1_000_000):
+    store.save(step, Recording(groups=[group]), {})
+    print(step, flush=True)
+"""
+
+
+def test_what_a_killed_writer_leaves_is_whole_or_is_no_entry(tmp_path: Path) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    with writer.stdout:
+        for _ in range(20):
+            writer.stdout.readline()
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+    store = RecordingStore(tmp_path)
+    assert len(store.steps) >= 20
+    for step in store.steps:
+        [group] = store.load(step).recording.groups
+        assert [one.tokens for one in group.samples] == [list(range(2000))] * 4
+
+
+def test_a_full_store_refuses_and_leaves_no_trace(tmp_path: Path) -> None:
+    RecordingStore(tmp_path).save(0, recording(), IDENTITY)
+    store = RecordingStore(tmp_path, max_bytes=500)
+    with pytest.raises(StoreFull, match="of at most 500"):
+        store.save(1, recording(), IDENTITY)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_a_disk_that_takes_no_more_is_an_error_and_leaves_no_trace(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            RecordingStore(tmp_path).save(3, recording(), IDENTITY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_that_json_cannot_hold_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+    odd = sample(0)
+    odd.metadata = {"object": object()}
+    with pytest.raises(TypeError):
+        RecordingStore(tmp_path).save(3, recording(odd), IDENTITY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def replayed(live_version: int) -> Group:
+    group = Group([Sample(index=8), Sample(index=9)], feed_index="sample_0_3")
+    recording().groups[0].replay_into(group, live_version)
+    return group
+
+
+@pytest.mark.parametrize("live_version, expected", [(4, [(3, 4)]), (10, [(9, 10)]), (1, [(0, 1)])])
+def test_a_replayed_group_is_as_old_as_the_recorded_one_was(live_version: int, expected: list[tuple[int, int]]) -> None:
+    assert {tuple(span.version for span in member.spans) for member in replayed(live_version)} == set(expected)
+
+
+def test_no_replayed_token_is_older_than_the_first_version() -> None:
+    assert replayed(0)[0].spans == [VersionSpan(0, 0, 2)]
+
+
+def test_a_record_survives_what_later_stages_do_to_the_group() -> None:
+    group = Group([sample(0)], feed_index="sample_0_3")
+    record = GroupRecord.of(group, prompt="p", live_version=4, seconds=1.0)
+    group[0].reward = 1.0
+    group[0].metadata["error"] = "late"
+    group.reset()
+    assert record.samples == [sample(0)]
+
+
+def test_another_prompts_recording_brings_its_prompt_and_label_but_not_its_place_in_the_feed() -> None:
+    group = Group([Sample(index=8, prompt="1+1=", label="2", metadata={"feed_index": "sample_0_9"})])
+    group.feed_index = "sample_0_9"
+    GroupRecord.of(Group([sample(0)], feed_index="sample_0_3"), prompt="p", live_version=4, seconds=1).replay_into(
+        group, 4
+    )
+    assert (group[0].prompt, group[0].label, group[0].index) == ("2+2=", "4", 8)
+    assert group[0].metadata == {"feed_index": "sample_0_9", "nested": {"a": [1.5]}}
+
+
+def test_recordings_are_listed_and_removed_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = RecordingStore(tmp_path / "e_p" / "GBS1_N2_in8_out8")
+    for step in (1, 2, 3, 7):
+        store.save(step, recording(), IDENTITY)
+    main(["ls", "--dir", str(tmp_path)])
+    assert "e_p/GBS1_N2_in8_out8: 4 steps (1-3 7)" in capsys.readouterr().out
+    main(["rm", "--dir", str(tmp_path), "--steps", "2-5"])
+    assert "removed 2 steps" in capsys.readouterr().out
+    assert RecordingStore(store.folder).steps == {1, 7}
+    with pytest.raises(SystemExit):
+        main(["rm", "--dir", str(tmp_path), "--steps", "all"])
+    assert RecordingStore(store.folder).steps == {1, 7}
