@@ -6,7 +6,7 @@ ARGS ?=
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run test test-unit test-stack sim bench lint format lock clean
+.PHONY: help setup setup-gpu run test test-unit test-stack sim bench inspect lint format lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,10 +38,14 @@ test-stack: $(READY) ## Tests on the real engines
 sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
 	@$(PYTHON) -m tests.sim.run --figures docs $(ARGS)
 
-bench: $(READY) ## Benchmarks on this machine: core cost, publish gap, overlap (tables, and JSON in benchmarks/results/)
+bench: $(READY) ## Benchmarks on this machine: core cost, publish gap, overlap, JSONL (tables, and JSON in benchmarks/results/)
 	@$(PYTHON) -m benchmarks.core_cost
 	@$(PYTHON) -m benchmarks.publish_gap
 	@$(PYTHON) -m benchmarks.overlap
+	@$(PYTHON) -m benchmarks.jsonl_start
+
+inspect: $(READY) ## Look at a saved batch (ARGS="debug/0.safetensors", or with --sample 7)
+	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

@@ -11,14 +11,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.opening import open_data
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
 from miles_async.errors import BadTrajectory, UserError
-from miles_async.rewards.rewarder import open_rewarder
+from miles_async.rewards.opening import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
-from miles_async.types import Group
+from miles_async.types import Group, Verdict
+from workers.batches import saved_batch
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 WARM_START_LESSONS = 8192
@@ -40,9 +41,18 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
     rollout_function(config, entry)
     dynamic_filter(config, args)
+    for setting, path in (
+        ("over_sampling_filter_path", config.rollout.over_sampling_filter_path),
+        ("rollout_sample_filter_path", config.rollout.rollout_sample_filter_path),
+    ):
+        if path is not None:
+            load_function(path, setting=setting)
+    if trains_only(config):
+        saved_batch(config, 0)
     # Data before rewards: of an unknown task it says which known one is near.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
-    open_rewarder(config, args)
+    if not trains_only(config):
+        open_rewarder(config, args)
     if not config.warm_start.warm_start_max_steps:
         return Lessons(problems=[], check=[])
     pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())
@@ -70,16 +80,17 @@ def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
     return load_function(path, setting="rollout_function_path")
 
 
-def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool]:
+def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool | Verdict]:
     """The dynamic sampling filter; without one every finished group is kept."""
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: True
     function = load_function(path, setting="dynamic_sampling_filter_path")
 
-    def keep(group: Group) -> bool:
+    def keep(group: Group) -> bool | Verdict:
         try:
-            return bool(function(args, group))
+            verdict = function(args, group)
+            return verdict if isinstance(verdict, Verdict) else bool(verdict)
         except Exception as error:
             # The user's code may raise anything; it is this group that cannot be judged.
             raise BadTrajectory(f"group {group.feed_index}: filter {path} raised {error!r}") from error

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from miles_async.adapters.datasets.opening import open_data
+import structlog
+
+from miles_async.adapters.absent import NoEngines, NoLearner
+from miles_async.adapters.datasets.opening import open_data, save_tokenizer
+from miles_async.adapters.datasets.source import BufferedSource, Report
 from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -16,18 +21,19 @@ from miles_async.adapters.sglang.generator import SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.system_clock import SystemClock
-from miles_async.config.derived import bounds_of
+from miles_async.config.derived import bounds_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
-from miles_async.observability.events import Event
+from miles_async.observability.events import DataSkipped, Event
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.service import Ports, Service
-from miles_async.pipeline.source import RolloutSource
-from miles_async.rewards.rewarder import open_rewarder
-from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, flat_args
-from miles_async.types import Group
+from miles_async.rewards.opening import open_rewarder
+from miles_async.rollout.contract import Arguments, flat_args
+from workers.batches import Batches
 from workers.preflight import dynamic_filter, rollout_function
 from workers.specs import greedy_of, sampling_of
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,7 @@ class Surroundings:
     checkpoint: str
     """The folder that learner and engines were started from."""
     router_url: str
+    """Empty where no engine was started."""
     engines: Sequence[EngineInfo]
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
@@ -79,49 +86,75 @@ class RolloutWorker:
 
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
+        config, args = self._config, self._arguments(around.router_url)
+        data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
+        if config.debug.dump_details is not None:
+            await asyncio.to_thread(save_tokenizer, around.checkpoint, config.debug.dump_details)
+        ports = Ports(
+            clock=SystemClock(),
+            events=self._outbox,
+            data=data,
+            keep=dynamic_filter(config, args),
+            dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
+            **self._learner_side(around),
+            **await self._engine_side(around, args, data),
+        )
+        self._service = Service(
+            _without_gate(config) if trains_only(config) else config,
+            self._bounds,
+            ports,
+            take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
+        )
+        try:
+            await self._service.run(Batches(config, rollout_function(config, self._entry), args, self._outbox))
+        finally:
+            await ports.rewarder.close()
+
+    def _learner_side(self, around: Surroundings) -> dict[str, Any]:
+        if self._config.debug.debug_rollout_only:
+            return {"learner": NoLearner(), "channel": NoLearner()}
+        if trains_only(self._config):
+            return {"learner": RayLearner(self._config, around.learner_ranks), "channel": NoLearner()}
+        return {
+            "learner": RayLearner(self._config, around.learner_ranks),
+            "channel": RayWeightChannel(around.weight_transfer, around.learner_ranks),
+        }
+
+    async def _engine_side(self, around: Surroundings, args: Arguments, data: BufferedSource) -> dict[str, Any]:
         config = self._config
-        args = self._arguments(around.router_url)
-        tokenizer = CheckpointTokenizer(around.checkpoint)
+        if trains_only(config):
+            absent = NoEngines()
+            return {"fleet": absent, "generator": absent, "evaluator": absent, "rewarder": absent, "problems": ()}
         fleet = SGLangFleet(around.router_url)
         for engine in around.engines:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
-
         generator = partial(
             SGLangGenerator,
             around.router_url,
-            tokenizer,
+            CheckpointTokenizer(around.checkpoint),
             limit=config.engine.sglang_server_concurrency * len(around.engines),
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
         )
-        data = open_data(config, checkpoint=around.checkpoint)
-        self._service = Service(
-            config,
-            self._bounds,
-            Ports(
-                clock=SystemClock(),
-                events=self._outbox,
-                data=data,
-                generator=generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len),
-                evaluator=generator(greedy_of(config)),
-                rewarder=open_rewarder(config, args),
-                learner=RayLearner(config, around.learner_ranks),
-                channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
-                fleet=fleet,
-                dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
-                keep=dynamic_filter(config, args),
-                problems=data.eval_problems(),
-            ),
-            take_turns=self._bounds.schedule is Schedule.TURNS,
-        )
-        function = rollout_function(config, self._entry)
+        return {
+            "fleet": fleet,
+            "generator": generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len),
+            "evaluator": generator(greedy_of(config)),
+            "rewarder": open_rewarder(config, args),
+            "problems": data.eval_problems(),
+        }
 
-        async def rollout(rollout_id: int, source: RolloutSource) -> list[Group]:
-            result = await call_rollout_function(function, args, rollout_id, source, evaluation=False)
-            return as_groups(result, config.rollout.n_samples_per_prompt)
+    def _reporter(self) -> Report:
+        """Tells of what the data source passes over; a batch function may call it from a thread of its own."""
+        loop = asyncio.get_running_loop()
 
-        await self._service.run(rollout)
+        def report(reason: str, sentence: str) -> None:
+            log.warning("data passed over", reason=reason, what=sentence)
+            event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
+            loop.call_soon_threadsafe(self._outbox.emit, event)
+
+        return report
 
     async def events(self) -> list[Event]:
         """What happened since the last call; waits up to half a second for something to happen."""
@@ -133,5 +166,12 @@ class RolloutWorker:
             self._service.stop()
 
     def _arguments(self, router_url: str) -> Arguments:
+        if not router_url:
+            return flat_args(self._config)
         host, _, port = router_url.removeprefix("http://").rpartition(":")
         return flat_args(self._config, sglang_router_ip=host, sglang_router_port=int(port))
+
+
+def _without_gate(config: RunConfig) -> RunConfig:
+    """Saved batches are trained whatever their age: there is nobody who could generate them anew."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_weight_staleness": None})})

@@ -132,6 +132,8 @@ class World:
     graveyard: Graveyard = field(default_factory=Graveyard)
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """A rival window, made from W, to compare with."""
+    choose: Callable[[list[Group]], list[Group]] | None = None
+    """An over-sampling filter of the batch functions."""
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
@@ -207,4 +209,4 @@ class World:
         size = self.config.rollout.rollout_batch_size
         if self.schedule is Schedule.FULLY_ASYNC:
             return await source.drain_stream(rollout_id, size)
-        return await source.collect_batch(rollout_id, size, self.bounds.generation_batch)
+        return await source.collect_batch(rollout_id, size, self.bounds.generation_batch, self.choose)

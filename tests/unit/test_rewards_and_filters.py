@@ -14,7 +14,8 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.filters.dynamic_sampling import check_reward_nonzero_std
-from miles_async.rewards.rewarder import Rewarder, open_rewarder
+from miles_async.rewards.opening import open_rewarder
+from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 
 
@@ -138,4 +139,4 @@ def test_a_reward_that_cannot_be_had_is_one_sentence(rollout: dict[str, Any], co
 @pytest.mark.parametrize("rewards, kept", [([1.0, 1.0, 1.0], False), ([0.0, 1.0, 0.0], True), ([0.5], False)])
 def test_groups_whose_samples_all_scored_the_same_are_not_kept(rewards: list[float], kept: bool) -> None:
     group = Group(Sample(reward=reward) for reward in rewards)
-    assert check_reward_nonzero_std(None, group) is kept
+    assert bool(check_reward_nonzero_std(None, group)) is kept

@@ -75,7 +75,7 @@ def policy_steps(
     """
     samples: list[tuple[Sample, float]] = []
     for group in groups:
-        rewards = [scalar_reward(sample) for sample in group]
+        rewards = [sample.scalar_reward for sample in group]
         samples += zip(group, group_advantages(rewards, std_normalization=std_normalization), strict=True)
     if len(samples) % steps:
         raise ValueError(f"{len(samples)} samples do not divide into num_steps_per_rollout={steps} equal steps")
@@ -83,12 +83,6 @@ def policy_steps(
     share = len(samples) // steps
     cut = [_cut(samples[start : start + share], ranks, max_tokens) for start in range(0, len(samples), share)]
     return [[step[rank] for step in cut] for rank in range(ranks)]
-
-
-def scalar_reward(sample: Sample) -> float:
-    if not isinstance(sample.reward, int | float):
-        raise BadTrajectory(f"sample {sample.index} has the reward {sample.reward!r}; training needs a number")
-    return float(sample.reward)
 
 
 def _cut(samples: Sequence[tuple[Sample, float]], ranks: int, max_tokens: int) -> list[TrainStep]:
@@ -122,6 +116,8 @@ def pack_samples(samples: Sequence[tuple[Sample, float]]) -> PackedBatch:
 def _trained(sample: Sample) -> NDArray[np.int64]:
     """Places within the response whose loss mask is 1."""
     mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    if sample.remove_sample:
+        mask = [0] * sample.response_length
     if not len(mask) == len(sample.rollout_log_probs) == sample.response_length <= len(sample.tokens) - 1:
         raise BadTrajectory(
             f"sample {sample.index}: {len(sample.tokens)} tokens, {sample.response_length} of them response, "

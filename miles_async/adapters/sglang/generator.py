@@ -40,6 +40,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text; the tokens themselves are kept."""
 
     def body(self, budget: int) -> dict[str, Any]:
         """As SGLang wants it, for `budget` more tokens."""
@@ -49,6 +52,8 @@ class SamplingParams:
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
+            "skip_special_tokens": self.skip_special_tokens,
         }
 
 
