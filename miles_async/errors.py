@@ -26,6 +26,10 @@ class BadTrajectory(MilesError):
     """A group cannot be trained as it is; the run goes on without it."""
 
 
+class PromptTooLong(BadTrajectory):
+    """The prompt exceeds `rollout_max_prompt_len`: no other attempt can end otherwise, so there is none."""
+
+
 class EngineLost(MilesError):
     """An engine stopped answering or was fenced while it held a request."""
 

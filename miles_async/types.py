@@ -181,6 +181,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     FILTERED = "filtered"
     FAILED = "failed"
+    PROMPT_TOO_LONG = "prompt_too_long"
     ENGINE_LOST = "engine_lost"
     HEAD_DEADLINE = "head_deadline"
     """The head of the window took too long and was sent back (`core/head.py`)."""

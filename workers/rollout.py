@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import structlog
-
 from miles_async.adapters.absent import NoEngines, NoLearner
 from miles_async.adapters.datasets.opening import open_data, save_tokenizer
 from miles_async.adapters.datasets.source import BufferedSource, Report
@@ -32,8 +30,6 @@ from miles_async.rollout.contract import Arguments, flat_args
 from workers.batches import Batches
 from workers.preflight import dynamic_filter, rollout_function
 from workers.specs import greedy_of, sampling_of
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +146,6 @@ class RolloutWorker:
         loop = asyncio.get_running_loop()
 
         def report(reason: str, sentence: str) -> None:
-            log.warning("data passed over", reason=reason, what=sentence)
             event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
             loop.call_soon_threadsafe(self._outbox.emit, event)
 

@@ -204,6 +204,7 @@ class RunEnded(Event, frozen=True):
 
 AnyEvent = (
     RunStarted
+    | ClusterReady
     | GroupMoved
     | GroupGenerated
     | GroupFiltered

@@ -16,7 +16,7 @@ from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.queue import GroupQueue
 from miles_async.core.window import WindowedFIFOCollector
-from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
 from miles_async.observability.events import AdmissionBlocked, GroupFiltered, GroupGenerated, Queue
 from miles_async.pipeline.books import Books, sequence_of
 from miles_async.pipeline.crew import Crew
@@ -145,6 +145,9 @@ class Producer:
         books.advance([group], State.IN_FLIGHT)
         try:
             outcome = await self._attempt(group)
+        except PromptTooLong as error:
+            outcome = Outcome.FAILED
+            self._recycler.bury(group, DropReason.PROMPT_TOO_LONG, str(error))
         except BadTrajectory as error:
             outcome = Outcome.FAILED
             self._recycler.retry(group, DropReason.FAILED, str(error))

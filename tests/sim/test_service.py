@@ -8,10 +8,10 @@ import pytest
 
 from miles_async.config.schema import Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
-from miles_async.errors import Fatal, UserError
+from miles_async.errors import Fatal, PromptTooLong, UserError
 from miles_async.observability.events import GroupFiltered, PublishEnded, Stalled, StepStarted
 from miles_async.types import DropReason, Verdict
-from tests.sim.engines import EngineModel
+from tests.sim.engines import EngineModel, Engines
 from tests.sim.virtual_time import run_virtual
 from tests.sim.world import World
 
@@ -138,6 +138,18 @@ def test_a_filter_that_gives_its_reason_is_heard():
     world = World(config=config(num_rollout=5), keep=lambda group: odd if (group.sequence or 0) % 2 else True).run()
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"odd"}
     assert world.service.books.ledger.dropped[DropReason.FILTERED] == len(world.trace.of(GroupFiltered))
+
+
+def test_a_prompt_that_is_too_long_is_buried_at_its_first_attempt():
+    class Choosy(Engines):
+        async def generate(self, group):
+            if group.feed_index == "sample_0_3":
+                raise PromptTooLong("its prompt has 9 tokens")
+            await super().generate(group)
+
+    world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
+    assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
+    assert world.audit.violations == []
 
 
 def test_data_that_ends_too_early_is_named():

@@ -132,6 +132,7 @@ class World:
     graveyard: Graveyard = field(default_factory=Graveyard)
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """A rival window, made from W, to compare with."""
+    engine_kind: type[Engines] = Engines
     choose: Callable[[list[Group]], list[Group]] | None = None
     """An over-sampling filter of the batch functions."""
 
@@ -164,7 +165,7 @@ class World:
 
     async def _run(self) -> None:
         clock = VirtualClock()
-        self.fleet = engines = Engines(clock, self.latency, self.engines, self.seed)
+        self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
         self.trainer = Trainer(clock, self.train_seconds, self.finite, self.keeps_batches)
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         self.service = Service(
