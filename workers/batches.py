@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from miles_async.adapters.rollout_file import load_groups, rollout_path, save_groups
@@ -21,12 +22,21 @@ from miles_async.types import Group
 class Batches:
     """`await batches(rollout_id, source)`: the groups to train, from the rollout function or from disk."""
 
-    def __init__(self, config: RunConfig, function: Callable[..., Any], args: Arguments, events: EventSink) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        function: Callable[..., Any],
+        args: Arguments,
+        events: EventSink,
+        *,
+        trainer_version: Callable[[], int],
+    ) -> None:
         """Raises UserError when the sample filter cannot be imported."""
         self._config = config
         self._function = function
         self._args = args
         self._events = events
+        self._trainer_version = trainer_version
         self._save_to = rollout_file(config)
         path = config.rollout.rollout_sample_filter_path
         self._filter = None if path is None else load_function(path, setting="rollout_sample_filter_path")
@@ -34,7 +44,9 @@ class Batches:
     async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         """Raises UserError for what a user's function or file has wrong, Fatal when a batch cannot be saved."""
         if trains_only(self._config):
-            return await asyncio.to_thread(saved_batch, self._config, rollout_id)
+            groups = await asyncio.to_thread(saved_batch, self._config, rollout_id)
+            _bring_back(groups, self._trainer_version())
+            return groups
         result = await call_rollout_function(self._function, self._args, rollout_id, source, evaluation=False)
         groups = as_groups(result, self._config.rollout.n_samples_per_prompt)
         for group in groups:
@@ -75,3 +87,13 @@ def saved_batch(config: RunConfig, rollout_id: int) -> list[Group]:
     if len(groups) != rollout.rollout_batch_size:
         raise UserError(f"rollout data {path} holds {len(groups)} groups: set rollout_batch_size to {len(groups)}")
     return as_groups(groups, rollout.n_samples_per_prompt)
+
+
+def _bring_back(groups: list[Group], version: int) -> None:
+    """Tokens of versions that this run has not reached are moved back together, so that their ages among them stay."""
+    newest = max((span.version for group in groups for sample in group for span in sample.spans), default=version)
+    if newest <= version:
+        return
+    for group in groups:
+        for sample in group:
+            sample.spans = [replace(s, version=max(0, s.version - newest + version)) for s in sample.spans]

@@ -95,14 +95,19 @@ class RolloutWorker:
             **self._learner_side(around),
             **await self._engine_side(around, args, data),
         )
-        self._service = Service(
+        service = self._service = Service(
             _without_gate(config) if trains_only(config) else config,
             self._bounds,
             ports,
             take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
         )
+        function = rollout_function(config, self._entry)
+
+        def trainer_version() -> int:
+            return service.books.trainer_version
+
         try:
-            await self._service.run(Batches(config, rollout_function(config, self._entry), args, self._outbox))
+            await service.run(Batches(config, function, args, self._outbox, trainer_version=trainer_version))
         finally:
             await ports.rewarder.close()
 

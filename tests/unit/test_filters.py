@@ -124,7 +124,7 @@ def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Grou
     async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
         return groups
 
-    return asyncio.run(Batches(chosen, function, flat_args(chosen), events)(4, None))  # type: ignore[arg-type]
+    return asyncio.run(Batches(chosen, function, flat_args(chosen), events, trainer_version=lambda: 2)(4, None))  # type: ignore[arg-type]
 
 
 def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(mine: str) -> None:
@@ -170,6 +170,16 @@ def test_a_run_that_only_trains_takes_its_batches_from_disk(mine: str, tmp_path:
     assert batches(mine, Trace(), None, **again) == saved
     with pytest.raises(UserError, match="holds 2 groups: set rollout_batch_size to 2"):
         batches(mine, Trace(), None, **again | {"rollout_batch_size": 3})
+
+
+def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: str, tmp_path: Path) -> None:
+    late = group(0.0, 1.0)
+    late[0].spans, late[1].spans = [VersionSpan(7, 0, 1), VersionSpan(9, 1, 2)], [VersionSpan(5, 0, 2)]
+    template = str(tmp_path / "{rollout_id}.st")
+    batches(mine, Trace(), [late], save_debug_rollout_data=template)
+    [found] = batches(mine, Trace(), None, load_debug_rollout_data=template, rollout_batch_size=1)
+    assert found[0].spans == [VersionSpan(0, 0, 1), VersionSpan(2, 1, 2)]
+    assert found[1].spans == [VersionSpan(0, 0, 2)]
 
 
 def test_what_functions_note_of_every_sample_is_averaged() -> None:
