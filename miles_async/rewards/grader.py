@@ -1,7 +1,7 @@
 """A process that grades: `python -m miles_async.rewards.grader`. One JSON line in, one JSON line out.
 
-The first line names the function and the arguments it is to see; every further one is a sample, or a group of samples
-where the function scores groups. It ends with its standard input, so it never outlives the run, whatever became of it.
+The first line names the function and the arguments it is to see, and is answered when the function is imported; every
+further one is a sample, or a group of samples where the function scores groups. It ends with its standard input, so it never outlives the run, whatever became of it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def main() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.readline())
     function = load_function(task["path"], setting=task["setting"])
     args = SimpleNamespace(**task["args"])
+    answers.write(b'{"ready":true}\n')
+    answers.flush()
     for line in sys.stdin.buffer:
         answers.write(msgspec.json.encode(_grade(function, args, msgspec.json.decode(line)), enc_hook=float) + b"\n")
         answers.flush()

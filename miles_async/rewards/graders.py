@@ -14,6 +14,8 @@ import msgspec
 
 from miles_async.types import Sample
 
+START_SECONDS = 120.0
+"""For Python and the function's module to load; the deadline of a reward does not count it."""
 LONGEST_LINE = 1 << 26
 """Bytes of one answer at most."""
 
@@ -44,40 +46,43 @@ class Graders:
     async def grade(self, work: Sample | Sequence[Sample]) -> Any:
         """Raises GraderFailed; a process that failed to answer is gone by then."""
         async with self._places:
-            process = self._idle.pop() if self._idle else await self._start()
-            try:
-                async with asyncio.timeout(self.timeout_seconds):
-                    answer = await self._ask(process, work)
-            except BaseException as error:
-                # Also when the group is given up meanwhile: what the process answers next would be another's.
-                self._end(process)
-                if isinstance(error, TimeoutError):
-                    raise GraderFailed(
-                        f"took longer than {self.timeout_seconds:g} s (reward_timeout_seconds); its process was ended"
-                    ) from None
-                raise
+            process = self._idle.pop() if self._idle else await self._launch()
+            answer = await self._ask(process, work, self.timeout_seconds)
             self._idle.append(process)
         if "error" in answer:
             raise GraderFailed(f"raised {answer['error']}")
         return answer["reward"]
 
     async def close(self) -> None:
-        for process in list(self._all):
+        for process in self._all:
             self._end(process)
+            assert process.stdout is not None, "started with a pipe"
+            await process.stdout.read()
             await process.wait()
+        self._all.clear()
 
-    async def _start(self) -> Process:
+    async def _launch(self) -> Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "miles_async.rewards.grader", stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE
         )
-        self._all.add(process)
-        await self._tell(process, {"path": self.path, "setting": self.setting, "args": self.args})
+        self._all = {other for other in self._all if other.returncode is None} | {process}
+        await self._ask(process, {"path": self.path, "setting": self.setting, "args": self.args}, START_SECONDS)
         return process
 
-    async def _ask(self, process: Process, work: Sample | Sequence[Sample]) -> dict[str, Any]:
-        await self._tell(process, work.to_dict() if isinstance(work, Sample) else [each.to_dict() for each in work])
+    async def _ask(self, process: Process, message: Any, seconds: float) -> dict[str, Any]:
         assert process.stdout is not None, "started with a pipe"
-        line = await process.stdout.readline()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._tell(process, message)
+                line = await process.stdout.readline()
+        except BaseException as error:
+            # Also when the group is given up meanwhile: what the process answers next would be another's.
+            self._end(process)
+            if isinstance(error, TimeoutError):
+                raise GraderFailed(
+                    f"took longer than {seconds:g} s (reward_timeout_seconds); its process was ended"
+                ) from None
+            raise
         if not line:
             raise GraderFailed(f"ended its process with code {await process.wait()}")
         answer: dict[str, Any] = msgspec.json.decode(line)
@@ -91,6 +96,7 @@ class Graders:
             await process.stdin.drain()
 
     def _end(self, process: Process) -> None:
-        self._all.discard(process)
+        assert process.stdin is not None, "started with a pipe"
+        process.stdin.close()
         with suppress(ProcessLookupError):
             process.kill()

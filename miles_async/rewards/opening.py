@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -14,6 +16,7 @@ from miles_async.rewards.graders import Graders
 from miles_async.rewards.instructions import ifeval
 from miles_async.rewards.remote import RemoteReward
 from miles_async.rewards.rewarder import Rewarder, RewardFunction
+from miles_async.types import Sample
 
 QUICK: dict[str, RewardFunction] = {"exact": exact, "f1": f1, "gpqa": gpqa, "ifeval": ifeval}
 MATHEMATICS = "math", "dapo", "deepscaler"
@@ -35,7 +38,8 @@ def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
         case quick, _ if quick in QUICK:
             return Rewarder(QUICK[quick], args, name=name, timeout_seconds=timeout, boxed=boxed)
         case slow, _ if slow in MATHEMATICS:
-            return _graded(config, f"miles_async.rewards.mathematics.{slow}", "rm_type", name=name, boxed=boxed)
+            path = f"miles_async.rewards.mathematics.{slow}"
+            return _graded(config, path, "rm_type", only_words, name=name, boxed=boxed)
         case "remote_rm", _:
             return _remote(config, args, name=name, boxed=boxed)
         case "reasoning_gym", None:
@@ -53,7 +57,7 @@ def _custom(config: RunConfig, path: str, args: Any) -> Rewarder:
     rollout = config.rollout
     function = load_function(path, setting="custom_rm_path")
     if rollout.custom_rm_isolated:
-        return _graded(config, path, "custom_rm_path", name=path, whole_groups=rollout.group_rm)
+        return _graded(config, path, "custom_rm_path", lambda whole: whole, name=path, whole_groups=rollout.group_rm)
     return Rewarder(
         function,
         args,
@@ -64,8 +68,18 @@ def _custom(config: RunConfig, path: str, args: Any) -> Rewarder:
     )
 
 
-def _graded(config: RunConfig, path: str, setting: str, *, name: str, **how: bool) -> Rewarder:
-    """In processes. The deadline is each call's own: groups that wait for a process have not begun."""
+def only_words(sample: Sample) -> Sample:
+    """What a text is graded by: tens of thousands of tokens and log-probabilities need not travel."""
+    return replace(sample, tokens=[], rollout_log_probs=[], spans=[], loss_mask=None)
+
+
+def _graded(
+    config: RunConfig, path: str, setting: str, shown: Callable[[Any], Any], *, name: str, **how: bool
+) -> Rewarder:
+    """In processes, which see what `shown` makes of a sample.
+
+    The deadline is each call's own: groups that wait for a process have not begun.
+    """
     graders = Graders(
         path=path,
         setting=setting,
@@ -75,7 +89,7 @@ def _graded(config: RunConfig, path: str, setting: str, *, name: str, **how: boo
     )
 
     async def grade(args: Any, given: Any) -> Any:
-        return await graders.grade(given)
+        return await graders.grade(shown(given))
 
     return Rewarder(
         grade, None, name=name, timeout_seconds=None, reward_key=config.rollout.reward_key, close=graders.close, **how
