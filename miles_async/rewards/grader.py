@@ -1,7 +1,8 @@
 """A process that grades: `python -m miles_async.rewards.grader`. One JSON line in, one JSON line out.
 
 The first line names the function and the arguments it is to see, and is answered when the function is imported; every
-further one is a sample, or a group of samples where the function scores groups. It ends with its standard input, so it never outlives the run, whatever became of it.
+further one is a sample, or a group of samples where the function scores groups. The process ends with its standard
+input, so it never outlives the run, whatever became of that.
 """
 
 from __future__ import annotations

@@ -172,6 +172,7 @@ def test_a_row_that_turns_out_broken_later_is_named_and_passed_over(tmp_path: Pa
     [(reason, sentence)] = said
     assert reason == "bad_row"
     assert "data.jsonl, line 1001: no key 'label'" in sentence
+    assert len(list(islice(source.warm_start_problems(), 3000))) == 3000
 
 
 def test_rows_without_answers_need_no_label_key(tmp_path: Path) -> None:

@@ -77,11 +77,16 @@ class BufferedSource:
             self._buffer.add(groups)
 
     def eval_problems(self) -> list[Group]:
-        """The held-out problems, one sample each; fresh ones at every call."""
-        return [
-            Group([self._sample(index, problem, self._render(problem), f"eval_{index}")], feed_index=f"eval_{index}")
-            for index, problem in enumerate(self._held_out)
-        ]
+        """The held-out problems that can be rendered, one sample each; fresh ones at every call."""
+        groups = []
+        for index, problem in enumerate(self._held_out):
+            try:
+                sample = self._sample(index, problem, self._render(problem), f"eval_{index}")
+            except BadRow as error:
+                self._report("bad_row", str(error))
+                continue
+            groups.append(Group([sample], feed_index=f"eval_{index}"))
+        return groups
 
     def warm_start_problems(self) -> Iterator[Sample]:
         """Endless samples with labels, none of them held out, in an order that no setting changes.
@@ -91,12 +96,17 @@ class BufferedSource:
         rows = random.Random("warm start")
         index = 0
         while True:
-            problem = self._warm_start[rows.randrange(len(self._warm_start))]
+            try:
+                problem = self._warm_start[rows.randrange(len(self._warm_start))]
+                prompt = self._render(problem)
+            except BadRow:
+                # It is counted when the feed meets it.
+                continue
             if problem.question in self._held_out_questions:
                 continue
             if problem.label is None:
                 raise UserError("the data names no answers to warm-start on: set warm_start_max_steps to 0")
-            yield self._sample(index, problem, self._render(problem), f"warm_start_{index}")
+            yield self._sample(index, problem, prompt, f"warm_start_{index}")
             index += 1
 
     def state_dict(self) -> dict[str, Any]:
