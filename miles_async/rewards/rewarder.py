@@ -106,10 +106,10 @@ class Rewarder:
     def _call(self, sample: Sample) -> Any:
         try:
             return self._function(self._args, sample)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failed(sample, error) from error
 
-    def _failed(self, sample: Sample, error: Exception) -> BadTrajectory:
+    def _failed(self, sample: Sample, error: BaseException) -> BadTrajectory:
         return BadTrajectory(f"sample {sample.index}: reward {self._name} {_failure(error)}")
 
     def _checked(self, sample: Sample, reward: Any) -> tuple[Any, str | None]:
@@ -140,7 +140,7 @@ def _boxed(sample: Sample) -> Sample:
     return replace(sample, response=last_boxed(sample.response) or "")
 
 
-def _failure(error: Exception) -> str:
+def _failure(error: BaseException) -> str:
     return str(error) if isinstance(error, GraderFailed) else f"raised {type(error).__name__}: {error}"
 
 
@@ -162,7 +162,9 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         try:
             result = call()
         except BaseException as error:
-            failure = error
+            # `sys.exit` in a reward must not end the run, and a future takes no StopIteration.
+            ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            failure = error if ordinary else RuntimeError(repr(error))
         # The loop has ended where the run did not wait for this.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell, result, failure)

@@ -96,6 +96,34 @@ def test_a_reward_that_goes_wrong_names_its_sample(reward: Callable[[Any, Sample
         scored(custom(reward), group_of("4"))
 
 
+@pytest.mark.parametrize("escape", [SystemExit(3), StopIteration()])
+def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseException) -> None:
+    def leave(args: Any, samples: Any) -> Any:
+        raise escape
+
+    rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=True)
+    with pytest.raises(BadTrajectory, match=rf"group sample_0_3: .*{type(escape).__name__}"):
+        scored(rewarder, group_of("4"))
+    with pytest.raises(BadTrajectory, match=type(escape).__name__):
+        scored(custom(leave), group_of("4"))
+
+
+def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
+    """More of them than a shared pool of threads would have."""
+    release = threading.Event()
+
+    async def story() -> list[Any]:
+        stuck = custom(lambda args, sample: release.wait(20), timeout_seconds=0.05)
+        failures = await asyncio.gather(*(stuck.score(group_of("a")) for _ in range(50)), return_exceptions=True)
+        assert all(isinstance(failure, BadTrajectory) for failure in failures)
+        group = group_of("a")
+        await custom(lambda args, sample: 1.0).score(group)
+        release.set()
+        return [sample.reward for sample in group]
+
+    assert asyncio.run(story()) == [1.0]
+
+
 def test_an_async_reward_that_raises_names_its_sample() -> None:
     async def reward(args: Any, sample: Sample) -> float:
         if sample.index == 8:
