@@ -10,6 +10,7 @@ from aiohttp import web
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import BadTrajectory, UserError
+from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
 from miles_async.rewards.builtin import f1, gpqa
 from miles_async.rewards.instructions import ifeval, keeps
@@ -156,6 +157,12 @@ class Judge:
             return group[0].scalar_reward
 
         return asyncio.run(serve())
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited before a second try is nobody's test time."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.001)
 
 
 def test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx() -> None:
