@@ -51,8 +51,7 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         saved_batch(config, 0)
     # Data before rewards: of an unknown task it says which known one is near.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
-    if not trains_only(config):
-        open_rewarder(config, args)
+    open_rewarder(config, args)
     if not config.warm_start.warm_start_max_steps:
         return Lessons(problems=[], check=[])
     pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())

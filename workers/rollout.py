@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from miles_async.adapters.absent import NoEngines, NoLearner
-from miles_async.adapters.datasets.opening import open_data, save_tokenizer
-from miles_async.adapters.datasets.source import BufferedSource, Report
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.source import Report
 from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -28,6 +27,7 @@ from miles_async.pipeline.service import Ports, Service
 from miles_async.rewards.opening import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from workers.batches import Batches
+from workers.debugging import dump_tokenizer, half_of, without_gate
 from workers.preflight import dynamic_filter, rollout_function
 from workers.specs import greedy_of, sampling_of
 
@@ -82,69 +82,59 @@ class RolloutWorker:
 
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
-        config, args = self._config, self._arguments(around.router_url)
-        data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
-        if config.debug.dump_details is not None:
-            await asyncio.to_thread(save_tokenizer, around.checkpoint, config.debug.dump_details)
-        ports = Ports(
-            clock=SystemClock(),
-            events=self._outbox,
-            data=data,
-            keep=dynamic_filter(config, args),
-            dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
-            **self._learner_side(around),
-            **await self._engine_side(around, args, data),
-        )
-        service = self._service = Service(
-            _without_gate(config) if trains_only(config) else config,
-            self._bounds,
-            ports,
-            take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
-        )
-        function = rollout_function(config, self._entry)
-
-        def trainer_version() -> int:
-            return service.books.trainer_version
-
-        try:
-            await service.run(Batches(config, function, args, self._outbox, trainer_version=trainer_version))
-        finally:
-            await ports.rewarder.close()
-
-    def _learner_side(self, around: Surroundings) -> dict[str, Any]:
-        if self._config.debug.debug_rollout_only:
-            return {"learner": NoLearner(), "channel": NoLearner()}
-        if trains_only(self._config):
-            return {"learner": RayLearner(self._config, around.learner_ranks), "channel": NoLearner()}
-        return {
-            "learner": RayLearner(self._config, around.learner_ranks),
-            "channel": RayWeightChannel(around.weight_transfer, around.learner_ranks),
-        }
-
-    async def _engine_side(self, around: Surroundings, args: Arguments, data: BufferedSource) -> dict[str, Any]:
         config = self._config
-        if trains_only(config):
-            absent = NoEngines()
-            return {"fleet": absent, "generator": absent, "evaluator": absent, "rewarder": absent, "problems": ()}
+        args = self._arguments(around.router_url)
+        tokenizer = CheckpointTokenizer(around.checkpoint)
         fleet = SGLangFleet(around.router_url)
         for engine in around.engines:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
+
         generator = partial(
             SGLangGenerator,
             around.router_url,
-            CheckpointTokenizer(around.checkpoint),
+            tokenizer,
             limit=config.engine.sglang_server_concurrency * len(around.engines),
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
         )
-        return {
-            "fleet": fleet,
-            "generator": generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len),
-            "evaluator": generator(greedy_of(config)),
-            "rewarder": open_rewarder(config, args),
-            "problems": data.eval_problems(),
-        }
+        data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
+        rewarder = open_rewarder(config, args)
+        self._service = Service(
+            without_gate(config),
+            self._bounds,
+            half_of(
+                config,
+                Ports(
+                    clock=SystemClock(),
+                    events=self._outbox,
+                    data=data,
+                    generator=generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len),
+                    evaluator=generator(greedy_of(config)),
+                    rewarder=rewarder,
+                    learner=RayLearner(config, around.learner_ranks),
+                    channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
+                    fleet=fleet,
+                    dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
+                    keep=dynamic_filter(config, args),
+                    problems=data.eval_problems(),
+                ),
+            ),
+            take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
+        )
+        await dump_tokenizer(config, around.checkpoint)
+        books = self._service.books
+        rollout = Batches(
+            config,
+            rollout_function(config, self._entry),
+            args,
+            self._outbox,
+            trainer_version=lambda: books.trainer_version,
+        )
+        try:
+            await self._service.run(rollout)
+        finally:
+            await rewarder.close()
 
     def _reporter(self) -> Report:
         """Tells of what the data source passes over; a batch function may call it from a thread of its own."""
@@ -170,8 +160,3 @@ class RolloutWorker:
             return flat_args(self._config)
         host, _, port = router_url.removeprefix("http://").rpartition(":")
         return flat_args(self._config, sglang_router_ip=host, sglang_router_port=int(port))
-
-
-def _without_gate(config: RunConfig) -> RunConfig:
-    """Saved batches are trained whatever their age: there is nobody who could generate them anew."""
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_weight_staleness": None})})
