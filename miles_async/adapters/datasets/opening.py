@@ -41,7 +41,7 @@ def open_data(
         held_out=held_out,
         warm_start=warm_start,
         n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-        shuffle=data.rollout_shuffle and not data.disable_rollout_global_dataset,
+        shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
         seed=data.rollout_seed,
         render=_chat_renderer(checkpoint, data.apply_chat_template_kwargs) if data.apply_chat_template else _as_it_is,
         buffer=Buffer(choose, args, report),
@@ -52,11 +52,10 @@ def open_data(
 def _problems(config: RunConfig) -> tuple[Problems, Problems, list[Problem]]:
     """To train on, to warm-start on, and held out."""
     data = config.data
-    unneeded = trains_only(config) and data.prompt_data is None and data.reasoning_gym_task is None
-    if data.disable_rollout_global_dataset or unneeded:
-        return BlankProblems(), BlankProblems(), []
     if data.prompt_data is None:
-        return _gym(data)
+        # A run that only trains brings its batches along, so it may do without.
+        blank = data.reasoning_gym_task is None and (data.disable_rollout_global_dataset or trains_only(config))
+        return (BlankProblems(), BlankProblems(), []) if blank else _gym(data)
     rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir)
     keys = Keys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key)
     chats = data.apply_chat_template or config.rollout.rollout_function_path == SFT_FUNCTION
