@@ -1,6 +1,7 @@
 """No flag is parsed and ignored: each setting names the test in which changing it changes what happens."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from miles_async.config.fields import SETTINGS
@@ -145,6 +146,7 @@ PROOF = {
 }
 
 
+@cache
 def functions(file):
     if not (TESTS / file).exists():
         return set()
