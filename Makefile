@@ -6,7 +6,7 @@ ARGS ?=
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run test test-unit test-stack sim bench lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run test test-unit test-stack sim bench inspect lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -45,12 +45,16 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.publish_gap
 	@$(PYTHON) -m benchmarks.overlap
 	@$(PYTHON) -m benchmarks.skip_replay
+	@$(PYTHON) -m benchmarks.jsonl_start
 
 skip-ls: $(READY) ## List recordings that --skip-… made (DIR=dump_dir)
 	@$(PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 skip-rm: $(READY) ## Remove recordings (DIR=dump_dir, ARGS="--steps 5-9"); all of them without --steps
 	@$(PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
+
+inspect: $(READY) ## Look at a saved batch (ARGS="debug/0.safetensors", or with --sample 7)
+	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_async.errors import BadTrajectory
 
@@ -58,6 +58,10 @@ class Sample:
     rollout_log_probs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     reward: float | dict[str, Any] | None = None
+    reward_key: str | None = None
+    """The entry that counts, where the reward is a dictionary."""
+    remove_sample: bool = False
+    """Set by a sample filter: it counts in its group's advantages, but its own tokens are not trained on."""
     status: SampleStatus = SampleStatus.PENDING
 
     # slime code speaks of `Sample.Status.COMPLETED`.
@@ -74,15 +78,26 @@ class Sample:
     @property
     def scalar_reward(self) -> float:
         """The reward as the trainer uses it. Raises BadTrajectory while there is none."""
-        if not isinstance(self.reward, (int, float)):
-            raise BadTrajectory(f"sample {self.index} has the reward {self.reward!r}; the trainer needs a number")
-        return float(self.reward)
+        reward = self.reward
+        if isinstance(reward, dict):
+            if self.reward_key is None:
+                raise BadTrajectory(f"sample {self.index} has a dictionary for a reward: set reward_key to an entry")
+            reward = reward.get(self.reward_key)
+        if not isinstance(reward, (int, float)):
+            raise BadTrajectory(f"sample {self.index} has the reward {reward!r}; the trainer needs a number")
+        return float(reward)
+
+    def get_reward_value(self, args: Any) -> float:
+        """slime's name for `scalar_reward`; `args.reward_key` says which entry of a dictionary counts."""
+        if isinstance(self.reward, dict) and self.reward_key is None:
+            self.reward_key = args.reward_key
+        return self.scalar_reward
 
     def reset(self) -> None:
         """Forget the attempt, keep the prompt: the sample can be generated afresh."""
         self.tokens = self.tokens[: self.prompt_length]
         self.response, self.response_length = "", 0
-        self.loss_mask, self.reward = None, None
+        self.loss_mask, self.reward, self.reward_key, self.remove_sample = None, None, None, False
         self.rollout_log_probs, self.spans = [], []
         self.status = SampleStatus.PENDING
 
@@ -150,12 +165,23 @@ class Group(list[Sample]):
         self.sequence = None
 
 
+class Verdict(NamedTuple):
+    """What a dynamic filter may return instead of true or false, so that the metrics can tell why groups go."""
+
+    keep: bool
+    reason: str = "filter"
+
+    def __bool__(self) -> bool:
+        return self.keep
+
+
 class DropReason(StrEnum):
     """Why a group left without training. Every drop has exactly one."""
 
     STALE = "stale"
     FILTERED = "filtered"
     FAILED = "failed"
+    PROMPT_TOO_LONG = "prompt_too_long"
     ENGINE_LOST = "engine_lost"
     HEAD_DEADLINE = "head_deadline"
     """The head of the window took too long and was sent back (`core/head.py`)."""

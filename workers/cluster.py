@@ -97,16 +97,19 @@ class Cluster:
 
     async def start(self, lessons: Lessons) -> ClusterReady:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
+        debug, idle = self._config.debug, derived.trains_only(self._config)
         ranks = [
             self._actor(LearnerRank, f"learner-{rank}", self._config, rank, self._world_size)
-            for rank in range(self._world_size)
+            for rank in range(1 if debug.debug_rollout_only else self._world_size)
         ]
         self._worker = self._actor(RolloutWorker, "rollout", self._config, self._entry, self._folder)
         started = await self._warm_start(ranks[0], lessons)
         router_url, engines, _ = await _together(
-            self._router(), self._engines(started.path), self._load(ranks, started.path)
+            _nothing("") if idle else self._router(),
+            _nothing([]) if idle else self._engines(started.path),
+            _nothing(None) if debug.debug_rollout_only else self._load(ranks, started.path),
         )
-        channel = await self._connect(ranks, engines)
+        channel = "none" if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
         self.surroundings = Surroundings(
             checkpoint=started.path,
             router_url=router_url,
@@ -203,3 +206,8 @@ async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _nothing(instead: Any) -> Any:
+    """In place of a part of the stack that a debugging run leaves out."""
+    return instead

@@ -12,15 +12,16 @@ from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
 from miles_async.adapters.datasets.opening import open_data
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
 from miles_async.errors import BadTrajectory, UserError
-from miles_async.rewards.rewarder import open_rewarder
+from miles_async.rewards.opening import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.skip import SkipManager, SkipWorld
-from miles_async.types import Group
+from miles_async.types import Group, Verdict
+from workers.batches import saved_batch
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 WARM_START_LESSONS = 8192
@@ -43,6 +44,14 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
     checkpoint_to_resume(config)
     rollout_function(config, entry)
     dynamic_filter(config, args)
+    for setting, path in (
+        ("over_sampling_filter_path", config.rollout.over_sampling_filter_path),
+        ("rollout_sample_filter_path", config.rollout.rollout_sample_filter_path),
+    ):
+        if path is not None:
+            load_function(path, setting=setting)
+    if trains_only(config):
+        saved_batch(config, 0)
     # Data before rewards: of an unknown task it says which known one is near.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
     open_rewarder(config, args)
@@ -89,16 +98,17 @@ def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
     return load_function(path, setting="rollout_function_path")
 
 
-def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool]:
+def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool | Verdict]:
     """The dynamic sampling filter; without one every finished group is kept."""
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: True
     function = load_function(path, setting="dynamic_sampling_filter_path")
 
-    def keep(group: Group) -> bool:
+    def keep(group: Group) -> bool | Verdict:
         try:
-            return bool(function(args, group))
+            verdict = function(args, group)
+            return verdict if isinstance(verdict, Verdict) else bool(verdict)
         except Exception as error:
             # The user's code may raise anything; it is this group that cannot be judged.
             raise BadTrajectory(f"group {group.feed_index}: filter {path} raised {error!r}") from error

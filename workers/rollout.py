@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_async.adapters.checkpoints import progress_in
 from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.source import Report
 from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -20,20 +21,20 @@ from miles_async.adapters.sglang.generator import SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.system_clock import SystemClock
-from miles_async.config.derived import bounds_of
+from miles_async.config.derived import bounds_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
-from miles_async.observability.events import Event, Warned
+from miles_async.observability.events import DataSkipped, Event, Warned
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.progress import resume
 from miles_async.pipeline.service import Ports, Service
-from miles_async.pipeline.source import RolloutSource
-from miles_async.rewards.rewarder import open_rewarder
-from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, flat_args
+from miles_async.rewards.opening import open_rewarder
+from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
-from miles_async.types import Group
+from workers.batches import Batches
+from workers.debugging import dump_tokenizer, half_of, without_gate
 from workers.preflight import dynamic_filter, rollout_function
 from workers.specs import greedy_of, sampling_of
 
@@ -45,6 +46,7 @@ class Surroundings:
     checkpoint: str
     """The folder that learner and engines were started from."""
     router_url: str
+    """Empty where no engine was started."""
     engines: Sequence[EngineInfo]
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
@@ -105,42 +107,62 @@ class RolloutWorker:
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
         )
-        data = open_data(config, checkpoint=around.checkpoint)
+        data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
         first_rollout = 0
         if around.resume_from is not None:
             first_rollout = resume(progress_in(around.resume_from), data)
         live = generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
         skipping = await self._skipping(live, around.checkpoint)
+        rewarder = open_rewarder(config, args)
         self._service = Service(
-            config,
+            without_gate(config),
             self._bounds,
-            Ports(
-                clock=SystemClock(),
-                events=self._outbox,
-                data=data,
-                generator=skipping or live,
-                evaluator=generator(greedy_of(config)),
-                rewarder=open_rewarder(config, args),
-                learner=RayLearner(config, around.learner_ranks),
-                channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
-                fleet=fleet,
-                dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
-                keep=dynamic_filter(config, args),
-                problems=data.eval_problems(),
+            half_of(
+                config,
+                Ports(
+                    clock=SystemClock(),
+                    events=self._outbox,
+                    data=data,
+                    generator=skipping or live,
+                    evaluator=generator(greedy_of(config)),
+                    rewarder=rewarder,
+                    learner=RayLearner(config, around.learner_ranks),
+                    channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
+                    fleet=fleet,
+                    dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
+                    keep=dynamic_filter(config, args),
+                    problems=data.eval_problems(),
+                ),
             ),
-            take_turns=self._bounds.schedule is Schedule.TURNS,
+            take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
             first_rollout=first_rollout,
         )
-        function = rollout_function(config, self._entry)
-
-        async def rollout(rollout_id: int, source: RolloutSource) -> list[Group]:
-            collect = partial(call_rollout_function, function, args, rollout_id, source, evaluation=False)
-            result = await (collect() if skipping is None else skipping.batch(rollout_id, collect))
-            return as_groups(result, config.rollout.n_samples_per_prompt)
-
+        await dump_tokenizer(config, around.checkpoint)
+        books = self._service.books
+        rollout = Batches(
+            config,
+            rollout_function(config, self._entry),
+            args,
+            self._outbox,
+            trainer_version=lambda: books.trainer_version,
+            skipping=skipping,
+        )
         # What is loaded by now stays; a full collection that walks through it stops the loop for 30 ms.
         gc.freeze()
-        await self._service.run(rollout)
+        try:
+            await self._service.run(rollout)
+        finally:
+            await rewarder.close()
+
+    def _reporter(self) -> Report:
+        """Tells of what the data source passes over; a batch function may call it from a thread of its own."""
+        loop = asyncio.get_running_loop()
+
+        def report(reason: str, sentence: str) -> None:
+            event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
+            loop.call_soon_threadsafe(self._outbox.emit, event)
+
+        return report
 
     async def events(self) -> list[Event]:
         """What happened since the last call; waits up to half a second for something to happen."""
@@ -170,5 +192,7 @@ class RolloutWorker:
         return self._service.books.live_version
 
     def _arguments(self, router_url: str) -> Arguments:
+        if not router_url:
+            return flat_args(self._config)
         host, _, port = router_url.removeprefix("http://").rpartition(":")
         return flat_args(self._config, sglang_router_ip=host, sglang_router_port=int(port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def sampling_of(config: RunConfig) -> SamplingParams:
         top_p=rollout.rollout_top_p,
         top_k=rollout.rollout_top_k,
         stop=tuple(rollout.rollout_stop),
+        stop_token_ids=tuple(rollout.rollout_stop_token_ids),
+        skip_special_tokens=rollout.rollout_skip_special_tokens,
     )
 
 
 def greedy_of(config: RunConfig) -> SamplingParams:
     """How held-out problems are answered."""
-    return SamplingParams(
-        max_new_tokens=config.rollout.rollout_max_response_len, temperature=0, stop=tuple(config.rollout.rollout_stop)
-    )
+    return replace(sampling_of(config), temperature=0, top_p=1.0, top_k=-1)

@@ -16,12 +16,13 @@ from miles_async.config.derived import (
     samples_per_rollout,
     samples_per_step,
     schedule_of,
+    trains_only,
 )
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Bounds, Schedule
 
-BUILT_IN_REWARDS = ("reasoning_gym", "exact")
-"""What `rm_type` may name (`rewards/builtin.py`)."""
+BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
+"""What `rm_type` may name, with or without `boxed_` before it (`rewards/builtin.py`)."""
 
 Check = Callable[[RunConfig], Iterator[str]]
 
@@ -42,7 +43,7 @@ def problems(config: RunConfig, entry: str) -> list[str]:
 
 def notes(config: RunConfig, entry: str) -> list[str]:
     """Settings that will do nothing in this run, or something else than one may think: worth a warning."""
-    return [*_idle_window(config, entry), *_idle_skip(config, entry), *_policy_notes(config, entry)]
+    return [sentence for note in _NOTES for sentence in note(config, entry)]
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
@@ -59,24 +60,33 @@ def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _idle_window(config: RunConfig, entry: str) -> list[str]:
+def _idle_over_sampling_filter(config: RunConfig, entry: str) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.over_sampling_filter_path is None:
+        return
+    if schedule_of(config, entry) is Schedule.FULLY_ASYNC:
+        yield "over_sampling_filter_path has no effect: it chooses within a batch, and a stream has none; use train.py"
+    elif rollout.over_sampling_batch_size in (None, rollout.rollout_batch_size):
+        yield "over_sampling_filter_path has no choice: set over_sampling_batch_size above rollout_batch_size"
+
+
+def _idle_window(config: RunConfig, entry: str) -> Iterator[str]:
     rollout = config.rollout
     if rollout.windowed_fifo_ratio is None:
-        return []
+        return
     if rollout.rollout_function_path == GREEDY_FUNCTION:
-        return [
+        yield (
             f"windowed_fifo_ratio has no effect: {GREEDY_FUNCTION} collects what finishes first; "
             "unset rollout_function_path, or name windowed_fifo_rollout.generate_rollout"
-        ]
-    if schedule_of(config, entry) is Schedule.FULLY_ASYNC:
-        return []
+        )
+        return
     surplus = rollout.over_sampling_batch_size not in (None, rollout.rollout_batch_size)
-    if surplus or rollout.dynamic_sampling_filter_path is not None:
-        return []
-    return [
-        "windowed_fifo_ratio has no effect: every generated group is trained; "
-        "set over_sampling_batch_size above rollout_batch_size, or a dynamic_sampling_filter_path"
-    ]
+    filtered = rollout.dynamic_sampling_filter_path is not None
+    if schedule_of(config, entry) is not Schedule.FULLY_ASYNC and not surplus and not filtered:
+        yield (
+            "windowed_fifo_ratio has no effect: every generated group is trained; "
+            "set over_sampling_batch_size above rollout_batch_size, or a dynamic_sampling_filter_path"
+        )
 
 
 def _idle_skip(config: RunConfig, entry: str) -> list[str]:
@@ -158,25 +168,57 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if data.prompt_data is None and data.reasoning_gym_task is None:
-        yield "there is no data: set prompt_data to a JSONL file, or reasoning_gym_task to a task such as chain_sum"
-    if data.prompt_data is not None and data.reasoning_gym_task is not None:
-        yield "prompt_data and reasoning_gym_task are both set: unset one of them"
-    if data.prompt_data is not None and not Path(data.prompt_data).expanduser().is_file():
-        yield f"prompt_data {data.prompt_data}: no such file"
+    named = [
+        name
+        for name, given in (
+            ("prompt_data", data.prompt_data is not None),
+            ("reasoning_gym_task", data.reasoning_gym_task is not None),
+            ("disable_rollout_global_dataset", data.disable_rollout_global_dataset),
+        )
+        if given
+    ]
+    if not named and not trains_only(config):
+        yield (
+            "there is no data: set prompt_data to a JSONL or Parquet file, reasoning_gym_task to a task such as "
+            "chain_sum, or disable_rollout_global_dataset"
+        )
+    if len(named) > 1:
+        yield f"{' and '.join(named)} are {'both' if len(named) == 2 else 'all'} set: unset all but one of them"
+    # `path@[a:b]` is a part of the file.
+    path = (data.prompt_data or "").partition("@[")[0]
+    if path and not Path(path).expanduser().is_file():
+        yield f"prompt_data {path}: no such file"
 
 
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.rm_type is None and rollout.custom_rm_path is None:
+    kind = rollout.rm_type.removeprefix("boxed_") if rollout.rm_type is not None else None
+    if kind is None and rollout.custom_rm_path is None and not trains_only(config):
         yield "there is no reward: set rm_type to reasoning_gym or exact, or custom_rm_path to module.function"
-    if rollout.rm_type not in (None, *BUILT_IN_REWARDS):
-        known = " or ".join(BUILT_IN_REWARDS)
-        yield f"rm_type {rollout.rm_type!r} is unknown: set {known}, or your own by custom_rm_path"
-    if rollout.rm_type is not None and rollout.custom_rm_path is not None:
+    if kind not in (None, *BUILT_IN_REWARDS):
+        known = ", ".join(BUILT_IN_REWARDS[:-1])
+        yield (
+            f"rm_type {rollout.rm_type!r} is unknown: set {known} or {BUILT_IN_REWARDS[-1]}, or your own by "
+            "custom_rm_path"
+        )
+    if kind is not None and rollout.custom_rm_path is not None:
         yield "rm_type and custom_rm_path are both set: unset one of them"
-    if rollout.rm_type == "reasoning_gym" and config.data.reasoning_gym_task is None:
+    if kind == "reasoning_gym" and config.data.reasoning_gym_task is None:
         yield "rm_type reasoning_gym needs the problems of a reasoning_gym_task; for prompt_data set rm_type to exact"
+    if kind == "remote_rm" and rollout.rm_url is None:
+        yield "rm_type remote_rm asks a server for rewards: set rm_url to its address"
+    if kind == "dapo" and rollout.reward_key is None:
+        yield "rm_type dapo returns a dictionary: set reward_key to score (1 or -1) or acc (1 or 0)"
+    if rollout.custom_rm_isolated and rollout.custom_rm_path is None:
+        yield "custom_rm_isolated speaks of custom_rm_path, which is unset: set it, or unset custom_rm_isolated"
+
+
+def _debug(config: RunConfig) -> Iterator[str]:
+    debug = config.debug
+    if debug.debug_train_only and debug.load_debug_rollout_data is None:
+        yield "debug_train_only has nothing to train on: set load_debug_rollout_data to what a run saved"
+    if debug.debug_rollout_only and trains_only(config):
+        yield "debug_rollout_only and load_debug_rollout_data (or debug_train_only) leave nothing to run: unset one"
 
 
 def _checkpoint(config: RunConfig) -> Iterator[str]:
@@ -325,6 +367,7 @@ _CHECKS: tuple[Check, ...] = (
     _over_sampling,
     _data,
     _reward,
+    _debug,
     _checkpoint,
     _reference,
     _parallelism,
@@ -333,3 +376,5 @@ _CHECKS: tuple[Check, ...] = (
     _loss,
     _ranges,
 )
+
+_NOTES = (_idle_window, _idle_over_sampling_filter, _idle_skip, _policy_notes)

@@ -20,6 +20,18 @@ def schedule_of(config: RunConfig, entry: str) -> Schedule:
     return Schedule.ONE_STEP_OFF
 
 
+def trains_only(config: RunConfig) -> bool:
+    """Whether batches come from disk, so that no engine is started."""
+    return config.debug.debug_train_only or config.debug.load_debug_rollout_data is not None
+
+
+def rollout_file(config: RunConfig) -> str | None:
+    """Where each batch is saved, with `{rollout_id}` in it; None where it is not."""
+    if config.debug.save_debug_rollout_data is None and config.debug.dump_details is not None:
+        return f"{config.debug.dump_details}/rollout_data/{{rollout_id}}.safetensors"
+    return config.debug.save_debug_rollout_data
+
+
 def bounds_of(config: RunConfig, entry: str) -> Bounds:
     rollout = config.rollout
     return Bounds.derive(

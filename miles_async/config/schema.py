@@ -65,13 +65,23 @@ class WarmStart(Section):
 
 class Data(Section):
     prompt_data: str | None = None
-    """JSONL file of prompts. Unset: problems come from `reasoning_gym_task`."""
+    """JSONL or Parquet file of prompts; `path@[a:b]` is rows a to b. Unset: `reasoning_gym_task` makes them."""
     input_key: str = "prompt"
-    """Key of the prompt in a JSONL row."""
-    label_key: str = "label"
-    """Key of the expected answer in a JSONL row."""
+    """Key of the prompt in a row: a text, or a list of chat messages."""
+    label_key: str | None = "label"
+    """Key of the expected answer in a row; null where rows have none."""
+    metadata_key: str = "metadata"
+    """Key of a row's object that becomes the sample's metadata."""
+    tool_key: str = "tools"
+    """Key of a row's list of tool descriptions, for the chat template and for tools."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    """More arguments of the chat template, such as enable_thinking."""
+    disable_rollout_global_dataset: bool = False
+    """No data: samples are fed blank, for a rollout function that brings its own prompts."""
+    buffer_filter_path: str | None = None
+    """Which returned groups go out again: fn(args, rollout_id, buffer, num_samples). Unset: first in, first out."""
     reasoning_gym_task: str | None = None
     """Any of reasoning-gym's tasks, such as chain_sum."""
     reasoning_gym_settings: dict[str, Any] = {}
@@ -123,14 +133,36 @@ class Rollout(Section):
     """Top-k sampling; -1 is off."""
     rollout_stop: list[str] = []
     """Strings that end a response."""
+    rollout_stop_token_ids: list[int] = []
+    """Token ids that end a response."""
+    rollout_skip_special_tokens: bool = True
+    """Leave special tokens out of the response text; its tokens are kept either way."""
     rm_type: str | None = None
-    """The built-in reward: reasoning_gym, or exact (the answer equals the label)."""
+    """The built-in reward (exact, math, f1, remote_rm, ...); `boxed_` before it reads only the last \\boxed{}."""
     custom_rm_path: str | None = None
-    """Your own reward, async fn(args, sample) -> float, as module.function."""
+    """Your own reward, as module.function: fn(args, sample) -> number, plain or async; a list with group_rm."""
+    custom_rm_isolated: bool = False
+    """Run your own plain reward in processes of its own, ended at the deadline: for slow or untrusted code."""
+    group_rm: bool = False
+    """Score a whole group in one call: fn(args, samples) -> one number per sample."""
+    reward_key: str | None = None
+    """The entry of a dictionary reward that is trained on."""
+    rm_url: str | None = None
+    """Where rm_type remote_rm posts prompt, response and label."""
+    remote_rm_concurrency: int = Field(64, ge=1)
+    """Requests at rm_url at once at most."""
+    remote_rm_retries: int = Field(3, ge=0)
+    """Further tries after a lost connection or a 5xx answer; a 4xx answer is never tried again."""
+    reward_processes: int = Field(1, ge=1)
+    """Processes for rewards that may hang (math, dapo, deepscaler, custom_rm_isolated)."""
     reward_timeout_seconds: float = Field(60.0, gt=0)
     """A group whose rewards take longer fails and is retried."""
     dynamic_sampling_filter_path: str | None = None
-    """Keep a finished group or not: fn(args, group) -> bool, as module.function."""
+    """Keep a finished group or not: fn(args, group) -> bool or Verdict, as module.function."""
+    over_sampling_filter_path: str | None = None
+    """Batch functions: order over_sampling_batch_size groups, best first: fn(args, groups) -> groups; the rest goes."""
+    rollout_sample_filter_path: str | None = None
+    """Look at a batch before it trains: fn(args, groups) may set sample.remove_sample, which masks its loss."""
     skip_rollout: bool = False
     """Deprecated: replay every step, as skip.rollout and skip.async_rollout do; gives way where one of them is on."""
     shuffle_rewards: bool = False
@@ -346,6 +378,19 @@ class Observability(Section):
     """Stop the run after this long without one."""
 
 
+class Debug(Section):
+    save_debug_rollout_data: str | None = None
+    """Save every batch to this file, such as `debug/{rollout_id}.safetensors`; `make inspect` shows it."""
+    load_debug_rollout_data: str | None = None
+    """Train on saved batches, `{rollout_id}` in the name, instead of generating any; starts no engine."""
+    debug_rollout_only: bool = False
+    """Generate only: no learner, no weight writes."""
+    debug_train_only: bool = False
+    """Train only, on load_debug_rollout_data: no engine, no router."""
+    dump_details: str | None = None
+    """Folder for what is needed to look into a run later: every batch, and the tokenizer."""
+
+
 class RunConfig(Section):
     """The whole configuration of a run."""
 
@@ -360,3 +405,4 @@ class RunConfig(Section):
     cluster: Cluster = Cluster()
     skip: Skip = Skip()
     observability: Observability = Observability()
+    debug: Debug = Debug()

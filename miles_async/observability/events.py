@@ -67,6 +67,29 @@ class GroupGenerated(Event, frozen=True):
     truncated: int
 
 
+class GroupFiltered(Event, frozen=True):
+    """A filter decided against a finished group."""
+
+    sequence: int
+    reason: str
+    """In the filter's own words, such as `all_0` or `over_sampling`."""
+
+
+class SamplesRemoved(Event, frozen=True):
+    """A sample filter took samples of a batch out of the loss."""
+
+    rollout: int
+    samples: int
+
+
+class DataSkipped(Event, frozen=True):
+    """The data source passed something over: a broken row, or what a buffer filter did that it must not do."""
+
+    reason: str
+    """`bad_row`, `buffer_filter_raised`, `buffer_filter_unknown` or `buffer_filter_removed`."""
+    sentence: str
+
+
 class AdmissionBlocked(Event, frozen=True):
     """Admission could not go on for `seconds`, because of `cause` (`core.admission.Blocked`)."""
 
@@ -190,6 +213,9 @@ AnyEvent = (
     | ClusterReady
     | GroupMoved
     | GroupGenerated
+    | GroupFiltered
+    | SamplesRemoved
+    | DataSkipped
     | AdmissionBlocked
     | Queue
     | Drained

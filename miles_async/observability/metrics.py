@@ -15,11 +15,13 @@ from miles_async.core.ledger import LIVE, State
 from miles_async.observability.events import (
     AdmissionBlocked,
     ClusterReady,
+    DataSkipped,
     Drained,
     EngineBusy,
     EngineChanged,
     Evaluated,
     Event,
+    GroupFiltered,
     GroupGenerated,
     GroupMoved,
     LoopLag,
@@ -27,6 +29,7 @@ from miles_async.observability.events import (
     PublishStarted,
     Queue,
     RunStarted,
+    SamplesRemoved,
     Stalled,
     StepEnded,
     StepStarted,
@@ -98,6 +101,12 @@ class Metrics:
                 self._group_reward.observe(event.reward)
                 self._group_response_tokens.observe(event.response_tokens)
                 self._truncated_samples.inc(event.truncated)
+            case GroupFiltered():
+                self._filtered_groups.labels(event.reason).inc()
+            case SamplesRemoved():
+                self._removed_samples.inc(event.samples)
+            case DataSkipped():
+                self._skipped_data.labels(event.reason).inc()
             case AdmissionBlocked():
                 self._admission_blocked_seconds.labels(event.cause).inc(event.seconds)
             case Queue():
@@ -231,6 +240,9 @@ class Metrics:
         self._in_flight_requests = gauge("in_flight_requests", "Requests at the engines.")
         self._groups_by_state = gauge("groups", "Live groups in each state of the ledger.", "state")
         self._ended_groups = counter("ended_groups", "Groups published, or dropped and why.", "outcome", "reason")
+        self._filtered_groups = counter("filtered_groups", "Groups that a filter dropped, and why.", "reason")
+        self._removed_samples = counter("removed_samples", "Samples that a filter took out of the loss.")
+        self._skipped_data = counter("skipped_data", "Rows or returned groups passed over, and why.", "reason")
         self._recycled_groups = counter("recycled_groups", "Groups sent back as too stale to train.")
         self._admission_blocked_seconds = counter(
             "admission_blocked_seconds", "Seconds in which admission could not go on, and why.", "cause"

@@ -7,10 +7,11 @@ import time
 from types import TracebackType
 from typing import Self
 
+import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import Event, RunEnded
+from miles_async.observability.events import DataSkipped, Event, RunEnded
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.progress import Progress
@@ -18,6 +19,11 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
 from miles_async.observability.summary import Summary
 from miles_async.observability.trace import TraceWriter
+
+PASSED_OVER_SHOWN = 10
+"""Rows that are named on the terminal when they are passed over; a file that is broken throughout must not flood it."""
+
+log = structlog.get_logger(__name__)
 
 
 class Onlookers:
@@ -33,6 +39,7 @@ class Onlookers:
         self._lines = Lines(sys.stdout)
         self._progress = Progress(sys.stderr, enabled=config.observability.progress_bar)
         self._folder = folder
+        self._passed_over = 0
 
     def __enter__(self) -> Self:
         return self
@@ -58,9 +65,18 @@ class Onlookers:
         self._summary.observe(event)
         self._lines.observe(event)
         self._progress.observe(event)
+        if isinstance(event, DataSkipped):
+            self._warn(event)
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             print(self._summary.text(), flush=True)
+
+    def _warn(self, event: DataSkipped) -> None:
+        self._passed_over += 1
+        if self._passed_over <= PASSED_OVER_SHOWN:
+            log.warning("data passed over", reason=event.reason, what=event.sentence)
+        if self._passed_over == PASSED_OVER_SHOWN:
+            log.warning("what else is passed over is only counted here", all_of_it=str(self._folder.events))
 
     def tick(self) -> None:
         """Move on what grows with time alone."""

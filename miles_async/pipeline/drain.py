@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from miles_async.core.admission import Admission
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate
 from miles_async.errors import UserError
-from miles_async.observability.events import Drained, Queue
-from miles_async.pipeline.books import Books
+from miles_async.observability.events import Drained, GroupFiltered, Queue
+from miles_async.pipeline.books import Books, sequence_of
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
 from miles_async.types import DropReason, Group
+
+Choose = Callable[[list[Group]], Iterable[Group]]
+"""An over-sampling filter: its groups, best first."""
 
 
 class Drain:
@@ -47,11 +50,11 @@ class Drain:
             self._producer.open(self._crew(), self._stream_admission)
         return await self._take(rollout_id, size)
 
-    async def batch(self, rollout_id: int, size: int, over_sampling: int) -> list[Group]:
+    async def batch(self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None) -> list[Group]:
         """One batch from a producer that runs for this call only; at its end what is in flight is aborted.
 
         At most `over_sampling` groups are under way for the call. Finished surplus stays in the queue and is taken
-        first by the next call, subject to the gate.
+        first by the next call, subject to the gate; with `choose` all of them are finished, and it says which to train.
         """
         counts = self._books.ledger.counts
         held_by_trainer = counts[State.LEASED] + counts[State.TRAINED]
@@ -63,9 +66,27 @@ class Drain:
         )
         self._producer.open(self._crew(), admission)
         try:
-            return await self._take(rollout_id, size)
+            groups = await self._take(rollout_id, size if choose is None else over_sampling)
         finally:
             await self._producer.close()
+        return groups if choose is None else self._chosen(choose, groups, size)
+
+    def _chosen(self, choose: Choose, groups: list[Group], size: int) -> list[Group]:
+        """The first `size` in the order of the over-sampling filter; the others are dropped, as it decided."""
+        places = {id(group): place for place, group in enumerate(groups)}
+        order = [places[id(group)] for group in choose(groups) if id(group) in places]
+        best = sorted(dict.fromkeys(order[:size]))
+        if len(best) < size:
+            raise UserError(
+                f"over_sampling_filter_path returned {len(best)} of the {len(groups)} groups it was given: return at "
+                f"least rollout_batch_size={size} of them, best first, each once"
+            )
+        books = self._books
+        for place in set(places.values()).difference(best):
+            sequence = sequence_of(groups[place])
+            books.events.emit(GroupFiltered(time=books.clock.now(), sequence=sequence, reason="over_sampling"))
+            books.drop(groups[place], DropReason.FILTERED)
+        return [groups[place] for place in best]
 
     def sweep(self) -> None:
         """Recycle queued groups that are too old already, so that they are regenerated at once."""

@@ -16,13 +16,13 @@ from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.queue import GroupQueue
 from miles_async.core.window import WindowedFIFOCollector
-from miles_async.errors import BadTrajectory, EngineLost
-from miles_async.observability.events import AdmissionBlocked, GroupGenerated, Queue
+from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
+from miles_async.observability.events import AdmissionBlocked, GroupFiltered, GroupGenerated, Queue
 from miles_async.pipeline.books import Books, sequence_of
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.recycle import Recycler
 from miles_async.ports import DataSource, Generator, Rewarder
-from miles_async.types import DropReason, Group, SampleStatus
+from miles_async.types import DropReason, Group, SampleStatus, Verdict
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
 """Between losing an engine and trying its group elsewhere: the router needs a moment to notice."""
@@ -47,7 +47,7 @@ class Producer:
         data: DataSource,
         generator: Generator,
         rewarder: Rewarder,
-        keep: Callable[[Group], bool],
+        keep: Callable[[Group], bool | Verdict],
         recycler: Recycler,
         window_size: int,
         head_policy: HeadPolicy,
@@ -145,6 +145,9 @@ class Producer:
         books.advance([group], State.IN_FLIGHT)
         try:
             outcome = await self._attempt(group)
+        except PromptTooLong as error:
+            outcome = Outcome.FAILED
+            self._recycler.bury(group, DropReason.PROMPT_TOO_LONG, str(error))
         except BadTrajectory as error:
             outcome = Outcome.FAILED
             self._recycler.retry(group, DropReason.FAILED, str(error))
@@ -181,7 +184,10 @@ class Producer:
             return Outcome.ABORTED
         generated = clock.now()
         await self._rewarder.score(group)
-        outcome = Outcome.KEPT if self._keep(group) else Outcome.FILTERED
+        verdict = self._keep(group)
+        if not verdict:
+            reason = verdict.reason if isinstance(verdict, Verdict) else Verdict(False).reason
+            self._books.events.emit(GroupFiltered(time=clock.now(), sequence=sequence, reason=reason))
         self._books.events.emit(
             GroupGenerated(
                 time=clock.now(),
@@ -194,7 +200,7 @@ class Producer:
                 truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
             )
         )
-        return outcome
+        return Outcome.KEPT if verdict else Outcome.FILTERED
 
     def _send_back(self, group: Group) -> None:
         """An aborted group goes back to the feed: salvaged or recycled as a slow head, or as nobody's fault."""

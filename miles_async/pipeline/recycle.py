@@ -28,6 +28,11 @@ class Recycler:
         group.attempt += 1
         self._return(group)
 
+    def bury(self, group: Group, reason: DropReason, error: str) -> None:
+        """End this attempt for good: no other could end otherwise."""
+        self._books.drop(group, reason)
+        self._dead_letters.bury(group, reason, error)
+
     def give_back(self, group: Group, reason: DropReason) -> None:
         """End this attempt through no fault of the prompt's: it does not count against the cap."""
         self._books.drop(group, reason)

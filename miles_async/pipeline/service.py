@@ -61,7 +61,7 @@ from miles_async.ports import (
     Rewarder,
     WeightChannel,
 )
-from miles_async.types import DropReason, Group
+from miles_async.types import DropReason, Group, Sample, Verdict
 
 RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]
 """`(rollout_id, source) -> groups`: a user's or a shipped rollout function, its arguments bound."""
@@ -82,7 +82,7 @@ class Ports:
     channel: WeightChannel
     fleet: Fleet
     dead_letters: DeadLetters
-    keep: Callable[[Group], bool]
+    keep: Callable[[Group], bool | Verdict]
     """The dynamic sampling filter's verdict on a finished group."""
     problems: Sequence[Group]
     """Held-out problems, one sample each; none means no evaluation."""
@@ -248,7 +248,7 @@ class Service:
                 finite=report.finite,
                 reward=sum(sample.scalar_reward for sample in samples) / len(samples),
                 response_length=sum(sample.response_length for sample in samples) / len(samples),
-                metrics=dict(report.metrics),
+                metrics=dict(report.metrics) | noted(samples),
             )
         )
         if report.finite:
@@ -296,6 +296,15 @@ class Service:
         finally:
             stopping.cancel()
         return None if self.stopped else await batch
+
+
+def noted(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means of what reward or rollout functions note of every sample in its metadata (slime's names)."""
+    return {
+        name: sum(float(sample.metadata[name]) for sample in samples) / len(samples)
+        for name in ("raw_reward", "round_number")
+        if all(name in sample.metadata for sample in samples)
+    }
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:

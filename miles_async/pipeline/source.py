@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_async.pipeline.drain import Drain
+from miles_async.pipeline.drain import Choose, Drain
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.ports import DataSource
 from miles_async.types import Group
@@ -35,9 +35,14 @@ class RolloutSource:
         """A batch of `size` groups from the persistent producer, which the first call starts."""
         return await self._drain.stream(rollout_id, size)
 
-    async def collect_batch(self, rollout_id: int, size: int, over_sampling: int) -> list[Group]:
-        """A batch of `size` groups out of `over_sampling` generated for it; the rest is aborted and goes back."""
-        return await self._drain.batch(rollout_id, size, over_sampling)
+    async def collect_batch(
+        self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None
+    ) -> list[Group]:
+        """A batch of `size` groups out of `over_sampling` generated for it; the rest is aborted and goes back.
+
+        With `choose` all of them are finished, and the first `size` of the order it gives them are the batch.
+        """
+        return await self._drain.batch(rollout_id, size, over_sampling, choose)
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
         """Rewards and truncation flags on the held-out problems, by data set."""

@@ -40,8 +40,9 @@ class Arguments:
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
-    """Each leaf field of the configuration by its name, and `runtime` beside them."""
-    return Arguments(dict(_leaves(config)) | runtime)
+    """Each leaf field of the configuration by its name, what slime's functions ask for, and `runtime` beside them."""
+    slime = {"rollout_global_dataset": not config.data.disable_rollout_global_dataset}
+    return Arguments(dict(_leaves(config)) | slime | runtime)
 
 
 def _leaves(section: Section) -> Iterator[tuple[str, Any]]:

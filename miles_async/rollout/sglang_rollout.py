@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from miles_async.core.loading import load_function
 from miles_async.pipeline.source import RolloutSource
 from miles_async.rollout.contract import Arguments
 
@@ -15,4 +17,7 @@ async def generate_rollout(
     if evaluation:
         return await data_source.evaluate(rollout_id)
     over_sampling = args.over_sampling_batch_size or args.rollout_batch_size
-    return await data_source.collect_batch(rollout_id, args.rollout_batch_size, over_sampling)
+    choose = None
+    if args.over_sampling_filter_path is not None:
+        choose = partial(load_function(args.over_sampling_filter_path, setting="over_sampling_filter_path"), args)
+    return await data_source.collect_batch(rollout_id, args.rollout_batch_size, over_sampling, choose)

@@ -8,10 +8,10 @@ import pytest
 
 from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
-from miles_async.errors import Fatal, UserError
-from miles_async.observability.events import PublishEnded, Stalled, StepStarted
-from miles_async.types import DropReason
-from tests.sim.engines import EngineModel
+from miles_async.errors import Fatal, PromptTooLong, UserError
+from miles_async.observability.events import GroupFiltered, PublishEnded, Stalled, StepStarted
+from miles_async.types import DropReason, Verdict
+from tests.sim.engines import EngineModel, Engines
 from tests.sim.virtual_time import run_virtual
 from tests.sim.world import World
 
@@ -118,6 +118,49 @@ def test_over_sampling_keeps_the_first_and_gives_the_rest_back():
     assert world.service.books.ledger.dropped[DropReason.ABORTED] > 0
     trained = [feed_index for batch in world.trainer.batches for feed_index in batch]
     assert len(set(trained)) == len(trained)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.TURNS, Schedule.ONE_STEP_OFF])
+def test_an_over_sampling_filter_chooses_among_all_that_were_generated(schedule):
+    offered = []
+
+    def youngest_first(groups):
+        offered.append(len(groups))
+        return sorted(groups, key=lambda group: group.sequence, reverse=True)
+
+    settings = config(over_sampling_batch_size=12, num_rollout=5)
+    world = World(config=settings, schedule=schedule, choose=youngest_first).run()
+    assert offered == [12] * 5
+    assert [len(batch) for batch in world.trainer.batches] == [8] * 5
+    assert world.trainer.batches[0] == [f"sample_0_{place}" for place in range(4, 12)]
+    dropped = [event for event in world.trace.of(GroupFiltered) if event.reason == "over_sampling"]
+    assert len(dropped) == world.service.books.ledger.dropped[DropReason.FILTERED] == 20
+    assert world.audit.violations == []
+
+
+def test_an_over_sampling_filter_that_returns_too_few_is_named():
+    settings = config(over_sampling_batch_size=12)
+    with pytest.raises(UserError, match=r"returned 1 of the 12 groups it was given.*at least rollout_batch_size=8"):
+        World(config=settings, schedule=Schedule.TURNS, choose=lambda groups: [groups[0], groups[0]]).run()
+
+
+def test_a_filter_that_gives_its_reason_is_heard():
+    odd = Verdict(False, "odd")
+    world = World(config=config(num_rollout=5), keep=lambda group: odd if (group.sequence or 0) % 2 else True).run()
+    assert {event.reason for event in world.trace.of(GroupFiltered)} == {"odd"}
+    assert world.service.books.ledger.dropped[DropReason.FILTERED] == len(world.trace.of(GroupFiltered))
+
+
+def test_a_prompt_that_is_too_long_is_buried_at_its_first_attempt():
+    class Choosy(Engines):
+        async def generate(self, group):
+            if group.feed_index == "sample_0_3":
+                raise PromptTooLong("its prompt has 9 tokens")
+            await super().generate(group)
+
+    world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
+    assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
+    assert world.audit.violations == []
 
 
 def test_data_that_ends_too_early_is_named():

@@ -144,6 +144,9 @@ class World:
     graveyard: Graveyard = field(default_factory=Graveyard)
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """A rival window, made from W, to compare with."""
+    engine_kind: type[Engines] = Engines
+    choose: Callable[[list[Group]], list[Group]] | None = None
+    """An over-sampling filter of the batch functions."""
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
@@ -174,7 +177,7 @@ class World:
 
     async def _run(self) -> None:
         clock = VirtualClock()
-        self.fleet = engines = Engines(clock, self.latency, self.engines, self.seed)
+        self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
         self.trainer = Trainer(clock, self.train_seconds, self.finite, self.keeps_batches)
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)
@@ -224,4 +227,4 @@ class World:
         size = self.config.rollout.rollout_batch_size
         if self.schedule is Schedule.FULLY_ASYNC:
             return await source.drain_stream(rollout_id, size)
-        return await source.collect_batch(rollout_id, size, self.bounds.generation_batch)
+        return await source.collect_batch(rollout_id, size, self.bounds.generation_batch, self.choose)

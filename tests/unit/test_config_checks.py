@@ -102,7 +102,7 @@ def test_there_is_one_reward_and_it_fits_the_data(tmp_path):
     rows.touch()
     assert "there is no reward" in refusal(rm_type=None)
     assert "rm_type and custom_rm_path are both set" in refusal(custom_rm_path="mine.reward")
-    assert "rm_type 'exakt' is unknown: set reasoning_gym or exact" in refusal(rm_type="exakt")
+    assert "rm_type 'exakt' is unknown: set reasoning_gym, exact, math" in refusal(rm_type="exakt")
     assert "set rm_type to exact" in refusal(reasoning_gym_task=None, prompt_data=str(rows))
     assert refusals(rm_type=None, custom_rm_path="mine.reward") == []
 
@@ -233,3 +233,22 @@ def test_a_reference_model_must_be_there_and_be_used(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert refusals(ref_load=str(tmp_path), kl_coef=0.1) == []
     assert "nothing uses" in refusals(ref_load=str(tmp_path))[0]
+
+
+def test_rewards_that_need_another_setting_name_it():
+    assert "rm_type remote_rm asks a server for rewards: set rm_url" in refusal(rm_type="remote_rm")
+    assert "set reward_key to score (1 or -1) or acc (1 or 0)" in refusal(rm_type="boxed_dapo")
+    assert "custom_rm_isolated speaks of custom_rm_path" in refusal(custom_rm_isolated=True)
+    assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
+
+
+def test_debugging_half_of_a_run_needs_something_for_the_other_half():
+    assert "debug_train_only has nothing to train on: set load_debug_rollout_data" in refusal(debug_train_only=True)
+    both = {"debug_rollout_only": True, "load_debug_rollout_data": "x"}
+    assert "leave nothing to run" in refusal(**both)
+
+
+def test_there_is_one_source_of_data():
+    assert "reasoning_gym_task and disable_rollout_global_dataset are both set" in refusal(
+        disable_rollout_global_dataset=True
+    )

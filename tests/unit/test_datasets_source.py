@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miles_async.adapters.datasets import opening
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.config.schema import RunConfig
@@ -150,6 +153,168 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, co
     path.write_text(f'{{"prompt": "q", "label": "a"}}\n{line}\n')
     with pytest.raises(UserError, match=complaint):
         open_rows(str(path))
+
+
+def report_of(path: str, **data: Any) -> tuple[BufferedSource, list[tuple[str, str]]]:
+    """A source over `path`, and what it reports as it goes."""
+    said: list[tuple[str, str]] = []
+    settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
+    config = RunConfig.model_validate({"data": settings, "rollout": {"n_samples_per_prompt": 2}})
+    return open_data(config, report=lambda reason, sentence: said.append((reason, sentence))), said
+
+
+def test_a_row_that_turns_out_broken_later_is_named_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "q", "label": 1}\n' * 1000 + '{"prompt": "q"}\n{"prompt": "last", "label": 2}\n')
+    source, said = report_of(str(path))
+    groups = source.get_samples(1001)
+    assert groups[-1][0].prompt == "last"
+    [(reason, sentence)] = said
+    assert reason == "bad_row"
+    assert "data.jsonl, line 1001: no key 'label'" in sentence
+    assert len(list(islice(source.warm_start_problems(), 3000))) == 3000
+
+
+def test_rows_without_answers_need_no_label_key(tmp_path: Path) -> None:
+    source = open_rows(write_rows(tmp_path, [{"prompt": "q"}]), label_key=None)
+    assert source.get_samples(1)[0][0].label is None
+
+
+def test_metadata_and_tools_are_found_under_the_keys_that_are_named(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = write_rows(tmp_path, [{"prompt": "q", "label": 1, "extra": {"level": 3}, "functions": tools}])
+    [sample, _] = open_rows(path, metadata_key="extra", tool_key="functions").get_samples(1)[0]
+    assert (sample.metadata["level"], sample.metadata["tools"]) == (3, tools)
+    with pytest.raises(UserError, match=r"line 1: 'label' is a int, not a dict"):
+        open_rows(path, metadata_key="label")
+
+
+@pytest.mark.parametrize(
+    "part, expected", [("@[1:3]", ["q1", "q2"]), ("@[-2:]", ["q4", "q5"]), ("@[:1]", ["q0"]), ("@[4:99]", ["q4", "q5"])]
+)
+def test_a_part_of_a_file_can_be_named(rows: str, part: str, expected: list[str]) -> None:
+    assert prompts(open_rows(rows + part).get_samples(len(expected) + 1)) == [*expected, expected[0]]
+
+
+def test_an_empty_part_is_refused(rows: str) -> None:
+    with pytest.raises(UserError, match=r"data\.jsonl@\[9:\] holds no rows"):
+        open_rows(rows + "@[9:]")
+
+
+def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+    config = {"warm_start": {"cache_dir": str(tmp_path / "cache")}, "rollout": {"n_samples_per_prompt": 2}}
+    data = {"prompt_data": f"{path}@[1:]", "eval_size": 0, "rollout_shuffle": False}
+    groups = open_data(RunConfig.model_validate(config | {"data": data})).get_samples(6)
+    assert prompts(groups) == ["q1", "q2", "q3", "q4", "q5", "q1"]
+    assert groups[0][0].metadata["level"] == 1
+    path.write_bytes(b"no parquet")
+    with pytest.raises(UserError, match="is no Parquet file"):
+        open_data(RunConfig.model_validate(config | {"data": data}))
+
+
+def test_without_data_blank_samples_are_fed_with_rising_indices() -> None:
+    data = {"disable_rollout_global_dataset": True}
+    source = open_data(RunConfig.model_validate({"data": data, "rollout": {"n_samples_per_prompt": 2}}))
+    [first, second] = source.get_samples(2)
+    assert [sample.index for sample in (*first, *second)] == [0, 1, 2, 3]
+    assert (first[0].prompt, second.feed_index) == ("", "sample_0_1")
+
+
+def test_a_saved_position_of_other_data_is_refused(rows: str) -> None:
+    state = open_rows(rows, rollout_shuffle=True).state_dict()
+    with pytest.raises(UserError, match=r"of 6 rows shuffled by seed 42, this run has 6 rows in file order"):
+        open_rows(rows).load_state_dict(state)
+
+
+@pytest.fixture
+def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "my_buffer.py").write_text(SEED_FILTERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_buffer"
+    sys.modules.pop("my_buffer", None)
+
+
+SEED_FILTERS = """
+def custom_buffer_filter(args, rollout_id, buffer, num_samples):
+    sorted_buffer = sorted(buffer, key=lambda x: x[0].reward, reverse=True)
+    return sorted_buffer[:num_samples]
+
+def pop_last(args, rollout_id, buffer, num_samples):
+    return [list(buffer.pop()) for _ in range(min(num_samples, len(buffer)))]
+
+def throw_away(args, rollout_id, buffer, num_samples):
+    buffer.clear()
+    return []
+"""
+
+
+def returned(source: BufferedSource, *rewards: float | None) -> None:
+    """Groups with these rewards go back to the source."""
+    for group, reward in zip(source.get_samples(len(rewards)), rewards, strict=True):
+        for sample in group:
+            sample.reward = reward
+        source.add_samples([group])
+
+
+def test_the_seeds_buffer_filter_hands_out_each_group_once_though_it_removes_none(rows: str, filters: str) -> None:
+    source, said = report_of(rows, buffer_filter_path=f"{filters}.custom_buffer_filter")
+    returned(source, 0.1, 0.9, 0.5)
+    assert prompts(source.get_samples(2)) == ["q1", "q2"]
+    assert prompts(source.get_samples(2)) == ["q0", "q3"]
+    assert said == []
+
+
+def test_a_buffer_filter_that_removes_what_it_returns_works_too(rows: str, filters: str) -> None:
+    source, said = report_of(rows, buffer_filter_path=f"{filters}.pop_last")
+    returned(source, None, None)
+    assert prompts(source.get_samples(3)) == ["q1", "q0", "q2"]
+    assert said == []
+
+
+def test_a_buffer_filter_that_raises_or_throws_groups_away_is_reported(rows: str, filters: str) -> None:
+    source, said = report_of(rows, buffer_filter_path=f"{filters}.custom_buffer_filter")
+    returned(source, None, None)
+    assert prompts(source.get_samples(2)) == ["q0", "q1"]
+    assert [reason for reason, _ in said] == ["buffer_filter_raised"]
+    source, said = report_of(rows, buffer_filter_path=f"{filters}.throw_away")
+    returned(source, None)
+    assert prompts(source.get_samples(1)) == ["q1"]
+    assert said == [("buffer_filter_removed", "buffer_filter_path threw group sample_0_0 away")]
+
+
+class Template:
+    """A tokenizer that shows what its chat template is given."""
+
+    chat_template = "there is one"
+
+    def apply_chat_template(self, messages: Any, **given: Any) -> str:
+        if messages[0]["content"] == "unfit":
+            raise ValueError("roles must alternate")
+        return json.dumps([messages, given], sort_keys=True)
+
+
+def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "chat_tokenizer", lambda checkpoint: Template())
+    path = write_rows(
+        tmp_path, [{"prompt": "unfit", "label": 1}, {"prompt": "hi", "label": 1, "tools": [{"name": "t"}]}]
+    )
+    said: list[str] = []
+    data = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False, "apply_chat_template": True}
+    data["apply_chat_template_kwargs"] = {"enable_thinking": False}
+    source = open_data(
+        RunConfig.model_validate({"data": data}), checkpoint="c", report=lambda reason, text: said.append(text)
+    )
+    messages, given = json.loads(source.get_samples(1)[0][0].prompt)
+    assert messages == [{"role": "user", "content": "hi"}]
+    assert (given["tools"], given["enable_thinking"]) == ([{"name": "t"}], False)
+    assert said == ["the chat template cannot render 'unfit': roles must alternate"]
 
 
 def test_blank_lines_are_skipped_and_other_keys_can_be_named(tmp_path: Path) -> None:

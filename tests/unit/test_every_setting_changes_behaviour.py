@@ -1,6 +1,7 @@
 """No flag is parsed and ignored: each setting names the test in which changing it changes what happens."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from miles_async.config.fields import SETTINGS
@@ -11,6 +12,10 @@ BOUNDS = "unit/test_bounds.py"
 CHECKS = "unit/test_config_checks.py"
 DATA = "unit/test_datasets_source.py"
 REWARDS = "unit/test_rewards_and_filters.py"
+BUILTIN = "unit/test_rewards_builtin.py"
+FILTERS = "unit/test_filters.py"
+GRADERS = "stack/test_graders.py"
+DEBUG = "stack/test_debug_runs.py"
 RUN = "unit/test_observability_run.py"
 SERVICE = "sim/test_service.py"
 HEAD = "sim/test_head_policy.py"
@@ -41,6 +46,11 @@ PROOF = {
     "input_key": f"{DATA}::test_blank_lines_are_skipped_and_other_keys_can_be_named",
     "label_key": f"{DATA}::test_blank_lines_are_skipped_and_other_keys_can_be_named",
     "apply_chat_template": f"{DATA}::test_chats_without_a_tokenizer_say_what_to_set",
+    "metadata_key": f"{DATA}::test_metadata_and_tools_are_found_under_the_keys_that_are_named",
+    "tool_key": f"{DATA}::test_metadata_and_tools_are_found_under_the_keys_that_are_named",
+    "apply_chat_template_kwargs": f"{DATA}::test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments",
+    "disable_rollout_global_dataset": f"{DATA}::test_without_data_blank_samples_are_fed_with_rising_indices",
+    "buffer_filter_path": f"{DATA}::test_the_seeds_buffer_filter_hands_out_each_group_once_though_it_removes_none",
     "reasoning_gym_task": f"{DATA}::test_a_task_without_single_answers_cannot_warm_start",
     "reasoning_gym_settings": f"{DATA}::test_a_task_that_cannot_be_had_is_one_sentence",
     "reasoning_gym_size": f"{PLACE}::test_an_epoch_has_as_many_problems_as_asked_for",
@@ -55,6 +65,22 @@ PROOF = {
     "rollout_top_p": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
     "rollout_top_k": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
     "rollout_stop": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "rollout_stop_token_ids": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "rollout_skip_special_tokens": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
+    "custom_rm_isolated": f"{GRADERS}::test_an_isolated_reward_that_ends_its_process_fails_its_sample",
+    "group_rm": f"{BUILTIN}::test_a_group_reward_scores_all_samples_in_one_call",
+    "reward_key": f"{BUILTIN}::test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts",
+    "rm_url": f"{BUILTIN}::test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx",
+    "remote_rm_concurrency": f"{BUILTIN}::test_at_most_so_many_requests_are_at_the_reward_server_at_once",
+    "remote_rm_retries": f"{BUILTIN}::test_a_remote_reward_gives_up_after_its_tries",
+    "reward_processes": f"{GRADERS}::test_as_many_samples_are_graded_at_once_as_there_are_processes",
+    "over_sampling_filter_path": f"{SERVICE}::test_an_over_sampling_filter_chooses_among_all_that_were_generated",
+    "rollout_sample_filter_path": f"{FILTERS}::test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch",
+    "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder",
+    "dump_details": f"{FILTERS}::test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder",
+    "load_debug_rollout_data": f"{FILTERS}::test_a_run_that_only_trains_takes_its_batches_from_disk",
+    "debug_train_only": f"{FILTERS}::test_a_run_that_only_trains_takes_its_batches_from_disk",
+    "debug_rollout_only": f"{DEBUG}::test_a_run_that_only_generates_saves_its_batches",
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
     "rollout_function_path": f"{CHECKS}::test_the_entry_and_the_rollout_function_decide_who_waits_for_whom",
     "num_rollout": f"{SERVICE}::test_every_batch_is_full_and_every_batch_is_published",
@@ -162,6 +188,7 @@ PROOF = {
 }
 
 
+@cache
 def functions(file):
     if not (TESTS / file).exists():
         return set()

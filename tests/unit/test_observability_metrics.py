@@ -11,14 +11,17 @@ from prometheus_client import CollectorRegistry
 from miles_async.errors import UserError
 from miles_async.observability.events import (
     AdmissionBlocked,
+    DataSkipped,
     EngineBusy,
     EngineChanged,
     Event,
+    GroupFiltered,
     GroupMoved,
     PublishEnded,
     PublishStarted,
     Queue,
     RunStarted,
+    SamplesRemoved,
     StepEnded,
     StepStarted,
 )
@@ -216,3 +219,18 @@ def test_a_port_in_use_is_one_sentence_that_names_it() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"metrics_port {port} .*set --metrics-port"):
             MetricsServer(CollectorRegistry(), port)
+
+
+def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -> None:
+    see = Watched(
+        RUN,
+        GroupFiltered(time=101.0, sequence=1, reason="all_0"),
+        GroupFiltered(time=101.0, sequence=2, reason="all_0"),
+        GroupFiltered(time=101.0, sequence=3, reason="over_sampling"),
+        SamplesRemoved(time=102.0, rollout=0, samples=5),
+        DataSkipped(time=103.0, reason="bad_row", sentence="data.jsonl, line 4: no key 'label'"),
+    )
+    assert see("filtered_groups_total", reason="all_0") == 2
+    assert see("filtered_groups_total", reason="over_sampling") == 1
+    assert see("removed_samples_total") == 5
+    assert see("skipped_data_total", reason="bad_row") == 1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from miles_async.adapters.rollout_file import save_groups
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
@@ -49,6 +50,24 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 def test_a_run_that_is_in_order_passes_and_needs_no_lessons_without_a_warm_start() -> None:
     lessons = preflight(config(), "train_async.py")
     assert (lessons.problems, lessons.check) == ([], [])
+
+
+def test_a_run_that_only_trains_needs_neither_data_nor_a_reward_but_its_batches(tmp_path: Path) -> None:
+    path = tmp_path / "0.st"
+    settings = {"reasoning_gym_task": None, "rm_type": None, "load_debug_rollout_data": str(path)}
+    sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 1}
+    with pytest.raises(UserError, match=r"rollout data .*0\.st cannot be read"):
+        preflight(config(**settings, **sizes), "train.py")
+    save_groups(path, 0, [group(1.0)])
+    preflight(config(**settings, **sizes), "train.py")
+    with pytest.raises(UserError, match="holds 1 groups: set rollout_batch_size to 1"):
+        preflight(config(**settings), "train.py")
+
+
+@pytest.mark.parametrize("setting", ["over_sampling_filter_path", "rollout_sample_filter_path", "buffer_filter_path"])
+def test_a_filter_that_cannot_be_imported_is_named_with_its_setting(setting: str) -> None:
+    with pytest.raises(UserError, match=f"{setting} 'nowhere.f' cannot be imported"):
+        preflight(config(**{setting: "nowhere.f"}), "train.py")
 
 
 def test_a_warm_start_is_handed_what_it_learns_from_and_what_it_is_checked_on() -> None:

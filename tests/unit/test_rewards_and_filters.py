@@ -14,7 +14,8 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.filters.dynamic_sampling import check_reward_nonzero_std
-from miles_async.rewards.rewarder import Rewarder, open_rewarder
+from miles_async.rewards.opening import open_rewarder
+from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 
 
@@ -95,6 +96,34 @@ def test_a_reward_that_goes_wrong_names_its_sample(reward: Callable[[Any, Sample
         scored(custom(reward), group_of("4"))
 
 
+@pytest.mark.parametrize("escape", [SystemExit(3), StopIteration()])
+def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseException) -> None:
+    def leave(args: Any, samples: Any) -> Any:
+        raise escape
+
+    rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=True)
+    with pytest.raises(BadTrajectory, match=rf"group sample_0_3: .*{type(escape).__name__}"):
+        scored(rewarder, group_of("4"))
+    with pytest.raises(BadTrajectory, match=type(escape).__name__):
+        scored(custom(leave), group_of("4"))
+
+
+def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
+    """More of them than a shared pool of threads would have."""
+    release = threading.Event()
+
+    async def story() -> list[Any]:
+        stuck = custom(lambda args, sample: release.wait(20), timeout_seconds=0.05)
+        failures = await asyncio.gather(*(stuck.score(group_of("a")) for _ in range(50)), return_exceptions=True)
+        assert all(isinstance(failure, BadTrajectory) for failure in failures)
+        group = group_of("a")
+        await custom(lambda args, sample: 1.0).score(group)
+        release.set()
+        return [sample.reward for sample in group]
+
+    assert asyncio.run(story()) == [1.0]
+
+
 def test_an_async_reward_that_raises_names_its_sample() -> None:
     async def reward(args: Any, sample: Sample) -> float:
         if sample.index == 8:
@@ -138,4 +167,4 @@ def test_a_reward_that_cannot_be_had_is_one_sentence(rollout: dict[str, Any], co
 @pytest.mark.parametrize("rewards, kept", [([1.0, 1.0, 1.0], False), ([0.0, 1.0, 0.0], True), ([0.5], False)])
 def test_groups_whose_samples_all_scored_the_same_are_not_kept(rewards: list[float], kept: bool) -> None:
     group = Group(Sample(reward=reward) for reward in rewards)
-    assert check_reward_nonzero_std(None, group) is kept
+    assert bool(check_reward_nonzero_std(None, group)) is kept

@@ -110,7 +110,13 @@ def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> No
 
 def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
     settings = config(
-        rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=20, rollout_stop=["END"], rollout_max_response_len=12
+        rollout_temperature=0.7,
+        rollout_top_p=0.9,
+        rollout_top_k=20,
+        rollout_stop=["END"],
+        rollout_stop_token_ids=[7, 9],
+        rollout_skip_special_tokens=False,
+        rollout_max_response_len=12,
     )
     drawn = sampling_of(settings)
     assert drawn.max_new_tokens == 12
@@ -120,9 +126,12 @@ def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
         "top_p": 0.9,
         "top_k": 20,
         "stop": ["END"],
+        "stop_token_ids": [7, 9],
+        "skip_special_tokens": False,
     }
     greedy = greedy_of(settings)
     assert (greedy.temperature, greedy.max_new_tokens, greedy.stop) == (0, 12, ("END",))
+    assert (greedy.top_p, greedy.top_k, greedy.stop_token_ids) == (1.0, -1, (7, 9))
 
 
 class Bytes:

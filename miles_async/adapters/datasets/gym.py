@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 from zlib import crc32
 
-from miles_async.adapters.datasets.source import Problem
+from miles_async.adapters.datasets.problems import Problem
 from miles_async.config.fields import nearest
 from miles_async.errors import UserError
 

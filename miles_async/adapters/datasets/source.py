@@ -1,38 +1,22 @@
-"""Feeds prompts to the pipeline, whatever the data: recycled groups first, then the data, epoch after epoch."""
+"""Feeds prompts to the pipeline, whatever the data: returned groups first, then the data, epoch after epoch."""
 
 from __future__ import annotations
 
 import random
 import threading
-from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from miles_async.errors import UserError
+from miles_async.adapters.datasets.buffer import Buffer
+from miles_async.adapters.datasets.problems import Problem, Problems
+from miles_async.core.permutation import Permutation
+from miles_async.errors import BadRow, UserError
 from miles_async.types import Group, Sample
 
-Prompt = str | list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One row of the data."""
-
-    question: str
-    """What tells problems apart: two rows with one question are the same problem."""
-    prompt: Prompt
-    label: Any
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-class Problems(Protocol):
-    """Rows that can be read in any order."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> Problem: ...
+Render = Callable[[Problem], Any]
+"""A problem's prompt as the text that is generated from. Raises BadRow where it cannot be rendered."""
+Report = Callable[[str, str], None]
+"""`(reason, sentence)`: told of everything that is passed over, so that nothing is lost silently."""
 
 
 class BufferedSource:
@@ -40,7 +24,8 @@ class BufferedSource:
 
     The n-th prompt fed has the feed index `sample_{epoch}_{n}`, counted on over epochs; each of its samples carries it
     in `metadata["feed_index"]` too, so that it survives functions which return plain lists. No problem whose question
-    is held out is ever fed. Batch functions call from their own thread, hence the lock.
+    is held out is ever fed, and a broken row is passed over and reported. Batch functions call from their own thread,
+    hence the lock.
     """
 
     def __init__(
@@ -52,9 +37,10 @@ class BufferedSource:
         n_samples_per_prompt: int,
         shuffle: bool,
         seed: int,
-        render: Callable[[Prompt], str],
+        render: Render,
+        buffer: Buffer,
+        report: Report,
     ) -> None:
-        """`render` turns a row's prompt into the text that is generated from."""
         self._problems = problems
         self._held_out = held_out
         self._held_out_questions = frozenset(problem.question for problem in held_out)
@@ -63,18 +49,20 @@ class BufferedSource:
         self._shuffle = shuffle
         self._seed = seed
         self._render = render
+        self._buffer = buffer
+        self._report = report
         self._lock = threading.Lock()
-        self._recycled: deque[Group] = deque()
-        self._epoch = 0
-        self._position = 0
+        self.epoch_id = 0
+        self.sample_offset = 0
         """Rows of this epoch already read, in its order."""
-        self._fed = 0
+        self.sample_index = 0
+        """The index of the next sample; samples are numbered on over epochs."""
         self._order = self._epoch_order()
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """Raises UserError when every row of the data is held out."""
+        """Raises UserError when no row of the data can be fed."""
         with self._lock:
-            again = [self._recycled.popleft() for _ in range(min(num_samples, len(self._recycled)))]
+            again = self._buffer.take(num_samples)
             return again + [self._next_group() for _ in range(num_samples - len(again))]
 
     def add_samples(self, samples: Sequence[Group]) -> None:
@@ -86,14 +74,19 @@ class BufferedSource:
                     f"n_samples_per_prompt={self._n_samples_per_prompt}"
                 )
         with self._lock:
-            self._recycled.extend(groups)
+            self._buffer.add(groups)
 
     def eval_problems(self) -> list[Group]:
-        """The held-out problems, one sample each; fresh ones at every call."""
-        return [
-            Group([self._sample(index, problem, f"eval_{index}")], feed_index=f"eval_{index}")
-            for index, problem in enumerate(self._held_out)
-        ]
+        """The held-out problems that can be rendered, one sample each; fresh ones at every call."""
+        groups = []
+        for index, problem in enumerate(self._held_out):
+            try:
+                sample = self._sample(index, problem, self._render(problem), f"eval_{index}")
+            except BadRow as error:
+                self._report("bad_row", str(error))
+                continue
+            groups.append(Group([sample], feed_index=f"eval_{index}"))
+        return groups
 
     def warm_start_problems(self) -> Iterator[Sample]:
         """Endless samples with labels, none of them held out, in an order that no setting changes.
@@ -103,69 +96,83 @@ class BufferedSource:
         rows = random.Random("warm start")
         index = 0
         while True:
-            problem = self._warm_start[rows.randrange(len(self._warm_start))]
+            try:
+                problem = self._warm_start[rows.randrange(len(self._warm_start))]
+                prompt = self._render(problem)
+            except BadRow:
+                # It is counted when the feed meets it.
+                continue
             if problem.question in self._held_out_questions:
                 continue
             if problem.label is None:
                 raise UserError("the data names no answers to warm-start on: set warm_start_max_steps to 0")
-            yield self._sample(index, problem, f"warm_start_{index}")
+            yield self._sample(index, problem, prompt, f"warm_start_{index}")
             index += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the feed stands; as JSON-ready as the metadata of recycled samples."""
+        """Where the feed stands; as JSON-ready as the metadata of returned samples. The order follows from the seed."""
         with self._lock:
-            recycled = [
-                {
-                    "feed_index": group.feed_index,
-                    "attempt": group.attempt,
-                    "samples": [sample.to_dict() for sample in group],
-                }
-                for group in self._recycled
-            ]
-            return {"epoch": self._epoch, "position": self._position, "fed": self._fed, "recycled": recycled}
+            return {
+                "epoch_id": self.epoch_id,
+                "sample_offset": self.sample_offset,
+                "sample_index": self.sample_index,
+                "order": self._order_of_data,
+                "buffer": self._buffer.state(),
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._epoch, self._position, self._fed = state["epoch"], state["position"], state["fed"]
-            self._order = self._epoch_order()
-            self._recycled = deque(
-                Group(map(Sample.from_dict, group["samples"]), feed_index=group["feed_index"], attempt=group["attempt"])
-                for group in state["recycled"]
+        """Raises UserError when the state is of other data or another order: places in it would mean other rows."""
+        if state["order"] != self._order_of_data:
+            raise UserError(
+                f"the saved data position is of {_order_words(state['order'])}, this run has "
+                f"{_order_words(self._order_of_data)}: set rollout_seed, rollout_shuffle and the data as they were"
             )
+        with self._lock:
+            self.epoch_id, self.sample_offset = state["epoch_id"], state["sample_offset"]
+            self.sample_index = state["sample_index"]
+            self._order = self._epoch_order()
+            self._buffer.restore(state["buffer"])
+
+    @property
+    def _order_of_data(self) -> dict[str, Any]:
+        return {"rows": len(self._problems), "shuffle": self._shuffle, "seed": self._seed}
 
     def _next_group(self) -> Group:
-        problem = self._next_problem()
-        feed_index = f"sample_{self._epoch}_{self._fed}"
-        first = self._fed * self._n_samples_per_prompt
-        self._fed += 1
-        return Group(
-            (self._sample(first + i, problem, feed_index) for i in range(self._n_samples_per_prompt)),
-            feed_index=feed_index,
-        )
+        problem, prompt = self._next_problem()
+        size, first = self._n_samples_per_prompt, self.sample_index
+        feed_index = f"sample_{self.epoch_id}_{first // size}"
+        self.sample_index += size
+        samples = (self._sample(first + i, problem, prompt, feed_index) for i in range(size))
+        return Group(samples, feed_index=feed_index)
 
-    def _next_problem(self) -> Problem:
+    def _next_problem(self) -> tuple[Problem, Any]:
         for _ in range(2 * len(self._order)):
-            if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
+            if self.sample_offset == len(self._order):
+                self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
                 self._order = self._epoch_order()
-            problem = self._problems[self._order[self._position]]
-            self._position += 1
-            if problem.question not in self._held_out_questions:
-                return problem
+            row = self._order[self.sample_offset]
+            self.sample_offset += 1
+            try:
+                problem = self._problems[row]
+                if problem.question not in self._held_out_questions:
+                    return problem, self._render(problem)
+            except BadRow as error:
+                self._report("bad_row", str(error))
         raise UserError(
-            f"all {len(self._order)} rows of the data are held out for evaluation: lower eval_size or give more data"
+            f"none of the {len(self._order)} rows of the data can be fed: all are broken, or held out for evaluation; "
+            "lower eval_size or give more data"
         )
 
-    def _sample(self, index: int, problem: Problem, feed_index: str) -> Sample:
-        return Sample(
-            index=index,
-            prompt=self._render(problem.prompt),
-            label=problem.label,
-            metadata={**problem.metadata, "feed_index": feed_index},
-        )
+    def _sample(self, index: int, problem: Problem, prompt: Any, feed_index: str) -> Sample:
+        metadata = {**problem.metadata, "feed_index": feed_index}
+        if problem.tools is not None:
+            metadata["tools"] = problem.tools
+        return Sample(index=index, prompt=prompt, label=problem.label, metadata=metadata)
 
-    def _epoch_order(self) -> array[int]:
-        order = array("Q", range(len(self._problems)))
-        if self._shuffle:
-            random.Random(f"{self._seed} {self._epoch}").shuffle(order)
-        return order
+    def _epoch_order(self) -> Sequence[int] | Permutation:
+        rows = len(self._problems)
+        return Permutation(rows, f"{self._seed} {self.epoch_id}") if self._shuffle else range(rows)
+
+
+def _order_words(order: Mapping[str, Any]) -> str:
+    return f"{order['rows']} rows " + (f"shuffled by seed {order['seed']}" if order["shuffle"] else "in file order")

@@ -112,7 +112,7 @@ def credited(groups: Sequence[Group], algorithm: Algorithm, longest: int) -> lis
     """Every sample with its advantage; `longest` is the response limit in tokens."""
     estimator, scored = algorithm.advantage_estimator, []
     for group in groups:
-        rewards = [scalar_reward(sample) + _shaping(sample, algorithm, longest) for sample in group]
+        rewards = [sample.scalar_reward + _shaping(sample, algorithm, longest) for sample in group]
         if estimator == "reinforce_plus_plus":
             advantages = rewards
         else:
@@ -124,12 +124,6 @@ def credited(groups: Sequence[Group], algorithm: Algorithm, longest: int) -> lis
     tokens = [len(_trained(one.sample)) for one in scored]
     normal = whitened([one.advantage for one in scored], tokens)
     return [Scored(one.sample, advantage) for one, advantage in zip(scored, normal, strict=True)]
-
-
-def scalar_reward(sample: Sample) -> float:
-    if not isinstance(sample.reward, int | float):
-        raise BadTrajectory(f"sample {sample.index} has the reward {sample.reward!r}; training needs a number")
-    return float(sample.reward)
 
 
 def _shaping(sample: Sample, algorithm: Algorithm, longest: int) -> float:
@@ -208,6 +202,8 @@ def _versions(sample: Sample) -> NDArray[np.int64]:
 def _trained(sample: Sample) -> NDArray[np.int64]:
     """Places within the response whose loss mask is 1."""
     mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    if sample.remove_sample:
+        mask = [0] * sample.response_length
     if not len(mask) == len(sample.rollout_log_probs) == sample.response_length <= len(sample.tokens) - 1:
         raise BadTrajectory(
             f"sample {sample.index}: {len(sample.tokens)} tokens, {sample.response_length} of them response, "

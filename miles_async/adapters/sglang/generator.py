@@ -13,12 +13,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.places import Places
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.errors import EngineLost, PromptTooLong
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_PATIENCE_SECONDS = 30.0
@@ -27,7 +28,7 @@ ABORT_PATIENCE_SECONDS = 30.0
 class PromptTokenizer(Protocol):
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]: ...
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text; the tokens themselves are kept."""
 
     def body(self, budget: int) -> dict[str, Any]:
         """As SGLang wants it, for `budget` more tokens."""
@@ -49,6 +53,8 @@ class SamplingParams:
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
+            "skip_special_tokens": self.skip_special_tokens,
         }
 
 
@@ -173,7 +179,7 @@ class SGLangGenerator:
                     known[key] = self._tokenizer.encode(sample.prompt)
                 sample.tokens = list(known[key])
             if self._longest_prompt is not None and sample.prompt_length > self._longest_prompt:
-                raise BadTrajectory(
+                raise PromptTooLong(
                     f"sample {sample.index} of group {group.feed_index}: its prompt has {sample.prompt_length} tokens, "
                     f"more than rollout_max_prompt_len {self._longest_prompt}"
                 )
@@ -207,5 +213,6 @@ class SGLangGenerator:
                 "return_logprob": True,
             }
             answers = await self._client.post(self._url, body, within=self._timeout)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
         for sample, answer in zip(samples, answers, strict=True):
-            extend(sample, answer, self._tokenizer.decode)
+            extend(sample, answer, decode)

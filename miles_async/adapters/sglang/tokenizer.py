@@ -28,8 +28,8 @@ class CheckpointTokenizer:
         text: str = self._chat.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     @cached_property
     def _chat(self) -> Any:

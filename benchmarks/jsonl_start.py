@@ -1,0 +1,75 @@
+"""How soon a large JSONL gives its first prompt, and what that costs in memory.
+
+    python benchmarks/jsonl_start.py [--rows 1000000] [--row-bytes 500]
+
+Writes a file of rows, then opens it in a fresh process as a run does: shuffled, 512 problems held out. Prints seconds
+to the first group and memory growth in MiB (peak, imports aside), and writes benchmarks/results/jsonl-start.json. Exits
+with 1 where the first prompt takes 2 s or more, or memory grows by 200 MiB or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LIMIT_SECONDS = 2.0
+LIMIT_MIB = 200.0
+RESULTS = Path(__file__).parent / "results"
+
+OPEN = """
+import json, resource, sys, time
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.config.schema import RunConfig
+
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+config = RunConfig.model_validate({"data": {"prompt_data": sys.argv[1], "eval_size": 512}})
+before, began = peak(), time.perf_counter()
+source = open_data(config)
+[group] = source.get_samples(1)
+first = time.perf_counter() - began
+began = time.perf_counter()
+source.get_samples(1000)
+print(json.dumps({"first_prompt_seconds": first, "growth_mib": peak() - before,
+                  "group_microseconds": (time.perf_counter() - began) * 1000}))
+"""
+
+
+def write_rows(path: Path, rows: int, row_bytes: int) -> None:
+    filler = "x" * row_bytes
+    with path.open("w") as file:
+        for row in range(rows):
+            # Rows of different lengths: nothing may depend on where a line ends.
+            text = f"{row}: {filler[: row_bytes // 2 + row * 7919 % row_bytes]}"
+            file.write(json.dumps({"prompt": text, "label": str(row)}) + "\n")
+
+
+def measure(rows: int, row_bytes: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        write_rows(path, rows, row_bytes)
+        size = path.stat().st_size / 2**20
+        done = subprocess.run([sys.executable, "-c", OPEN, str(path)], capture_output=True, text=True, check=True)
+    figures: dict[str, float] = json.loads(done.stdout)
+    return {"rows": rows, "file_mib": size, **figures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--row-bytes", type=int, default=500)
+    chosen = parser.parse_args()
+    figures = measure(chosen.rows, chosen.row_bytes)
+    for name, value in figures.items():
+        print(f"{name:<22}{value:>12.2f}")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "jsonl-start.json").write_text(json.dumps(figures, indent=2) + "\n")
+    return int(figures["first_prompt_seconds"] >= LIMIT_SECONDS or figures["growth_mib"] >= LIMIT_MIB)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

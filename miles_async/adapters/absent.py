@@ -1,0 +1,59 @@
+"""Stand-ins for the half of the stack that a debugging run leaves out. They do nothing, and say that they did nothing.
+
+`--debug-rollout-only` has no learner: steps take no time and move no weight, so all versions are the same weights.
+`--debug-train-only` has no engines: what is published goes nowhere, and asking for a token is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from miles_async.errors import Fatal
+from miles_async.types import EngineLoad, Group, StepReport, WriteOutcome
+
+
+class NoLearner:
+    """`ports.Learner` and `ports.WeightChannel`."""
+
+    name = "none"
+
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        now = time.time()
+        return StepReport(started=now, ended=now, tokens=0, finite=True)
+
+    async def stage(self, version: int) -> None: ...
+
+    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+        return [WriteOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
+
+
+class NoEngines:
+    """`ports.Fleet`, `Generator` and `Rewarder`. It names one engine, so that publishes have somewhere to end."""
+
+    in_flight = 0
+    busy_seconds = 0.0
+
+    async def generate(self, group: Group) -> None:
+        raise Fatal(f"group {group.feed_index} was sent to the engines, and this run has none (debug_train_only)")
+
+    async def score(self, group: Group) -> None:
+        raise Fatal(f"group {group.feed_index} was sent to its reward in a run that only trains (debug_train_only)")
+
+    async def abort(self, group: Group | None = None) -> None: ...
+
+    def routed(self) -> Sequence[str]:
+        return ("no-engine",)
+
+    async def loads(self) -> Sequence[EngineLoad]:
+        return ()
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def commit(self, engine: str, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def fence(self, engine: str, reason: str) -> None: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""The rows of a Parquet file, at random and in bounded memory.
+
+Parquet can only be read by whole row groups, a million rows each by default, so the file is once written out as an
+Arrow file, batch by batch, and memory-mapped from then on. The copy lies in the cache, under a name made of the file's
+path, size and time of change.
+"""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from miles_async.errors import UserError
+
+
+class ParquetRows:
+    """Raises UserError for a file that is no Parquet, OSError for one that cannot be opened."""
+
+    def __init__(self, path: Path, cache: Path) -> None:
+        # Importing pyarrow takes a while: only runs that read Parquet pay.
+        import pyarrow as pa
+
+        self._path = path
+        stat = path.stat()
+        name = blake2b(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=16).hexdigest()
+        copy = cache / "data" / f"{name}.arrow"
+        if not copy.exists():
+            _write_out(path, copy)
+        self._table = pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        [values] = self._table.slice(row, 1).to_pylist()
+        return values  # type: ignore[no-any-return]
+
+    def where(self, row: int) -> str:
+        return f"{self._path}, row {row}"
+
+
+def _write_out(path: Path, copy: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    draft = copy.with_suffix(f".{os.getpid()}")
+    try:
+        source = parquet.ParquetFile(path)
+        with pa.ipc.new_file(str(draft), source.schema_arrow) as file:
+            for batch in source.iter_batches(batch_size=4096):
+                file.write_batch(batch)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"prompt_data {path} is no Parquet file: {error}") from error
+    draft.replace(copy)

@@ -1,0 +1,34 @@
+"""Finding the answer in a response. Pure text, no mathematics."""
+
+from __future__ import annotations
+
+import re
+
+_ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` of the text holds, nested braces included; None where none is closed."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for place in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : place]
+    return None
+
+
+def after_thinking(response: str) -> str | None:
+    """What follows the reasoning, None where it never ended (DeepScaleR's format)."""
+    for mark in ("</think>", "###Response"):
+        if mark in response:
+            return response.rpartition(mark)[2]
+    return None
+
+
+def answer_line(response: str) -> str | None:
+    """What the last `Answer: ...` line of the last 300 characters says (DAPO's format, 2503.14476)."""
+    lines = _ANSWER_LINE.findall(response[-300:])
+    return lines[-1].strip().strip("$").strip() if lines else None

@@ -1,0 +1,57 @@
+"""Rewards from a server: one POST per sample, bounded in number and time, tried again where that can help."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cached_property
+from typing import Any
+
+import aiohttp
+
+from miles_async.types import Sample
+
+FIRST_PAUSE_SECONDS = 0.25
+"""Before the second try; each further pause is twice as long."""
+
+
+class RemoteReward:
+    """`await reward(args, sample)`: the JSON that the server answers, a number or a dictionary.
+
+    The body has `prompt`, `response` and `label`. A lost connection, a timeout or a 5xx answer is tried again, a 4xx
+    answer never is. Create it anywhere; it connects inside the running loop.
+    """
+
+    def __init__(self, url: str, *, concurrency: int, retries: int, timeout_seconds: float) -> None:
+        self._url = url
+        self._concurrency = concurrency
+        self._retries = retries
+        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+
+    async def __call__(self, args: Any, sample: Sample) -> Any:
+        """Raises RuntimeError with the server's own words when no reward can be had."""
+        body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        async with self._places:
+            for attempt in range(self._retries + 1):
+                if attempt:
+                    await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+                try:
+                    async with self._session.post(self._url, json=body) as answer:
+                        if answer.status < 400:
+                            return await answer.json(content_type=None)
+                        failure = f"{answer.status}: {(await answer.text())[:200]}"
+                        if answer.status < 500:
+                            break
+                except (aiohttp.ClientConnectionError, TimeoutError) as error:
+                    failure = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"{self._url} answered {failure} (rm_url)")
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=self._concurrency))
+
+    @cached_property
+    def _places(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(self._concurrency)

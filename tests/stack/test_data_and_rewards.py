@@ -1,0 +1,72 @@
+"""A user's file, reward and filters on the real stack: what is broken is named and counted, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from miles_async.observability.events import DataSkipped, GroupFiltered, GroupMoved, SamplesRemoved, StepEnded
+from tests.stack.conftest import Played, Stack
+
+pytestmark = pytest.mark.stack
+ROLLOUTS, BATCH, OFFERED = 4, 4, 6
+
+
+@pytest.fixture(scope="module")
+def played(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """A thousand good rows first, so that the others are met during the run."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    good = [json.dumps({"q": f"{row} + 1 =", "a": row + 1}) for row in range(1000)]
+    broken = ['{"q": "no answer"}', '{"q": "cut off', json.dumps({"q": "long " * 30, "a": 1})] * 150
+    path.write_text("\n".join([*good, *broken]))
+    flags = {
+        "prompt-data": str(path),
+        "reasoning-gym-task": "null",
+        "input-key": "q",
+        "label-key": "a",
+        "eval-size": 0,
+        "num-rollout": ROLLOUTS,
+        "rollout-batch-size": BATCH,
+        "over-sampling-batch-size": OFFERED,
+        "rollout-max-prompt-len": 64,
+        "rollout-function-path": "miles_async.rollout.sglang_rollout.generate_rollout",
+        "windowed-fifo-ratio": "null",
+        "over-sampling-filter-path": "miles_async.filters.over_sampling.sort_by_reward_std",
+        "rollout-sample-filter-path": "miles_async.filters.samples.mask_truncated",
+        "custom-rm-path": "tests.stack.user_functions.shares_of_even_bytes",
+        "reward-key": "even",
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return stack.play("train.py", *words, "--group-rm", "--custom-rm-isolated")
+
+
+def test_every_batch_trains(played: Played) -> None:
+    assert [event.finite for event in played.of(StepEnded)] == [True] * ROLLOUTS
+    assert played.violations == []
+
+
+def test_broken_rows_are_named_by_file_line_and_key(played: Played) -> None:
+    sentences = [event.sentence for event in played.of(DataSkipped)]
+    assert sentences
+    assert all("rows.jsonl, line 1" in sentence for sentence in sentences)
+    assert any("no key 'a' (label_key)" in sentence or "not valid JSON" in sentence for sentence in sentences)
+
+
+def test_prompts_that_are_too_long_go_to_the_dead_letters_at_once(played: Played) -> None:
+    dropped = [event for event in played.of(GroupMoved) if event.reason == "prompt_too_long"]
+    buried = [json.loads(line) for line in (played.folder.path / "dead_letters.jsonl").read_text().splitlines()]
+    assert dropped
+    assert [letter["feed_index"] for letter in buried] == [event.feed_index for event in dropped]
+    assert all("more than rollout_max_prompt_len 64" in letter["error"] for letter in buried)
+
+
+def test_the_over_sampling_filter_drops_the_rest_of_what_was_generated(played: Played) -> None:
+    reasons = [event.reason for event in played.of(GroupFiltered)]
+    assert reasons == ["over_sampling"] * (ROLLOUTS * (OFFERED - BATCH))
+
+
+def test_the_sample_filter_says_how_many_it_masked(played: Played) -> None:
+    masked = [event.samples for event in played.of(SamplesRemoved)]
+    assert len(masked) == ROLLOUTS
+    assert sum(masked) > 0

@@ -1,0 +1,58 @@
+"""Half of a run at a time on the real stack: generate and save, then train on what was saved and look at it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_async.adapters.rollout_file import load_groups
+from tests.stack.job import ROOT, job
+
+pytestmark = pytest.mark.stack
+SMALL = (
+    *("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "2", "--learner-threads", "1"),
+    *("--rollout-batch-size", "4", "--over-sampling-batch-size", "8", "--lr", "1e-3"),
+    *("--rm-type", "null", "--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"),
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two batches that a run without a learner generated."""
+    folder = tmp_path_factory.mktemp("debug")
+    flags = ("--debug-rollout-only", "--dump-details", str(folder / "dump"))
+    with job(folder, *SMALL, *flags) as generating:
+        assert generating.ended(within=120) == 0, generating.err
+        assert "learner is up" not in generating.out + generating.err
+    return folder / "dump"
+
+
+def test_a_run_that_only_generates_saves_its_batches(saved: Path) -> None:
+    for rollout in range(2):
+        rollout_id, groups = load_groups(saved / "rollout_data" / f"{rollout}.safetensors")
+        assert rollout_id == rollout
+        assert [len(group) for group in groups] == [4] * 4
+        assert all(sample.spans and sample.reward is not None for group in groups for sample in group)
+    assert (saved / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_a_run_that_only_trains_starts_no_engine_and_takes_the_saved_batches(saved: Path, tmp_path: Path) -> None:
+    template = str(saved / "rollout_data" / "{rollout_id}.safetensors")
+    with job(tmp_path, *SMALL, "--load-debug-rollout-data", template) as training:
+        assert training.ended(within=120) == 0, training.err
+        assert "engine is up" not in training.out + training.err
+    [events] = (tmp_path / "runs").glob("latest/events.jsonl")
+    steps = [line for line in events.read_text().splitlines() if '"StepEnded"' in line]
+    assert len(steps) == 2
+    assert all('"finite":true' in line and '"grad_norm":0.0,' not in line for line in steps)
+
+
+def test_a_saved_batch_can_be_looked_at(saved: Path) -> None:
+    file = saved / "rollout_data" / "0.safetensors"
+    command = [sys.executable, "-m", "workers.inspect_rollout", str(file)]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "rollout 0: 4 groups" in shown
+    assert len(shown.splitlines()) == 6

@@ -1,0 +1,131 @@
+"""Rewards in processes of their own: what hangs is ended, what dies fails its sample; mathematics is checked there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from miles_async.config.schema import RunConfig
+from miles_async.errors import BadTrajectory
+from miles_async.rewards import mathematics
+from miles_async.rewards.graders import GraderFailed, Graders
+from miles_async.rewards.opening import open_rewarder
+from miles_async.types import Group, Sample
+
+pytestmark = pytest.mark.stack
+ISOLATED = {"custom_rm_isolated": True, "reward_timeout_seconds": 10.0}
+
+
+def scored(*responses: str, label: Any = None, **rollout: Any) -> list[Any]:
+    """What the reward that is configured gives these responses."""
+    samples = [Sample(index=place, response=text, label=label) for place, text in enumerate(responses)]
+    group = Group(samples, feed_index="sample_0_0")
+
+    async def score() -> None:
+        rewarder = open_rewarder(RunConfig.model_validate({"rollout": rollout}), args=None)
+        try:
+            await rewarder.score(group)
+        finally:
+            await rewarder.close()
+
+    asyncio.run(score())
+    return [sample.reward for sample in group]
+
+
+def length(args: Any, sample: Sample) -> float:
+    """Named by path below, like the functions that follow."""
+    print("chatter on stdout is nobody's answer")
+    return float(len(sample.response) + args.n_samples_per_prompt)
+
+
+def hang(args: Any, sample: Sample) -> float:
+    while sample.response == "hang":
+        pass
+    return 1.0
+
+
+def die(args: Any, sample: Sample) -> float:
+    raise SystemExit(3)
+
+
+def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    return [float(place) for place in range(len(samples))]
+
+
+def test_a_group_is_scored_in_one_call_there_too() -> None:
+    assert scored("a", "b", custom_rm_path=f"{__name__}.ranks", group_rm=True, **ISOLATED) == [0.0, 1.0]
+
+
+def test_an_isolated_reward_runs_elsewhere_and_sees_the_settings() -> None:
+    path = f"{__name__}.length"
+    assert scored("ab", "", custom_rm_path=path, n_samples_per_prompt=4, **ISOLATED) == [6.0, 4.0]
+
+
+def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sample_is_scored() -> None:
+    async def play() -> tuple[str, float]:
+        graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
+        try:
+            with pytest.raises(GraderFailed) as failure:
+                await graders.grade(Sample(response="hang"))
+            return str(failure.value), await graders.grade(Sample(response="fine"))
+        finally:
+            await graders.close()
+
+    sentence, reward = asyncio.run(play())
+    assert sentence == "took longer than 1 s (reward_timeout_seconds); its process was ended"
+    assert reward == 1.0
+
+
+def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
+    with pytest.raises(BadTrajectory, match=r"sample 0: reward .*\.die ended its process with code 3"):
+        scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
+
+
+def test_as_many_samples_are_graded_at_once_as_there_are_processes() -> None:
+    async def most_at_once(processes: int) -> int:
+        graders = Graders(f"{__name__}.length", "custom_rm_path", {"n_samples_per_prompt": 1}, processes, 20.0)
+        try:
+            await asyncio.gather(*(graders.grade(Sample()) for _ in range(4)))
+            return len(graders._all)
+        finally:
+            await graders.close()
+
+    assert [asyncio.run(most_at_once(processes)) for processes in (1, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "response, label, expected",
+    [
+        (r"\boxed{\frac{2}{4}}", "0.5", 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        ("the sum is 1,000", "1000", 1.0),
+        (r"first \boxed{4}, then \boxed{5}", "4", 0.0),
+        ("", "4", 0.0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+    ],
+)
+def test_mathematics_is_right_by_value(response: str, label: Any, expected: float) -> None:
+    assert mathematics.math(None, Sample(response=response, label=label)) == expected
+
+
+def test_mathematics_is_checked_in_a_process_of_its_own() -> None:
+    assert scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
+    with pytest.raises(BadTrajectory, match=r"sample 0: reward math raised TypeError: the label is \[\], a list"):
+        scored("4", label=[], rm_type="math")
+
+
+def test_dapo_reads_the_answer_line_and_deepscaler_what_follows_the_reasoning() -> None:
+    right = mathematics.dapo(None, Sample(response="Answer: 1/2", label="0.5"))
+    assert right == {"score": 1.0, "acc": 1.0, "pred": "1/2"}
+    assert mathematics.dapo(None, Sample(response="it is 0.5", label="0.5"))["score"] == -1.0
+
+    def deepscaler(response: str, label: Any) -> float:
+        return mathematics.deepscaler(None, Sample(response=response, label=label))
+
+    assert deepscaler(r"hm</think> \boxed{x+1}", r"\boxed{1+x}") == 1.0
+    assert deepscaler(r"hm \boxed{4}", "4") == 0.0
+    assert deepscaler(r"hm</think> \boxed{4}", ["3", "4"]) == 1.0
+    with pytest.raises(TypeError, match=r"the label is \{\}, a dict"):
+        deepscaler(r"</think>\boxed{4}", {})

@@ -1,0 +1,105 @@
+"""What users wrote for slime works as it is, named by its path in the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import Assignment
+from miles_async.config.load import build
+from miles_async.config.schema import RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.core.loading import load_function
+from miles_async.pipeline.service import noted
+from miles_async.rewards.opening import open_rewarder
+from miles_async.rollout.contract import flat_args
+from miles_async.types import Group, Sample
+from tests.sim.world import Trace, World
+from workers.batches import Batches
+from workers.preflight import dynamic_filter, rollout_function
+
+pytestmark = pytest.mark.stack
+MINE = "tests.stack.seed_functions"
+
+
+def config(**settings: Any) -> RunConfig:
+    return build([Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()])
+
+
+def group(*rewards: Any) -> Group:
+    return Group([Sample(index=place, reward=reward) for place, reward in enumerate(rewards)], feed_index="sample_0_0")
+
+
+def source(folder: Path, **settings: Any) -> BufferedSource:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{row}", "label": row}) + "\n" for row in range(6)))
+    data = {"prompt_data": str(path), "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
+    return open_data(config(**data, **settings))
+
+
+@pytest.mark.parametrize("key", [None, "acc"])
+def test_the_dynamic_filter_with_its_tensor_decides(key: str | None) -> None:
+    settings = config(dynamic_sampling_filter_path=f"{MINE}.check_reward_nonzero_std", reward_key=key)
+    keep = dynamic_filter(settings, flat_args(settings))
+    same, apart = ((1.0, 1.0), (0.0, 1.0)) if key is None else (({key: 1.0}, {key: 1.0}), ({key: 0.0}, {key: 1.0}))
+    assert [keep(group(*same)), keep(group(*apart))] == [False, True]
+
+
+def test_the_over_sampling_filter_with_its_tensors_chooses() -> None:
+    function = load_function(f"{MINE}.sort_by_reward_std", setting="over_sampling_filter_path")
+    rollout = {"rollout_batch_size": 4, "over_sampling_batch_size": 6, "num_rollout": 2, "n_samples_per_prompt": 2}
+    world = World(
+        config=RunConfig.model_validate({"rollout": rollout}),
+        schedule=Schedule.TURNS,
+        choose=lambda groups: function(None, groups),
+    ).run()
+    assert [len(batch) for batch in world.trainer.batches] == [4, 4]
+    assert world.audit.violations == []
+
+
+@pytest.mark.parametrize("name, expected", [("pop_first", ["q0", "q1"]), ("custom_buffer_filter", ["q2", "q1"])])
+def test_the_buffer_filters_hand_out_every_group_once(tmp_path: Path, name: str, expected: list[str]) -> None:
+    data = source(tmp_path, buffer_filter_path=f"{MINE}.{name}")
+    back = data.get_samples(3)
+    for place, returned in enumerate(back):
+        returned[0].reward = float(place)
+    data.add_samples([list(returned) for returned in back])  # type: ignore[misc]
+    fed = [groups[0].prompt for groups in data.get_samples(2)]
+    assert fed == expected
+    left = [str(groups[0].prompt) for groups in data.get_samples(2)]
+    assert sorted([*fed, *left]) == ["q0", "q1", "q2", "q3"]
+
+
+def test_rewards_of_samples_and_of_groups_are_awaited() -> None:
+    def scored(*responses: str, **settings: Any) -> list[float]:
+        samples = [Sample(response=text, response_length=len(text), label="ab") for text in responses]
+        scored_group = Group(samples, feed_index="sample_0_0")
+        asyncio.run(open_rewarder(config(**settings), None).score(scored_group))
+        return [sample.scalar_reward for sample in scored_group]
+
+    assert scored("ab", "c", custom_rm_path=f"{MINE}.custom_rm") == [1.0, 0.0]
+    grouped = {"custom_rm_path": f"{MINE}.custom_group_rm", "group_rm": True, "reward_key": "score"}
+    assert scored("ab", "c", **grouped) == [1.0, 0.5]
+
+
+def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) -> None:
+    settings = config(
+        rollout_function_path=f"{MINE}.generate_rollout",
+        rollout_batch_size=3,
+        n_samples_per_prompt=2,
+        reward_key="score",
+    )
+    batches = Batches(
+        settings, rollout_function(settings, "train.py"), flat_args(settings), Trace(), trainer_version=int
+    )
+    groups = asyncio.run(batches(0, source(tmp_path)))  # type: ignore[arg-type]
+    assert [[sample.scalar_reward for sample in trained] for trained in groups] == [[0.0, 1.0]] * 3
+    assert [trained.feed_index for trained in groups] == ["sample_0_0", "sample_0_1", "sample_0_2"]
+    assert noted([sample for trained in groups for sample in trained]) == {"raw_reward": 0.5}

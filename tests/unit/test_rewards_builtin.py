@@ -1,0 +1,232 @@
+"""What the built-in rewards call right."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from miles_async.config.schema import RunConfig
+from miles_async.errors import BadTrajectory, UserError
+from miles_async.rewards import remote
+from miles_async.rewards.answers import answer_line, last_boxed
+from miles_async.rewards.builtin import f1, gpqa
+from miles_async.rewards.instructions import ifeval, keeps
+from miles_async.rewards.opening import open_rewarder
+from miles_async.types import Group, Sample
+
+
+def scored(*responses: str, label: Any = None, metadata: dict[str, Any] | None = None, **rollout: Any) -> list[Any]:
+    """What the reward that is configured gives these responses."""
+    samples = [Sample(index=i, response=text, label=label, metadata=metadata or {}) for i, text in enumerate(responses)]
+    group = Group(samples, feed_index="sample_0_0")
+
+    async def score() -> None:
+        rewarder = open_rewarder(RunConfig.model_validate({"rollout": rollout}), args=None)
+        try:
+            await rewarder.score(group)
+        finally:
+            await rewarder.close()
+
+    asyncio.run(score())
+    return [sample.reward for sample in group]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"cut: \boxed{\frac{1}{2", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_box_is_the_answer(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+def test_the_last_answer_line_is_the_answer() -> None:
+    assert answer_line("Answer: 3\nno,\nANSWER: $12$\n") == "12"
+    assert answer_line("Answer: 3" + " " * 300) is None
+
+
+def test_the_boxed_prefix_shows_a_reward_only_what_the_last_box_holds() -> None:
+    assert scored(r"4 \boxed{5}", r"\boxed{ 4 }", "4", label="4", rm_type="boxed_exact") == [0.0, 1.0, 0.0]
+
+
+def test_f1_counts_common_words_without_articles_and_punctuation() -> None:
+    def score(response: str, label: Any) -> float:
+        return f1(None, Sample(response=response, label=label))
+
+    assert score("The cat, sat!", "a cat sat") == 1.0
+    assert score("cat sat down", "cat") == pytest.approx(0.5)
+    assert score("no cat", "no") == 0.0
+    assert score("dog", ["cat", "dog"]) == 1.0
+    assert score("", "cat") == 0.0
+
+
+@pytest.mark.parametrize(
+    "response, label, expected",
+    [
+        ("<think>A or B</think> The answer is (C).", "C", 1.0),
+        (r"\boxed{B}", "B", 1.0),
+        ("Answer: D", 3, 1.0),
+        ("Answer: D", "A", 0.0),
+        ("I cannot say", "A", 0.0),
+        ("Answer: B", "blue", 1.0),
+    ],
+)
+def test_gpqa_looks_for_the_letter(response: str, label: Any, expected: float) -> None:
+    assert gpqa(None, Sample(response=response, label=label, metadata={"choices": ["red", "blue"]})) == expected
+
+
+def test_a_label_of_the_wrong_type_names_its_sample() -> None:
+    with pytest.raises(BadTrajectory, match="sample 0: reward gpqa raised TypeError: the label None is neither"):
+        scored("A", label=None, rm_type="gpqa")
+
+
+@pytest.mark.parametrize(
+    "name, arguments, right, wrong",
+    [
+        ("keywords:existence", {"keywords": ["Cat"]}, "a cat", "a category"),
+        ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "a dog", "a cat"),
+        ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "less than"}, "cat", "cat cat"),
+        ("keywords:letter_frequency", {"letter": "a", "let_frequency": 2, "let_relation": "at least"}, "Aa", "ab"),
+        ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one two three", "one two"),
+        ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "One.", "One. Two."),
+        ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a"),
+        ("detectable_content:number_placeholders", {"num_placeholders": 1}, "Dear [name]", "Dear you"),
+        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "bye. p.s. hi", "bye"),
+        ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a"),
+        ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "*so*", "so"),
+        ("detectable_format:title", {}, "<<Title>>\ntext", "Title"),
+        ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
+        ("combination:two_responses", {}, "a******b", "a******a"),
+        ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "Say hi. Hi", "Hi"),
+        ("startend:end_checker", {"end_phrase": "The end."}, "So. The end.", "So."),
+        ("startend:quotation", {}, '"hi"', "hi"),
+        ("punctuation:no_comma", {}, "a b", "a, b"),
+        ("change_case:english_lowercase", {}, "abc", "Abc"),
+        ("change_case:english_capital", {}, "ABC", "Abc"),
+        ("change_case:capital_word_frequency", {"capital_frequency": 1}, "so BIG", "so big"),
+    ],
+)
+def test_an_instruction_is_kept_or_not(name: str, arguments: dict[str, Any], right: str, wrong: str) -> None:
+    assert keeps(right, name, arguments)
+    assert not keeps(wrong, name, arguments)
+
+
+def test_ifeval_pays_the_share_of_instructions_kept_and_knows_no_unknown_ones() -> None:
+    asked = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [None, {}]}
+    assert ifeval(None, Sample(response="no title", metadata=asked)) == 0.5
+    with pytest.raises(BadTrajectory, match="instruction 'language:response_language' is unknown"):
+        scored("x", metadata={"instruction_id_list": ["language:response_language"]}, rm_type="ifeval")
+
+
+class Judge:
+    """A reward server that answers what it is told to, one status after the other; the last one stays."""
+
+    def __init__(self, *answers: tuple[int, Any]) -> None:
+        self._answers = list(answers)
+        self.asked: list[Any] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        status, body = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return web.json_response(body, status=status)
+
+    def score(self, **rollout: Any) -> float:
+        async def serve() -> float:
+            app = web.Application()
+            app.router.add_post("/rm", self.answer)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = runner.addresses[0][1]
+            settings = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}/rm"} | rollout
+            rewarder = open_rewarder(RunConfig.model_validate({"rollout": settings}), args=None)
+            group = Group([Sample(index=3, prompt="q", response="r", label="l")], feed_index="sample_0_0")
+            try:
+                await rewarder.score(group)
+            finally:
+                await rewarder.close()
+                await runner.cleanup()
+            return group[0].scalar_reward
+
+        return asyncio.run(serve())
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited before a second try is nobody's test time."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.001)
+
+
+def test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx() -> None:
+    judge = Judge((503, "busy"), (200, 0.5))
+    assert judge.score() == 0.5
+    assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}] * 2
+
+
+def test_a_remote_reward_that_refuses_is_not_asked_again() -> None:
+    judge = Judge((422, "no label"))
+    with pytest.raises(BadTrajectory, match=r'sample 3: reward remote_rm raised .*answered 422: "no label" \(rm_url\)'):
+        judge.score()
+    assert len(judge.asked) == 1
+
+
+def test_a_remote_reward_gives_up_after_its_tries() -> None:
+    judge = Judge((500, "broken"))
+    with pytest.raises(BadTrajectory, match="answered 500"):
+        judge.score(remote_rm_retries=1)
+    assert len(judge.asked) == 2
+
+
+def test_a_remote_reward_may_be_a_dictionary() -> None:
+    assert Judge((200, {"score": 0.25, "why": "so"})).score(reward_key="score") == 0.25
+
+
+def test_at_most_so_many_requests_are_at_the_reward_server_at_once() -> None:
+    rewarder = open_rewarder(
+        RunConfig.model_validate(
+            {"rollout": {"rm_type": "remote_rm", "rm_url": "http://x", "remote_rm_concurrency": 2}}
+        ),
+        args=None,
+    )
+    assert rewarder._function._places._value == 2
+
+
+def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    return [float(place) for place in range(len(samples))]
+
+
+def too_few(args: Any, samples: list[Sample]) -> list[float]:
+    return [1.0]
+
+
+async def both(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
+    return {"acc": 1.0, "style": 0.5}
+
+
+def test_a_group_reward_scores_all_samples_in_one_call() -> None:
+    path = f"{__name__}.ranks"
+    assert scored("a", "b", custom_rm_path=path, group_rm=True) == [0.0, 1.0]
+
+
+def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
+    with pytest.raises(BadTrajectory, match=r"group sample_0_0: .*too_few returned 1 rewards for 2 samples"):
+        scored("a", "b", custom_rm_path=f"{__name__}.too_few", group_rm=True)
+
+
+def test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts() -> None:
+    path = f"{__name__}.both"
+    assert scored("a", custom_rm_path=path, reward_key="style") == [{"acc": 1.0, "style": 0.5}]
+    with pytest.raises(UserError, match="returned a dictionary: set reward_key to one of acc, style"):
+        scored("a", custom_rm_path=path)
+    with pytest.raises(BadTrajectory, match="returned no 'wit'"):
+        scored("a", custom_rm_path=path, reward_key="wit")
+    sample = Sample(reward={"acc": 1.0, "style": 0.5}, reward_key="style")
+    assert sample.scalar_reward == 0.5

@@ -1,0 +1,83 @@
+"""Look at a batch that a run saved: `python -m workers.inspect_rollout FILE [--sample INDEX]`.
+
+Without `--sample` a table of the groups; with it the prompt, the response and every column of one sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from miles_async.adapters.rollout_file import load_groups
+from miles_async.errors import UserError
+from miles_async.types import Group, Sample
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make inspect ARGS=", description=__doc__)
+    parser.add_argument("file", type=Path, help="what --save-debug-rollout-data or --dump-details wrote")
+    parser.add_argument("--sample", type=int, help="show this sample, by its index, in full")
+    chosen = parser.parse_args(argv)
+    try:
+        rollout_id, groups = load_groups(chosen.file)
+        print(table(rollout_id, groups) if chosen.sample is None else whole(groups, chosen.sample))
+    except UserError as error:
+        print(f"inspect: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def table(rollout_id: int, groups: list[Group]) -> str:
+    """One line per group, and one for all of them."""
+    head = f"{'group':<18}{'samples':<12}{'rewards':<28}{'tokens':<22}{'versions':<10}{'status'}"
+    return "\n".join([f"rollout {rollout_id}: {len(groups)} groups", head, *map(_row, groups)])
+
+
+def _row(group: Group) -> str:
+    indices = [sample.index or 0 for sample in group]
+    rewards = " ".join(_reward(sample) for sample in group)
+    lengths = " ".join(str(sample.response_length) for sample in group)
+    versions = [span.version for sample in group for span in sample.spans]
+    span = f"{min(versions)}-{max(versions)}" if versions else "none"
+    status = ", ".join(f"{count} {name}" for name, count in Counter(sample.status.value for sample in group).items())
+    removed = sum(sample.remove_sample for sample in group)
+    status += f", {removed} removed from the loss" if removed else ""
+    named = f"{min(indices)}-{max(indices)}"
+    return f"{group.feed_index:<18}{named:<12}{_cut(rewards, 26):<28}{_cut(lengths, 20):<22}{span:<10}{status}"
+
+
+def whole(groups: list[Group], index: int) -> str:
+    """Raises UserError that names the samples there are."""
+    samples = {sample.index: sample for group in groups for sample in group}
+    if index not in samples:
+        known = sorted(known for known in samples if known is not None)
+        raise UserError(
+            f"no sample {index} in it; it has {known[0]} to {known[-1]}" if known else "it holds no samples"
+        )
+    sample = samples[index]
+    facts = {
+        "status": sample.status.value,
+        "reward": sample.reward,
+        "label": sample.label,
+        "tokens": f"{len(sample.tokens)}, of which {sample.response_length} response",
+        "trained": "all of them" if sample.loss_mask is None else f"{sum(sample.loss_mask)} of the response",
+        "versions": ", ".join(f"{s.version} for [{s.start}, {s.end})" for s in sample.spans) or "none",
+        "metadata": sample.metadata,
+    }
+    lines = [f"{name:<10}{value}" for name, value in facts.items()]
+    return "\n".join([*lines, "--- prompt", str(sample.prompt), "--- response", sample.response])
+
+
+def _reward(sample: Sample) -> str:
+    reward = sample.reward.get(sample.reward_key) if isinstance(sample.reward, dict) else sample.reward
+    return "-" if reward is None else f"{reward:g}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
