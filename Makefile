@@ -42,6 +42,7 @@ bench: $(READY) ## Benchmarks on this machine: core cost, publish gap, overlap (
 	@$(PYTHON) -m benchmarks.core_cost
 	@$(PYTHON) -m benchmarks.publish_gap
 	@$(PYTHON) -m benchmarks.overlap
+	@$(PYTHON) -m benchmarks.rollout_worker
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of
 from miles_async.config.schema import RunConfig
@@ -18,6 +19,7 @@ from miles_async.core.loading import load_function
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.rewards.rewarder import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.rollout.generate import load_generate_function
 from miles_async.types import Group
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
@@ -40,6 +42,12 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
     rollout_function(config, entry)
     dynamic_filter(config, args)
+    if config.rollout.custom_generate_function_path is not None:
+        load_generate_function(config.rollout.custom_generate_function_path)
+    if config.rollout.eval_function_path is not None:
+        load_function(config.rollout.eval_function_path, setting="eval_function_path")
+    for name, dataset in config.rollout.eval_datasets.items():
+        eval_groups(config, name, dataset, checkpoint=config.model.hf_checkpoint)
     # Data before rewards: of an unknown task it says which known one is near.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
     open_rewarder(config, args)

@@ -8,26 +8,34 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.dead_letters import DeadLetterFile
+from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.openai.trajectories import Trajectories
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.sglang.turns import Turns
 from miles_async.adapters.system_clock import SystemClock
-from miles_async.config.derived import bounds_of
+from miles_async.config.derived import EXTERNAL_FUNCTION, bounds_of
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
+from miles_async.core.loading import load_function
 from miles_async.observability.events import Event
 from miles_async.observability.run_folder import RunFolder
-from miles_async.pipeline.service import Ports, Service
+from miles_async.pipeline.evaluate import EvalSet, Scores
+from miles_async.pipeline.service import EvaluationFunction, Ports, Service
 from miles_async.pipeline.source import RolloutSource
+from miles_async.ports import Generator
 from miles_async.rewards.rewarder import open_rewarder
 from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, flat_args
+from miles_async.rollout.generate import FunctionGenerator, load_generate_function
 from miles_async.types import Group
 from workers.preflight import dynamic_filter, rollout_function
-from workers.specs import greedy_of, sampling_of
+from workers.specs import eval_sampling_of, greedy_of, sampling_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +88,14 @@ class RolloutWorker:
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
         config = self._config
-        args = self._arguments(around.router_url)
         tokenizer = CheckpointTokenizer(around.checkpoint)
+        args = self._arguments(around.router_url).adding(tokenizer=tokenizer)
         fleet = SGLangFleet(around.router_url)
         for engine in around.engines:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
 
-        generator = partial(
+        engines = partial(
             SGLangGenerator,
             around.router_url,
             tokenizer,
@@ -95,6 +103,14 @@ class RolloutWorker:
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
         )
+        trajectories = Trajectories(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
+        endpoint = AgentEndpoint(trajectories)
+        await endpoint.start(config.rollout.agent_port)
+        args = args.adding(trajectories=trajectories)
+        generator = partial(self._generator, tokenizer, endpoint, args)
+        engine = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
+            endpoint.welcome(Turns(engine, tokenizer), engine.sampling.body(engine.sampling.max_new_tokens))
         data = open_data(config, checkpoint=around.checkpoint)
         self._service = Service(
             config,
@@ -103,8 +119,8 @@ class RolloutWorker:
                 clock=SystemClock(),
                 events=self._outbox,
                 data=data,
-                generator=generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len),
-                evaluator=generator(greedy_of(config)),
+                generator=generator(sampling_of(config), engine),
+                evaluator=generator(greedy_of(config), engines(greedy_of(config))),
                 rewarder=open_rewarder(config, args),
                 learner=RayLearner(config, around.learner_ranks),
                 channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
@@ -112,6 +128,17 @@ class RolloutWorker:
                 dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                 keep=dynamic_filter(config, args),
                 problems=data.eval_problems(),
+                eval_sets=[
+                    EvalSet(
+                        name=name,
+                        problems=eval_groups(config, name, dataset, checkpoint=around.checkpoint),
+                        generator=generator(
+                            eval_sampling_of(config, dataset), engines(eval_sampling_of(config, dataset))
+                        ),
+                    )
+                    for name, dataset in config.rollout.eval_datasets.items()
+                ],
+                evaluate=self._evaluation(args),
             ),
             take_turns=self._bounds.schedule is Schedule.TURNS,
         )
@@ -121,7 +148,45 @@ class RolloutWorker:
             result = await call_rollout_function(function, args, rollout_id, source, evaluation=False)
             return as_groups(result, config.rollout.n_samples_per_prompt)
 
-        await self._service.run(rollout)
+        try:
+            await self._service.run(rollout)
+        finally:
+            await endpoint.close()
+
+    def _generator(
+        self,
+        tokenizer: CheckpointTokenizer,
+        endpoint: AgentEndpoint,
+        args: Arguments,
+        sampling: SamplingParams,
+        engine: SGLangGenerator,
+    ) -> Generator:
+        """Whole groups by the engines themselves, or each sample by the user's own function on top of them."""
+        path = self._config.rollout.custom_generate_function_path
+        if path is None:
+            return engine
+        turns = Turns(engine, tokenizer)
+        return FunctionGenerator(
+            load_generate_function(path),
+            args.adding(turns=turns, agents=Agents(endpoint, turns)),
+            sampling,
+            engine,
+            turns,
+            live_version=lambda: self._service.books.live_version if self._service else -1,
+            timeout_seconds=self._config.rollout.generate_timeout_seconds,
+        )
+
+    def _evaluation(self, args: Arguments) -> EvaluationFunction | None:
+        path = self._config.rollout.eval_function_path
+        if path is None:
+            return None
+        function = load_function(path, setting="eval_function_path")
+
+        async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
+            scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
+            return scores
+
+        return evaluate
 
     async def events(self) -> list[Event]:
         """What happened since the last call; waits up to half a second for something to happen."""

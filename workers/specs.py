@@ -8,7 +8,7 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import EvalDataset, RunConfig
 
 ACTORS_AT_MOST = 64
 """Our actors ask Ray for no cores of their own; this is what its own workers may count on."""
@@ -63,4 +63,15 @@ def greedy_of(config: RunConfig) -> SamplingParams:
     """How held-out problems are answered."""
     return SamplingParams(
         max_new_tokens=config.rollout.rollout_max_response_len, temperature=0, stop=tuple(config.rollout.rollout_stop)
+    )
+
+
+def eval_sampling_of(config: RunConfig, dataset: EvalDataset) -> SamplingParams:
+    """How one of the `eval_datasets` is answered."""
+    return SamplingParams(
+        max_new_tokens=dataset.max_response_len or config.rollout.rollout_max_response_len,
+        temperature=dataset.temperature,
+        top_p=dataset.top_p,
+        top_k=dataset.top_k,
+        stop=tuple(config.rollout.rollout_stop),
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from miles_async.config.derived import (
     GREEDY_FUNCTION,
+    SFT_FUNCTION,
     bounds_of,
     learner_ranks,
     samples_per_rollout,
@@ -116,11 +117,17 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
-    if rollout.n_samples_per_prompt == 1:
+    if rollout.n_samples_per_prompt == 1 and config.learner.loss_type == "policy_loss":
         yield (
             "n_samples_per_prompt 1 teaches nothing: advantage_estimator grpo compares the samples of a group; "
             "set n_samples_per_prompt to 2 or more"
         )
+
+
+def _supervised(config: RunConfig) -> Iterator[str]:
+    lessons = config.rollout.rollout_function_path == SFT_FUNCTION
+    if lessons and config.learner.loss_type != "sft_loss":
+        yield f"{SFT_FUNCTION} brings lessons and no rewards: set loss_type to sft_loss"
 
 
 def _data(config: RunConfig) -> Iterator[str]:
@@ -244,6 +251,7 @@ def _largest_feed(config: RunConfig) -> int:
 _CHECKS: tuple[Check, ...] = (
     _batch_sizes,
     _over_sampling,
+    _supervised,
     _data,
     _reward,
     _checkpoint,

@@ -108,6 +108,7 @@ def test_the_same_settings_learn_the_same(tiny: Path, usual: dict[str, torch.Ten
         {"adam_beta1": 0.5},
         {"adam_beta2": 0.5},
         {"clip_grad": 1e-3},
+        {"loss_type": "sft_loss"},
     ],
     ids=lambda setting: next(iter(setting)),
 )

@@ -21,7 +21,7 @@ from miles_async.adapters.megatron.model import build_model
 from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
 from miles_async.config.schema import RunConfig
 from miles_async.losses.policy import SUMS, PolicyLossSettings, TokenSums, metrics_from, policy_loss
-from miles_async.losses.supervised import supervised_loss
+from miles_async.losses.supervised import lesson_loss, supervised_loss
 from miles_async.types import StepReport
 
 
@@ -92,15 +92,18 @@ class MegatronLearner:
         parts: list[TokenSums] = []
         for i, batch in enumerate(step.micro_batches):
             logprobs, entropy = self._target_logprobs(batch)
-            loss, part = policy_loss(
-                logprobs,
-                entropy,
-                old_logprobs=logprobs if old_logprobs is None else old_logprobs[i],
-                rollout_logprobs=torch.from_numpy(batch.rollout_logprobs).to(self._device),
-                advantages=torch.from_numpy(batch.advantages).to(self._device),
-                total_tokens=step.total_tokens,
-                settings=self._loss,
-            )
+            if self._settings.loss_type == "sft_loss":
+                loss, part = lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
+            else:
+                loss, part = policy_loss(
+                    logprobs,
+                    entropy,
+                    old_logprobs=logprobs if old_logprobs is None else old_logprobs[i],
+                    rollout_logprobs=torch.from_numpy(batch.rollout_logprobs).to(self._device),
+                    advantages=torch.from_numpy(batch.advantages).to(self._device),
+                    total_tokens=step.total_tokens,
+                    settings=self._loss,
+                )
             loss.backward()
             parts.append(part)
         sums = torch.stack([part.sums for part in parts]).sum(0)

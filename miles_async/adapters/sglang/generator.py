@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +40,16 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    other: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else SGLang takes, such as `regex` or `stop_token_ids`, as it is."""
+
+    @staticmethod
+    def of(body: Mapping[str, Any]) -> SamplingParams:
+        """From SGLang's own dictionary, as generate functions hold it."""
+        values = dict(body)
+        stop = values.pop("stop", None) or ()
+        known = {name: values.pop(name) for name in ("max_new_tokens", "temperature", "top_p", "top_k") if name in body}
+        return SamplingParams(**known, stop=(stop,) if isinstance(stop, str) else tuple(stop), other=values)
 
     def body(self, budget: int) -> dict[str, Any]:
         """As SGLang wants it, for `budget` more tokens."""
@@ -49,6 +59,7 @@ class SamplingParams:
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stop": list(self.stop) or None,
+            **self.other,
         }
 
 
@@ -81,7 +92,7 @@ class SGLangGenerator:
     ) -> None:
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
-        self._sampling = sampling
+        self.sampling = sampling
         self._limit = limit
         self._engine_urls = engine_urls
         self._timeout = request_timeout
@@ -110,8 +121,8 @@ class SGLangGenerator:
         cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLost when another attempt
         may succeed.
         """
-        chosen = sampling or self._sampling
-        self._tokenize(group)
+        chosen = sampling or self.sampling
+        self.tokenize(group)
         unfinished = [s for s in group if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
         under_way = self._under_way[id(group)] = _UnderWay()
         posts = [
@@ -161,10 +172,30 @@ class SGLangGenerator:
                 f"{self._places.taken} requests did not end within {ABORT_PATIENCE_SECONDS:.0f} s of an abort"
             ) from late
 
+    async def rate(self, sample: Sample) -> None:
+        """Set the log-probabilities of a response that somebody else sampled, as the engines' present weights see it.
+
+        Raises as `generate` does.
+        """
+        body = {
+            "input_ids": sample.tokens,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": sample.prompt_length - 1,
+        }
+        async with self._places.take(1) as admitted:
+            if not admitted:
+                sample.status = SampleStatus.ABORTED
+                return
+            answer = await self._client.post(self._url, body, within=self._timeout)
+        rated = answer["meta_info"]["input_token_logprobs"][-sample.response_length :]
+        sample.rollout_log_probs = [entry[0] for entry in rated]
+
     async def close(self) -> None:
         await self._client.close()
 
-    def _tokenize(self, group: Group) -> None:
+    def tokenize(self, group: Group) -> None:
+        """Give every sample without tokens those of its prompt. Raises BadTrajectory for a prompt that is too long."""
         known: dict[str, list[int]] = {}
         for sample in group:
             if not sample.tokens:
