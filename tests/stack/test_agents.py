@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 
+from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.openai.trajectories import Trajectories
@@ -181,3 +182,22 @@ def test_a_function_in_the_seeds_shape_is_rated_by_the_engine_and_dated(serving:
         assert group.oldest_version == 0
 
     tell(serving, as_the_seed_does, story)
+
+
+def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(serving: Stack) -> None:
+    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+        body = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{serving.router_url}/generate", json=body) as response,
+        ):
+            [real] = await response.json()
+        fake = fake_answer("a", 2, 3)
+        assert fake.keys() <= real.keys()
+        assert fake["meta_info"].keys() <= real["meta_info"].keys()
+        assert fake["meta_info"]["weight_versions"][0].keys() == real["meta_info"]["weight_versions"][0].keys()
+        assert [len(e) for e in fake["meta_info"]["output_token_logprobs"]] == [
+            len(e) for e in real["meta_info"]["output_token_logprobs"]
+        ]
+
+    tell(serving, tool_use.generate, story)

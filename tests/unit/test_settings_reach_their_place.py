@@ -13,7 +13,7 @@ from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.megatron.batch import TrainStep, rank_shares
 from miles_async.adapters.sglang import launch, router
-from miles_async.adapters.sglang.generator import SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.process import ServerProcess, free_port
 from miles_async.config.derived import table
 from miles_async.config.fields import SETTINGS
@@ -124,6 +124,13 @@ def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
     }
     greedy = greedy_of(settings)
     assert (greedy.temperature, greedy.max_new_tokens, greedy.stop) == (0, 12, ("END",))
+
+
+def test_sampling_settings_survive_the_way_through_a_generate_function() -> None:
+    body = {"max_new_tokens": 9, "temperature": 0.5, "stop": "END", "regex": "a+", "stop_token_ids": [3]}
+    again = SamplingParams.of(body).body(4)
+    assert (again["max_new_tokens"], again["temperature"], again["stop"]) == (4, 0.5, ["END"])
+    assert (again["regex"], again["stop_token_ids"]) == ("a+", [3])
 
 
 def test_each_evaluation_data_set_has_its_own_sampling(tmp_path: Path) -> None:
