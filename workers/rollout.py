@@ -95,11 +95,12 @@ class RolloutWorker:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
 
+        places = config.engine.sglang_server_concurrency * len(around.engines)
         engines = partial(
             SGLangGenerator,
             around.router_url,
             tokenizer,
-            limit=config.engine.sglang_server_concurrency * len(around.engines),
+            limit=places,
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
         )
@@ -108,9 +109,11 @@ class RolloutWorker:
         await endpoint.start(config.rollout.agent_port)
         args = args.adding(trajectories=trajectories)
         generator = partial(self._generator, tokenizer, endpoint, args)
-        engine = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
         if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
-            endpoint.welcome(Turns(engine, tokenizer), engine.sampling.body(engine.sampling.max_new_tokens))
+            endpoint.welcome(Turns(frontend, tokenizer), frontend.sampling.body(frontend.sampling.max_new_tokens))
+        # While training goes on, evaluation leaves most of the engines to it.
+        evaluators = partial(engines, limit=max(1, places // 4) if config.rollout.eval_interval else places)
         data = open_data(config, checkpoint=around.checkpoint)
         self._service = Service(
             config,
@@ -119,8 +122,8 @@ class RolloutWorker:
                 clock=SystemClock(),
                 events=self._outbox,
                 data=data,
-                generator=generator(sampling_of(config), engine),
-                evaluator=generator(greedy_of(config), engines(greedy_of(config))),
+                generator=generator(sampling_of(config), frontend),
+                evaluator=generator(greedy_of(config), evaluators(greedy_of(config))),
                 rewarder=open_rewarder(config, args),
                 learner=RayLearner(config, around.learner_ranks),
                 channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
@@ -133,7 +136,7 @@ class RolloutWorker:
                         name=name,
                         problems=eval_groups(config, name, dataset, checkpoint=around.checkpoint),
                         generator=generator(
-                            eval_sampling_of(config, dataset), engines(eval_sampling_of(config, dataset))
+                            eval_sampling_of(config, dataset), evaluators(eval_sampling_of(config, dataset))
                         ),
                     )
                     for name, dataset in config.rollout.eval_datasets.items()

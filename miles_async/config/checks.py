@@ -140,6 +140,12 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"prompt_data {data.prompt_data}: no such file"
 
 
+def _tools(config: RunConfig) -> Iterator[str]:
+    corpus = config.rollout.tool_search_corpus
+    if corpus is not None and not Path(corpus).expanduser().is_file():
+        yield f"tool_search_corpus {corpus}: no such file"
+
+
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     if rollout.rm_type is None and rollout.custom_rm_path is None:
@@ -253,6 +259,7 @@ _CHECKS: tuple[Check, ...] = (
     _over_sampling,
     _supervised,
     _data,
+    _tools,
     _reward,
     _checkpoint,
     _parallelism,

@@ -180,3 +180,13 @@ def test_the_table_says_when_the_window_was_cut():
     run = config(**ASYNC, max_weight_staleness=1, over_sampling_batch_size=64)
     assert bounds_of(run, "train_async.py").window == 33
     assert "cut from 64" in table(run, "train_async.py")
+
+
+def test_lessons_need_the_supervised_loss_and_may_come_one_by_one():
+    lessons = {"rollout_function_path": "miles_async.rollout.sft_rollout.generate_rollout"}
+    assert refusal(**lessons).endswith("brings lessons and no rewards: set loss_type to sft_loss")
+    assert refusals(**lessons, loss_type="sft_loss", n_samples_per_prompt=1) == []
+
+
+def test_a_search_corpus_that_is_not_there_is_named():
+    assert refusal(tool_search_corpus="nowhere.jsonl") == "tool_search_corpus nowhere.jsonl: no such file"

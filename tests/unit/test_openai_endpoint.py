@@ -149,6 +149,17 @@ def test_an_agent_that_goes_away_in_the_middle_of_a_turn_leaves_nothing_that_wri
     tell(story, None)
 
 
+def test_an_agent_cannot_make_its_sample_longer_than_allowed() -> None:
+    async def story(agent: Agent) -> None:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            first = said(await agent.ask(url, USER))
+            await agent.ask(url, USER, first, {"role": "user", "content": "x" * 1000})
+        assert masked(sample, 0).count("x") < 200
+
+    tell(story)
+
+
 def test_a_session_that_has_ended_is_not_found() -> None:
     async def story(agent: Agent) -> None:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:

@@ -107,7 +107,8 @@ class Conversation:
         last = tokenizer.text_of(self.sample.tokens[-1:])
         if self.sample.status is SampleStatus.COMPLETED and last and behind.startswith(last):
             behind = behind[len(last) :]
-        self._turns.observe(self.sample, behind)
+        # What does not fit is left out, and the turn after it is then `length`: no agent can outgrow the learner.
+        self._turns.observe(self.sample, behind, room=self._params["max_new_tokens"] - self.sample.response_length)
 
     async def _answer(self, request: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Completion:
         sample, params = self.sample, dict(self._params)

@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -182,7 +182,7 @@ class Agents:
         self._endpoint = endpoint
         self._turns = turns
 
-    def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> Any:
+    def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> AbstractAsyncContextManager[str]:
         """`async with` gives the base url for an OpenAI client; the conversation becomes `sample`."""
         return self._endpoint.session(sample, self._turns, sampling_params)
 
