@@ -4,13 +4,14 @@
 
 Answers `/generate` for lists of prompts as SGLang 0.5 does, with 256 tokens, their log-probabilities and weight
 versions per sample, after `latency` seconds; `/abort_request` ends what waits. Latency can be set while it runs:
-`POST /latency {"seconds": 0.2}`.
+`POST /latency {"seconds": 0.2, "spread": 0.5}` takes between half and one and a half times as long.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 from typing import Any
 
 import orjson
@@ -42,7 +43,8 @@ def answer(request: str, prompt_tokens: int, tokens: int, finish: str = "length"
 
 class FakeEngine:
     def __init__(self, latency: float) -> None:
-        self._latency = latency
+        self._latency, self._spread = latency, 0.0
+        self._random = random.Random(1)
         self._aborted = asyncio.Event()
         # Written once: this process must not be what is measured.
         self._whole = orjson.dumps(answer("fake", 64, TOKENS))
@@ -53,7 +55,8 @@ class FakeEngine:
         prompts = request["input_ids"]
         aborted, body = self._aborted, self._whole
         try:
-            await asyncio.wait_for(aborted.wait(), self._latency)
+            factor = 1 + self._spread * self._random.uniform(-1, 1)
+            await asyncio.wait_for(aborted.wait(), self._latency * factor)
             body = self._cut
         except TimeoutError:
             pass
@@ -67,7 +70,8 @@ class FakeEngine:
         return web.Response(body=b"{}", content_type="application/json")
 
     async def latency(self, http: web.Request) -> web.Response:
-        self._latency = float(orjson.loads(await http.read())["seconds"])
+        order = orjson.loads(await http.read())
+        self._latency, self._spread = order["seconds"], order["spread"]
         return web.Response(body=b"{}", content_type="application/json")
 
     async def health(self, http: web.Request) -> web.Response:
