@@ -99,6 +99,15 @@ def test_tool_calls_are_taken_out_of_the_text_and_trained_as_they_were_sampled()
     tell(story, call)
 
 
+def test_a_call_that_is_none_stays_text() -> None:
+    async def story(agent: Agent) -> None:
+        async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+            message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
+        assert message == {"role": "assistant", "content": '<tool_call>{"name": "f", "arguments": 5}</tool_call>'}
+
+    tell(story, '<tool_call>{"name": "f", "arguments": 5}</tool_call>')
+
+
 def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
     async def story(agent: Agent) -> None:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
@@ -115,6 +124,14 @@ def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
         ({"messages": []}, "at least one message"),
         ({"messages": ["hello"]}, "not the shape of a chat message"),
         ({"messages": [USER], "n": 2}, "n must be 1"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
+            "not the shape of a chat message",
+        ),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(request_: dict[str, Any], complaint: str) -> None:

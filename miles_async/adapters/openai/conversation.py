@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from miles_async.adapters.openai.messages import Message, for_template, plain, reply
 from miles_async.adapters.sglang.turns import Turns
 from miles_async.errors import BadTrajectory, MilesError
@@ -81,8 +83,11 @@ class Conversation:
         if not isinstance(messages, list) or not messages:
             raise Refused("messages must be a list with at least one message")
         try:
-            return [plain(message) for message in messages], request.get("tools")
-        except (KeyError, TypeError, AttributeError) as error:
+            read = [plain(message) for message in messages]
+            for message in read:
+                for_template(message)
+            return read, request.get("tools")
+        except (KeyError, TypeError, AttributeError, msgspec.DecodeError) as error:
             raise Refused(f"a message has not the shape of a chat message: {error!r}") from error
 
     def _append(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> None:

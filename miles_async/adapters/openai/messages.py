@@ -14,6 +14,14 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """As Hermes and Qwen models are trained to call."""
 
 
+class _Call(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+_CALL_SHAPE = msgspec.json.Decoder(_Call)
+
+
 def plain(message: Mapping[str, Any]) -> Message:
     """A message as agents send it, without what does not change its meaning: empty fields, parts, unknown keys."""
     kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
@@ -28,7 +36,7 @@ def plain(message: Mapping[str, Any]) -> Message:
 
 
 def for_template(message: Message) -> Message:
-    """Chat templates want the arguments of calls as objects."""
+    """Chat templates want the arguments of calls as objects. Raises DecodeError where they are none."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -41,16 +49,15 @@ def for_template(message: Message) -> Message:
 def reply(text: str, tools: Sequence[Mapping[str, Any]] | None) -> Message:
     """What the model said, with its tool calls taken out of the text where the request offered tools.
 
-    A call that is no JSON object with a name stays text: the agent decides what to make of it.
+    A call that is no JSON object with a name and an object of arguments stays text, for the agent to judge.
     """
     calls = []
     for match in _CALL.finditer(text) if tools else ():
         try:
-            call = msgspec.json.decode(match[1])
-            name, arguments = call["name"], msgspec.json.encode(call.get("arguments", {})).decode()
-        except (msgspec.DecodeError, KeyError):
+            call = _CALL_SHAPE.decode(match[1])
+        except msgspec.DecodeError:
             return {"role": "assistant", "content": text}
-        function = {"name": name, "arguments": arguments}
+        function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
         calls.append({"id": f"call_{uuid.uuid4().hex[:12]}", "type": "function", "function": function})
     if not calls:
         return {"role": "assistant", "content": text}
