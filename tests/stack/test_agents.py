@@ -107,6 +107,7 @@ def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sampled(
         await generator.generate(group)
         for sample in group:
             assert_nothing_was_retokenised(sample, wire)
+            assert all(serving.error(sample, span.start, span.end) < 1e-4 for span in sample.spans)
             assert sample.response_length == len(sample.rollout_log_probs) <= LONGEST + 60
         assert sum(0 in (sample.loss_mask or []) for sample in group) > 0, "no conversation had a second turn"
 
