@@ -27,6 +27,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.fake_engine import TOKENS
+from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.process import free_port
@@ -214,6 +215,7 @@ async def until_healthy(url: str) -> None:
 
 async def play(url: str, seconds: float) -> dict[str, Load]:
     await until_healthy(url)
+    spare_the_loop()
     capacity = await measure(url, 512, 0.05, 0.0, seconds)
     at_70 = capacity.groups_per_second * LOAD
     wide = await measure(url, 5000, 5000 / GROUP / at_70, 0.5, seconds)

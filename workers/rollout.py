@@ -11,6 +11,7 @@ from typing import Any
 from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.dead_letters import DeadLetterFile
+from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.openai.trajectories import Trajectories
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
@@ -151,6 +152,7 @@ class RolloutWorker:
             result = await call_rollout_function(function, args, rollout_id, source, evaluation=False)
             return as_groups(result, config.rollout.n_samples_per_prompt)
 
+        spare_the_loop()
         try:
             await self._service.run(rollout)
         finally:
