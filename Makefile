@@ -46,6 +46,7 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.overlap
 	@$(PYTHON) -m benchmarks.skip_replay
 	@$(PYTHON) -m benchmarks.jsonl_start
+	@$(PYTHON) -m benchmarks.rollout_worker
 
 skip-ls: $(READY) ## List recordings that --skip-… made (DIR=dump_dir)
 	@$(PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)

@@ -187,6 +187,8 @@ class DropReason(StrEnum):
     """The head of the window took too long and was sent back (`core/head.py`)."""
     NONFINITE = "nonfinite"
     ABORTED = "aborted"
+    PARTIAL = "partial"
+    """Aborted at the end of a batch, and given back with its tokens (`--partial-rollout`)."""
     SHUTDOWN = "shutdown"
 
 

@@ -26,6 +26,8 @@ def half_of(config: RunConfig, ports: Ports) -> Ports:
             evaluator=absent,
             rewarder=absent,
             problems=(),
+            eval_sets=(),
+            evaluate=None,
         )
     return ports
 

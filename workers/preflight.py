@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
+from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
@@ -19,6 +20,7 @@ from miles_async.core.loading import load_function
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.rewards.opening import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.rollout.generate import load_generate_function
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.types import Group, Verdict
 from workers.batches import saved_batch
@@ -52,6 +54,12 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
             load_function(path, setting=setting)
     if trains_only(config):
         saved_batch(config, 0)
+    if config.rollout.custom_generate_function_path is not None:
+        load_generate_function(config.rollout.custom_generate_function_path)
+    if config.rollout.eval_function_path is not None:
+        load_function(config.rollout.eval_function_path, setting="eval_function_path")
+    for name, dataset in config.rollout.eval_datasets.items():
+        eval_groups(config, name, dataset, checkpoint=config.model.hf_checkpoint)
     # Data before rewards: of an unknown task it says which known one is near.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
     open_rewarder(config, args)

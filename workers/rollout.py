@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,31 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.checkpoints import progress_in
+from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.datasets.source import Report
 from miles_async.adapters.dead_letters import DeadLetterFile
+from miles_async.adapters.garbage import spare_the_loop
+from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.openai.trajectories import Trajectories
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.sglang.turns import Turns
 from miles_async.adapters.system_clock import SystemClock
-from miles_async.config.derived import bounds_of, trains_only
+from miles_async.config.derived import EXTERNAL_FUNCTION, bounds_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
+from miles_async.core.loading import load_function
 from miles_async.observability.events import DataSkipped, Event, Warned
 from miles_async.observability.run_folder import RunFolder
+from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.progress import resume
-from miles_async.pipeline.service import Ports, Service
+from miles_async.pipeline.service import EvaluationFunction, Ports, Service
+from miles_async.pipeline.source import RolloutSource
+from miles_async.ports import Generator
 from miles_async.rewards.opening import open_rewarder
-from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.rollout.contract import Arguments, call_rollout_function, flat_args
+from miles_async.rollout.generate import FunctionGenerator, load_generate_function
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
 from workers.batches import Batches
 from workers.debugging import dump_tokenizer, half_of, without_gate
 from workers.preflight import dynamic_filter, rollout_function
-from workers.specs import greedy_of, sampling_of
+from workers.specs import eval_sampling_of, greedy_of, sampling_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,26 +101,37 @@ class RolloutWorker:
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
         config = self._config
-        args = self._arguments(around.router_url)
         tokenizer = CheckpointTokenizer(around.checkpoint)
+        args = self._arguments(around.router_url).adding(tokenizer=tokenizer)
         fleet = SGLangFleet(around.router_url)
         for engine in around.engines:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
 
-        generator = partial(
+        places = config.engine.sglang_server_concurrency * len(around.engines)
+        engines = partial(
             SGLangGenerator,
             around.router_url,
             tokenizer,
-            limit=config.engine.sglang_server_concurrency * len(around.engines),
+            limit=places,
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
         )
+        trajectories = Trajectories(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
+        endpoint = AgentEndpoint(trajectories)
+        await endpoint.start(config.rollout.agent_port)
+        args = args.adding(trajectories=trajectories)
+        generator = partial(self._generator, tokenizer, endpoint, args)
+        frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
+            endpoint.welcome(Turns(frontend, tokenizer), frontend.sampling.body(frontend.sampling.max_new_tokens))
+        # While training goes on, evaluation leaves most of the engines to it.
+        evaluators = partial(engines, limit=max(1, places // 4) if config.rollout.eval_interval else places)
         data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
         first_rollout = 0
         if around.resume_from is not None:
             first_rollout = resume(progress_in(around.resume_from), data)
-        live = generator(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        live = generator(sampling_of(config), frontend)
         skipping = await self._skipping(live, around.checkpoint)
         rewarder = open_rewarder(config, args)
         self._service = Service(
@@ -124,7 +144,7 @@ class RolloutWorker:
                     events=self._outbox,
                     data=data,
                     generator=skipping or live,
-                    evaluator=generator(greedy_of(config)),
+                    evaluator=generator(greedy_of(config), evaluators(greedy_of(config))),
                     rewarder=rewarder,
                     learner=RayLearner(config, around.learner_ranks),
                     channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
@@ -132,6 +152,17 @@ class RolloutWorker:
                     dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                     keep=dynamic_filter(config, args),
                     problems=data.eval_problems(),
+                    eval_sets=[
+                        EvalSet(
+                            name=name,
+                            problems=eval_groups(config, name, dataset, checkpoint=around.checkpoint),
+                            generator=generator(
+                                eval_sampling_of(config, dataset), evaluators(eval_sampling_of(config, dataset))
+                            ),
+                        )
+                        for name, dataset in config.rollout.eval_datasets.items()
+                    ],
+                    evaluate=self._evaluation(args),
                 ),
             ),
             take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
@@ -147,11 +178,11 @@ class RolloutWorker:
             trainer_version=lambda: books.trainer_version,
             skipping=skipping,
         )
-        # What is loaded by now stays; a full collection that walks through it stops the loop for 30 ms.
-        gc.freeze()
+        spare_the_loop()
         try:
             await self._service.run(rollout)
         finally:
+            await endpoint.close()
             await rewarder.close()
 
     def _reporter(self) -> Report:
@@ -163,6 +194,41 @@ class RolloutWorker:
             loop.call_soon_threadsafe(self._outbox.emit, event)
 
         return report
+
+    def _generator(
+        self,
+        tokenizer: CheckpointTokenizer,
+        endpoint: AgentEndpoint,
+        args: Arguments,
+        sampling: SamplingParams,
+        engine: SGLangGenerator,
+    ) -> Generator:
+        """Whole groups by the engines themselves, or each sample by the user's own function on top of them."""
+        path = self._config.rollout.custom_generate_function_path
+        if path is None:
+            return engine
+        turns = Turns(engine, tokenizer)
+        return FunctionGenerator(
+            load_generate_function(path),
+            args.adding(turns=turns, agents=Agents(endpoint, turns)),
+            sampling,
+            engine,
+            turns,
+            live_version=lambda: self._service.books.live_version if self._service else -1,
+            timeout_seconds=self._config.rollout.generate_timeout_seconds,
+        )
+
+    def _evaluation(self, args: Arguments) -> EvaluationFunction | None:
+        path = self._config.rollout.eval_function_path
+        if path is None:
+            return None
+        function = load_function(path, setting="eval_function_path")
+
+        async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
+            scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
+            return scores
+
+        return evaluate
 
     async def events(self) -> list[Event]:
         """What happened since the last call; waits up to half a second for something to happen."""

@@ -9,7 +9,7 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import EvalDataset, RunConfig
 
 ACTORS_AT_MOST = 64
 """Our actors ask Ray for no cores of their own; this is what its own workers may count on."""
@@ -65,3 +65,14 @@ def sampling_of(config: RunConfig) -> SamplingParams:
 def greedy_of(config: RunConfig) -> SamplingParams:
     """How held-out problems are answered."""
     return replace(sampling_of(config), temperature=0, top_p=1.0, top_k=-1)
+
+
+def eval_sampling_of(config: RunConfig, dataset: EvalDataset) -> SamplingParams:
+    """How one of the `eval_datasets` is answered."""
+    return replace(
+        sampling_of(config),
+        max_new_tokens=dataset.max_response_len or config.rollout.rollout_max_response_len,
+        temperature=dataset.temperature,
+        top_p=dataset.top_p,
+        top_k=dataset.top_k,
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from miles_async.config.derived import (
     GREEDY_FUNCTION,
+    SFT_FUNCTION,
     bounds_of,
     learner_ranks,
     samples_per_rollout,
@@ -158,12 +159,19 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
+    policy = config.learner.loss_type == "policy_loss"
     estimator = config.algorithm.advantage_estimator
-    if rollout.n_samples_per_prompt == 1 and estimator != "reinforce_plus_plus":
+    if rollout.n_samples_per_prompt == 1 and estimator != "reinforce_plus_plus" and policy:
         yield (
             f"n_samples_per_prompt 1 teaches nothing: advantage_estimator {estimator} compares the samples of a group; "
             "set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus"
         )
+
+
+def _supervised(config: RunConfig) -> Iterator[str]:
+    lessons = config.rollout.rollout_function_path == SFT_FUNCTION
+    if lessons and config.learner.loss_type != "sft_loss":
+        yield f"{SFT_FUNCTION} brings lessons and no rewards: set loss_type to sft_loss"
 
 
 def _data(config: RunConfig) -> Iterator[str]:
@@ -188,6 +196,12 @@ def _data(config: RunConfig) -> Iterator[str]:
     path = (data.prompt_data or "").partition("@[")[0]
     if path and not Path(path).expanduser().is_file():
         yield f"prompt_data {path}: no such file"
+
+
+def _tools(config: RunConfig) -> Iterator[str]:
+    corpus = config.rollout.tool_search_corpus
+    if corpus is not None and not Path(corpus).expanduser().is_file():
+        yield f"tool_search_corpus {corpus}: no such file"
 
 
 def _reward(config: RunConfig) -> Iterator[str]:
@@ -365,7 +379,9 @@ def _largest_feed(config: RunConfig) -> int:
 _CHECKS: tuple[Check, ...] = (
     _batch_sizes,
     _over_sampling,
+    _supervised,
     _data,
+    _tools,
     _reward,
     _debug,
     _checkpoint,

@@ -7,6 +7,8 @@ from miles_async.core.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
+EXTERNAL_FUNCTION = "miles_async.rollout.external_rollout.generate_rollout"
+SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
 GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 """Collects whatever finishes first, as slime's does; every other function collects through the window."""
 

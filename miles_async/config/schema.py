@@ -98,6 +98,23 @@ class Data(Section):
     """Seed of the data order and of sampling."""
 
 
+class EvalDataset(Section):
+    """One entry of `eval_datasets`. A subset of the settings of training, for one JSONL file."""
+
+    path: str
+    input_key: str = "prompt"
+    label_key: str = "label"
+    size: int | None = Field(None, ge=1)
+    """Rows from the beginning. Unset: all."""
+    n_samples: int = Field(1, ge=1)
+    """Samples per prompt."""
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    max_response_len: int | None = Field(None, ge=1)
+    """Unset: rollout_max_response_len."""
+
+
 class Rollout(Section):
     rollout_function_path: str = "miles_async.rollout.sglang_rollout.generate_rollout"
     """The function that yields a batch of groups, as module.function."""
@@ -165,6 +182,24 @@ class Rollout(Section):
     """Look at a batch before it trains: fn(args, groups) may set sample.remove_sample, which masks its loss."""
     skip_rollout: bool = False
     """Deprecated: replay every step, as skip.rollout and skip.async_rollout do; gives way where one of them is on."""
+    partial_rollout: bool = False
+    """Batch functions: groups aborted at the end of a batch go back with their tokens and are continued."""
+    eval_interval: int | None = Field(None, ge=1)
+    """Rollouts between two evaluations; asynchronous runs train on meanwhile. Unset: only before and after the run."""
+    eval_datasets: dict[str, EvalDataset] = {}
+    """More data sets to evaluate on, by name, each with its own sampling settings."""
+    eval_function_path: str | None = None
+    """Your own evaluation, as module.function: fn(args, rollout_id, data_source, evaluation=True) -> scores by name."""
+    custom_generate_function_path: str | None = None
+    """Generate each sample by your own async fn(args, sample, sampling_params) -> sample, as module.function."""
+    agent_port: int = Field(0, ge=0, le=65535)
+    """Port on loopback of the OpenAI-compatible endpoint for agents and external generators; 0 takes a free one."""
+    generate_timeout_seconds: float = Field(1800.0, gt=0)
+    """A sample whose own generate function takes longer fails, and its group is retried."""
+    tool_max_turns: int = Field(4, ge=1)
+    """Tool calls at most per sample, for miles_async.rollout.tool_use.generate."""
+    tool_search_corpus: str | None = None
+    """JSONL file of documents with a text each, which that function's search tool searches."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards between the samples of a batch, so that nothing can be learned from them."""
 
@@ -212,6 +247,8 @@ class Algorithm(Section):
 
 
 class Learner(Section):
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """What is minimized: the policy-gradient loss, or the negative log-likelihood of lessons (supervised)."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step. Unset: derived from the rollout batch and num_steps_per_rollout."""
     num_steps_per_rollout: int = Field(1, ge=1)

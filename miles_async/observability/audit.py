@@ -20,7 +20,7 @@ from miles_async.observability.events import (
 
 _WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 _NEXT = dict(pairwise(_WAY))
-_RETURNS = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborted"})
+_RETURNS = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"})
 """Reasons after which the prompt is owed another attempt, or a grave."""
 
 
@@ -50,7 +50,7 @@ class Audit:
         self._waiting: dict[int, _Life] = {}
         """Those of them that are not collected yet, oldest first."""
         self._interrupted: dict[str, tuple[int, int]] = {}
-        """Attempt and `born` of slow heads that were sent back, by prompt."""
+        """Attempt and `born` of groups sent back that may keep their tokens, by prompt."""
         self._trained: set[str] = set()
         self._live_version = -1
         self._next_sequence = 0
@@ -118,7 +118,7 @@ class Audit:
         self.recycled += event.reason == "stale"
         if event.reason in _RETURNS:
             self.owed.add(event.feed_index)
-        if event.reason == "head_deadline":
+        if event.reason in ("head_deadline", "partial"):
             self._interrupted[event.feed_index] = life.attempt, life.born
 
     def _collected(self, sequence: int) -> None:

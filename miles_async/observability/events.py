@@ -163,6 +163,9 @@ class Evaluated(Event, frozen=True):
     rollout: int
     """-1 before training."""
     accuracy: float
+    """Share of samples with the full reward."""
+    reward: float
+    """Mean over the samples."""
     problems: int
     seconds: float
     truncated: float

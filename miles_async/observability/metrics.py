@@ -128,6 +128,8 @@ class Metrics:
                 self._publish_ended(event)
             case Evaluated():
                 self._eval_accuracy.labels(event.name).set(event.accuracy)
+                self._eval_reward.labels(event.name).set(event.reward)
+                self._eval_truncated.labels(event.name).set(event.truncated)
                 self._progressed(event.time)
             case EngineChanged():
                 self._engine_changed(event)
@@ -274,7 +276,9 @@ class Metrics:
         self._step_metric = gauge("step_metric", "Loss, gradient norm and the rest of the last batch.", "name")
         self._nonfinite_steps = counter("nonfinite_steps", "Batches whose loss or gradient was not finite.")
         self._learner_idle_seconds = counter("learner_idle_seconds", "Seconds outside optimizer steps.")
-        self._eval_accuracy = gauge("eval_accuracy_ratio", "Greedy accuracy on held-out problems.", "name")
+        self._eval_accuracy = gauge("eval_accuracy_ratio", "Share of a data set's samples with full reward.", "name")
+        self._eval_reward = gauge("eval_reward", "Mean reward on a data set.", "name")
+        self._eval_truncated = gauge("eval_truncated_ratio", "Share of a data set's samples that were cut.", "name")
 
     def _declare_weights_and_engines(self) -> None:
         gauge, counter, histogram = self._gauge, self._counter, self._histogram

@@ -49,6 +49,10 @@ class Summary:
         """Staleness of the groups whose step runs now."""
         self._dropped: Counter[str] = Counter()
         self._busy: list[tuple[float, float]] = []
+        self._scores: dict[str, float] = {}
+        """The last of every data set, under the names that slime gives them."""
+        self._main_set: str | None = None
+        """The first data set evaluated: its accuracy is what the report compares."""
         self._accuracy_before: float | None = None
         self._accuracy_after: float | None = None
 
@@ -75,10 +79,7 @@ class Summary:
             case EngineBusy():
                 self._busy.append((event.time, event.busy))
             case Evaluated():
-                if event.rollout < 0:
-                    self._accuracy_before = event.accuracy
-                else:
-                    self._accuracy_after = event.accuracy
+                self._evaluated(event)
             case RunEnded():
                 self._ended = event
             case _:
@@ -101,6 +102,7 @@ class Summary:
             "rollouts": len(self._steps),
             "accuracy_before": self._accuracy_before,
             "accuracy_after": self._accuracy_after,
+            "scores": self._scores,
             "reward_first": self._steps[0].reward if self._steps else None,
             "reward_last": self._steps[-1].reward if self._steps else None,
             **self._training_phase(),
@@ -116,6 +118,17 @@ class Summary:
             "recycled": self._dropped[DropReason.STALE],
             "dropped": dict(sorted(self._dropped.items())),
         }
+
+    def _evaluated(self, event: Evaluated) -> None:
+        self._scores[f"eval/{event.name}"] = event.reward
+        self._scores[f"eval/{event.name}-truncated_ratio"] = event.truncated
+        self._main_set = self._main_set or event.name
+        if event.name != self._main_set:
+            return
+        if event.rollout < 0:
+            self._accuracy_before = event.accuracy
+        else:
+            self._accuracy_after = event.accuracy
 
     def _training_phase(self) -> dict[str, float | None]:
         seconds = self._steps[-1].ended - self._steps[0].started if self._steps else 0.0

@@ -1,62 +1,99 @@
-"""Greedy accuracy on held-out problems, through the engines and the reward that training uses."""
+"""Scores on held-out data, through the engines and the reward that training uses."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from miles_async.errors import BadTrajectory
+from miles_async.errors import BadTrajectory, EngineLost, UserError
 from miles_async.observability.events import Evaluated
 from miles_async.pipeline.books import Books
 from miles_async.ports import Generator, Rewarder
-from miles_async.types import Group, SampleStatus
+from miles_async.types import Group, Sample, SampleStatus
 
 CORRECT = 0.999
 """A reward from here on counts as correct; below it, partial credit does not."""
+ATTEMPTS = 3
+"""Of a problem whose engine is lost or whose answer is aborted under it."""
+RETRY_SECONDS = 1.0
+
+Scores = Mapping[str, Mapping[str, Sequence[Any]]]
+"""By data set: `rewards`, and `truncated` (true where the answer was cut), one entry per sample (slime's shape)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """`generator` samples as this data set asks for; `problems` are groups, held out from training."""
+
+    name: str
+    problems: Sequence[Group]
+    generator: Generator
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """`generator` samples greedily; `problems` are groups of one sample, held out from training."""
-
     books: Books
-    generator: Generator
     rewarder: Rewarder
-    problems: Sequence[Group]
-    name: str = "held_out"
+    sets: Sequence[EvalSet]
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
-        """Rewards and truncation flags of every problem, by data set (slime's shape). A failed problem scores 0.
+        """Rewards and truncation flags of every sample, by data set. A failed problem scores 0.
 
         Without problems nothing is generated and the result is empty.
         """
-        if not self.problems:
-            return {}
-        clock = self.books.clock
-        started = clock.now()
-        groups = [Group(problem, feed_index=problem.feed_index) for problem in self.problems]
-        rewards = await asyncio.gather(*map(self._answer, groups))
-        truncated = [float(group[0].status is SampleStatus.TRUNCATED) for group in groups]
-        self.books.progressed()
-        self.books.events.emit(
-            Evaluated(
-                time=clock.now(),
-                name=self.name,
-                rollout=rollout_id,
-                accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
-                problems=len(groups),
-                seconds=clock.now() - started,
-                truncated=sum(truncated) / len(truncated),
-            )
-        )
-        return {self.name: {"rewards": rewards, "truncated": truncated}}
+        sets = [each for each in self.sets if each.problems]
+        return dict(zip([each.name for each in sets], await asyncio.gather(*map(self._of, sets)), strict=True))
 
-    async def _answer(self, group: Group) -> float:
-        group.reset()
-        try:
-            await self.generator.generate(group)
-            await self.rewarder.score(group)
-        except BadTrajectory:
-            return 0.0
-        return group[0].scalar_reward
+    def report(self, rollout_id: int, scores: Scores, seconds: float) -> None:
+        """Tell the event stream. Raises UserError for scores, of a user's own function, that cannot be read."""
+        self.books.progressed()
+        for name, of_set in scores.items():
+            rewards = list(of_set.get("rewards", ()))
+            if not rewards or not all(isinstance(reward, int | float) for reward in rewards):
+                raise UserError(
+                    f"eval_function_path returned no list of rewards for {name!r}: "
+                    'return {name: {"rewards": [...], "truncated": [...]}}'
+                )
+            truncated = [float(flag) for flag in of_set.get("truncated", ())] or [0.0]
+            self.books.events.emit(
+                Evaluated(
+                    time=self.books.clock.now(),
+                    name=name,
+                    rollout=rollout_id,
+                    accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
+                    reward=sum(rewards) / len(rewards),
+                    problems=len(rewards),
+                    seconds=seconds,
+                    truncated=sum(truncated) / len(truncated),
+                )
+            )
+
+    async def _of(self, eval_set: EvalSet) -> dict[str, list[float]]:
+        # A copy of its own: evaluations may overlap, and the problems are asked again.
+        groups = [Group(map(_unanswered, problem), feed_index=problem.feed_index) for problem in eval_set.problems]
+        await asyncio.gather(*(self._answer(group, eval_set.generator) for group in groups))
+        samples = [sample for group in groups for sample in group]
+        return {
+            "rewards": [sample.scalar_reward for sample in samples],
+            "truncated": [float(sample.status is SampleStatus.TRUNCATED) for sample in samples],
+        }
+
+    async def _answer(self, group: Group, generator: Generator) -> None:
+        for _ in range(ATTEMPTS):
+            try:
+                await generator.generate(group)
+                if not any(sample.status is SampleStatus.ABORTED for sample in group):
+                    await self.rewarder.score(group)
+                    return
+            except BadTrajectory:
+                break
+            except EngineLost:
+                await self.books.clock.sleep(RETRY_SECONDS)
+        for sample in group:
+            sample.reward = 0.0
+
+
+def _unanswered(problem: Sample) -> Sample:
+    return Sample(index=problem.index, prompt=problem.prompt, label=problem.label, metadata=dict(problem.metadata))

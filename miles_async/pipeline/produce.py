@@ -52,6 +52,7 @@ class Producer:
         window_size: int,
         head_policy: HeadPolicy,
         queue_capacity: int,
+        partial_rollout: bool,
     ) -> None:
         self._books = books
         self._data = data
@@ -60,6 +61,7 @@ class Producer:
         self._keep = keep
         self._recycler = recycler
         self._head_policy = head_policy
+        self._partial_rollout = partial_rollout
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
         self._overdue: set[int] = set()
@@ -205,9 +207,13 @@ class Producer:
     def _send_back(self, group: Group) -> None:
         """An aborted group goes back to the feed: salvaged or recycled as a slow head, or as nobody's fault."""
         if sequence_of(group) not in self._overdue:
-            self._recycler.give_back(group, DropReason.ABORTED)
+            if self._partial_rollout and group.response_tokens:
+                # Its finished samples wait for it too: a group is trained whole.
+                self._recycler.salvage(group, DropReason.PARTIAL)
+            else:
+                self._recycler.give_back(group, DropReason.ABORTED)
         elif self._head_policy.action is HeadAction.SALVAGE:
-            self._recycler.salvage(group)
+            self._recycler.salvage(group, DropReason.HEAD_DEADLINE)
         else:
             self._recycler.retry(
                 group,

@@ -38,9 +38,9 @@ class Recycler:
         self._books.drop(group, reason)
         self._return(group)
 
-    def salvage(self, group: Group) -> None:
+    def salvage(self, group: Group, reason: DropReason) -> None:
         """End this attempt but keep its tokens: the next one continues them. It keeps its first version with them."""
-        self._books.drop(group, DropReason.HEAD_DEADLINE)
+        self._books.drop(group, reason)
         group.sequence = None
         self._data.add_samples([group])
 

@@ -43,7 +43,7 @@ from miles_async.observability.events import EventSink, StepEnded, StepStarted
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.drain import Drain
-from miles_async.pipeline.evaluate import Evaluator
+from miles_async.pipeline.evaluate import EvalSet, Evaluator, Scores
 from miles_async.pipeline.feedback import follow_engines
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.progress import progress_of
@@ -65,6 +65,8 @@ from miles_async.types import DropReason, Group, Sample, Verdict
 
 RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]
 """`(rollout_id, source) -> groups`: a user's or a shipped rollout function, its arguments bound."""
+EvaluationFunction = Callable[[int, RolloutSource], Awaitable[Scores]]
+"""The same for `--eval-function-path`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,11 @@ class Ports:
     keep: Callable[[Group], bool | Verdict]
     """The dynamic sampling filter's verdict on a finished group."""
     problems: Sequence[Group]
-    """Held-out problems, one sample each; none means no evaluation."""
+    """Held-out problems, one sample each; none means that they are not evaluated."""
+    eval_sets: Sequence[EvalSet] = ()
+    """Further data sets to evaluate on."""
+    evaluate: EvaluationFunction | None = None
+    """A user's own evaluation; None evaluates all of the above."""
 
 
 class Service:
@@ -104,6 +110,7 @@ class Service:
         self._stopping = asyncio.Event()
         self._not_finite = 0
         """Batches in a row."""
+        self._evaluating = asyncio.Lock()
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
         self.books = Books(ports.clock, ports.events)
@@ -121,6 +128,7 @@ class Service:
                 config.rollout.head_deadline_seconds, HeadAction(config.rollout.head_deadline_action)
             ),
             queue_capacity=config.rollout.queue_capacity,
+            partial_rollout=config.rollout.partial_rollout,
         )
         self._drain = Drain(
             books=self.books,
@@ -148,7 +156,8 @@ class Service:
             warn_seconds=config.observability.no_progress_warn_seconds,
             abort_seconds=config.observability.no_progress_abort_seconds,
         )
-        self._evaluator = Evaluator(self.books, ports.evaluator, ports.rewarder, ports.problems)
+        held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
+        self._evaluator = Evaluator(self.books, ports.rewarder, [held_out, *ports.eval_sets])
         self._source = RolloutSource(ports.data, self._drain, self._evaluator)
 
     def stop(self) -> None:
@@ -168,11 +177,11 @@ class Service:
                 self._crew.forever("feedback", follow_engines(self.books, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
             await self._publisher.publish()
-            await self._evaluator.evaluate(self._first_rollout - 1)
+            await self._evaluate(self._first_rollout - 1)
             await self._train(rollout)
             await self._producer.close()
             if not self.stopped:
-                await self._evaluator.evaluate(self._config.rollout.num_rollout - 1)
+                await self._evaluate(self._config.rollout.num_rollout - 1)
 
     async def _train(self, rollout: RolloutFunction) -> None:
         """The finite clock: one batch, one step, one version (every `update_weights_interval` batches)."""
@@ -205,6 +214,13 @@ class Service:
             if self._checkpoint_due(rollout_id):
                 await self._ports.learner.save(rollout_id, progress_of(rollout_id, self.books, self._ports.data))
                 self.books.progressed()
+            if self._evaluates_after(rollout_id):
+                evaluation = self._evaluate(rollout_id)
+                if self._take_turns:
+                    await evaluation
+                else:
+                    # On the same engines, while training goes on: its samples may span several versions.
+                    self._crew.spawn(f"evaluate-{rollout_id}", evaluation)
             if not prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
         await self._publisher.idle()
@@ -215,6 +231,25 @@ class Service:
         if learner.save is None:
             return False
         return done == self._config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
+
+    def _evaluates_after(self, rollout_id: int) -> bool:
+        """After the last rollout it is done anyway, once everything is published."""
+        interval = self._config.rollout.eval_interval
+        return (
+            interval is not None
+            and (rollout_id + 1) % interval == 0
+            and rollout_id < self._config.rollout.num_rollout - 1
+        )
+
+    async def _evaluate(self, rollout_id: int) -> None:
+        """One at a time; waits for an earlier one that still runs."""
+        async with self._evaluating:
+            started = self._ports.clock.now()
+            if self._ports.evaluate is not None:
+                scores = await self._ports.evaluate(rollout_id, self._source)
+            else:
+                scores = await self._evaluator.evaluate(rollout_id)
+            self._evaluator.report(rollout_id, scores, self._ports.clock.now() - started)
 
     async def _step(self, rollout_id: int, groups: list[Group]) -> None:
         """The optimizer steps of one batch."""

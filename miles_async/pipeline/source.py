@@ -31,6 +31,11 @@ class RolloutSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._data.load_state_dict(state)
 
+    @property
+    def live_version(self) -> int:
+        """Newest weight version on every routed engine."""
+        return self._evaluator.books.live_version
+
     async def drain_stream(self, rollout_id: int, size: int) -> list[Group]:
         """A batch of `size` groups from the persistent producer, which the first call starts."""
         return await self._drain.stream(rollout_id, size)

@@ -35,6 +35,10 @@ class Arguments:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"args.{name} is read-only: set it in the configuration")
 
+    def adding(self, **runtime: Any) -> Arguments:
+        """The same and `runtime` beside it."""
+        return Arguments(object.__getattribute__(self, "_values") | runtime)
+
     def __reduce__(self) -> tuple[type[Arguments], tuple[dict[str, Any]]]:
         return Arguments, (object.__getattribute__(self, "_values"),)
 
@@ -82,7 +86,7 @@ def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
                 f"({group.feed_index}): n_samples_per_prompt is {n_samples_per_prompt}"
             )
         for sample in group:
-            _check_lengths(sample)
+            check_lengths(sample, "the rollout function returned")
     return groups
 
 
@@ -102,8 +106,9 @@ def _group(item: Any, position: int) -> Group:
     return Group.of(item)
 
 
-def _check_lengths(sample: Sample) -> None:
-    name, tokens = f"the rollout function returned sample {sample.index} with", sample.response_length
+def check_lengths(sample: Sample, who_returned: str) -> None:
+    """Raises UserError that names the sample when its columns do not fit together."""
+    name, tokens = f"{who_returned} sample {sample.index} with", sample.response_length
     if len(sample.tokens) < tokens:
         raise UserError(f"{name} {len(sample.tokens)} tokens, fewer than its response_length {tokens}")
     if sample.loss_mask is not None and len(sample.loss_mask) != tokens:

@@ -9,7 +9,7 @@ import pytest
 from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
 from miles_async.errors import Fatal, PromptTooLong, UserError
-from miles_async.observability.events import GroupFiltered, PublishEnded, Stalled, StepStarted
+from miles_async.observability.events import Evaluated, GroupFiltered, PublishEnded, Stalled, StepEnded, StepStarted
 from miles_async.types import DropReason, Verdict
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.virtual_time import run_virtual
@@ -161,6 +161,55 @@ def test_a_prompt_that_is_too_long_is_buried_at_its_first_attempt():
     world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
     assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
     assert world.audit.violations == []
+
+
+def test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups():
+    """A prompt that takes six times as long as a batch: fresh attempts never end, continued ones do."""
+
+    def run(partial: bool) -> World:
+        settings = config(
+            over_sampling_batch_size=16, num_rollout=30, max_weight_staleness=None, partial_rollout=partial
+        )
+        return World(
+            config=settings,
+            schedule=Schedule.TURNS,
+            latency=lambda group, rng: 12.0 if group.feed_index == "sample_0_3" else 2.0,
+        ).run()
+
+    def trained(world: World) -> list[str]:
+        return [feed_index for batch in world.trainer.batches for feed_index in batch]
+
+    assert trained(run(partial=True)).count("sample_0_3") == 1
+    assert "sample_0_3" not in trained(run(partial=False))
+    assert run(partial=True).audit.violations == []
+
+
+def test_an_evaluation_every_so_many_rollouts_does_not_stop_training():
+    world = World(config=config(num_rollout=20, eval_interval=5), problems=4, train_seconds=0.2).run()
+    evaluated = world.trace.of(Evaluated)
+    assert [event.rollout for event in evaluated] == [-1, 4, 9, 14, 19]
+    steps = [event.time for event in world.trace.of(StepEnded)]
+    during = [sum(event.time - event.seconds < step < event.time for step in steps) for event in evaluated[1:4]]
+    assert sum(during) > 0, "no step ended while an evaluation ran"
+    assert world.audit.violations == []
+
+
+def test_a_users_evaluation_reports_under_its_own_names():
+    async def mine(rollout_id, source):
+        return {"mine": {"rewards": [1.0, 0.0, 0.5], "truncated": [True, False, False]}}
+
+    world = World(config=config(num_rollout=2), evaluate=mine).run()
+    [_, after] = world.trace.of(Evaluated)
+    assert (after.name, after.reward, after.problems) == ("mine", 0.5, 3)
+    assert (after.accuracy, after.truncated) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+
+
+def test_scores_of_a_users_evaluation_that_cannot_be_read_are_named():
+    async def mine(rollout_id, source):
+        return {"mine": {"scores": [1.0]}}
+
+    with pytest.raises(UserError, match="eval_function_path returned no list of rewards for 'mine'"):
+        World(config=config(num_rollout=2), evaluate=mine).run()
 
 
 def test_data_that_ends_too_early_is_named():

@@ -17,7 +17,7 @@ from miles_async.core.window import WindowedFIFOCollector
 from miles_async.observability.audit import Audit
 from miles_async.observability.events import Event, RunStarted
 from miles_async.pipeline.progress import resume
-from miles_async.pipeline.service import Ports, Service
+from miles_async.pipeline.service import EvaluationFunction, Ports, Service
 from miles_async.pipeline.source import RolloutSource
 from miles_async.ports import Generator
 from miles_async.types import DropReason, Group, Sample, StepReport
@@ -141,6 +141,9 @@ class World:
     keeps_batches: bool = True
     resume_from: Mapping[str, Any] | None = None
     """What another run's checkpoint remembered."""
+    problems: int = 0
+    """To evaluate on."""
+    evaluate: EvaluationFunction | None = None
     graveyard: Graveyard = field(default_factory=Graveyard)
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """A rival window, made from W, to compare with."""
@@ -196,7 +199,8 @@ class World:
                 fleet=engines,
                 dead_letters=self.graveyard,
                 keep=self.keep,
-                problems=(),
+                problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
+                evaluate=self.evaluate,
             ),
             take_turns=self.schedule is Schedule.TURNS,
             first_rollout=first_rollout,

@@ -117,6 +117,7 @@ def test_the_same_settings_learn_the_same(tiny: Path, usual: dict[str, torch.Ten
         {"adam_beta1": 0.5},
         {"adam_beta2": 0.5},
         {"clip_grad": 1e-3},
+        {"loss_type": "sft_loss"},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -132,6 +133,23 @@ def test_the_reference_model_is_another_checkpoint_where_one_is_named(tiny: Path
     own = learned(tiny, **kl)
     assert not same(learned(tiny, **kl, ref_load=str(tmp_path / "other")), own)
     assert not same(learned(tiny, **kl, kl_loss_type="k1"), own)
+
+
+def test_lessons_lower_their_negative_log_likelihood(tiny: Path) -> None:
+    run = config(loss_type="sft_loss", lr=1e-2, num_rollout=6, num_steps_per_rollout=1)
+    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
+    lessons = batch(0)
+    try:
+        sequences = [sample.tokens for group in lessons for sample in group]
+        before = [logprob for row in learner.logprobs(sequences) for logprob in row[-4:]]
+        losses = []
+        for rollout in range(6):
+            [steps] = rank_shares(lessons, run, 1)
+            losses.append(learner.train(rollout, steps).metrics["loss"])
+    finally:
+        learner.close()
+    assert losses[0] == pytest.approx(-sum(before) / len(before), abs=1e-4)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize(

@@ -252,3 +252,13 @@ def test_there_is_one_source_of_data():
     assert "reasoning_gym_task and disable_rollout_global_dataset are both set" in refusal(
         disable_rollout_global_dataset=True
     )
+
+
+def test_lessons_need_the_supervised_loss_and_may_come_one_by_one():
+    lessons = {"rollout_function_path": "miles_async.rollout.sft_rollout.generate_rollout"}
+    assert refusal(**lessons).endswith("brings lessons and no rewards: set loss_type to sft_loss")
+    assert refusals(**lessons, loss_type="sft_loss", n_samples_per_prompt=1) == []
+
+
+def test_a_search_corpus_that_is_not_there_is_named():
+    assert refusal(tool_search_corpus="nowhere.jsonl") == "tool_search_corpus nowhere.jsonl: no such file"

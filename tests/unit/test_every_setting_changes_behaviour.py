@@ -18,6 +18,7 @@ GRADERS = "stack/test_graders.py"
 DEBUG = "stack/test_debug_runs.py"
 RUN = "unit/test_observability_run.py"
 SERVICE = "sim/test_service.py"
+GENERATE = "unit/test_generate_functions.py"
 HEAD = "sim/test_head_policy.py"
 PLACE = "unit/test_settings_reach_their_place.py"
 RESUME = "sim/test_resume.py"
@@ -93,6 +94,15 @@ PROOF = {
     "head_deadline_seconds": f"{SERVICE}::test_a_slow_head_is_recycled_after_its_deadline_and_at_last_buried",
     "head_deadline_action": f"{HEAD}::test_a_salvaged_head_goes_on_from_its_tokens_with_their_first_version",
     "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_that_cannot_matter_is_noted",
+    "partial_rollout": f"{SERVICE}::test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups",
+    "eval_interval": f"{SERVICE}::test_an_evaluation_every_so_many_rollouts_does_not_stop_training",
+    "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_has_its_own_sampling",
+    "eval_function_path": f"{SERVICE}::test_a_users_evaluation_reports_under_its_own_names",
+    "custom_generate_function_path": f"{GENERATE}::test_each_sample_goes_through_the_function",
+    "agent_port": "unit/test_openai_endpoint.py::test_the_endpoint_listens_where_it_is_told_to",
+    "generate_timeout_seconds": f"{GENERATE}::test_a_function_that_hangs_fails_its_group",
+    "tool_max_turns": f"{GENERATE}::test_a_model_that_only_calls_tools_is_cut_after_so_many",
+    "tool_search_corpus": f"{GENERATE}::test_a_search_answers_from_the_corpus",
     "n_samples_per_prompt": f"{DATA}::test_a_group_holds_the_samples_of_one_prompt_with_rising_indices",
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
@@ -115,6 +125,7 @@ PROOF = {
     "kl_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
     "ref_load": f"{LEARNER}::test_the_reference_model_is_another_checkpoint_where_one_is_named",
     # learner
+    "loss_type": f"{LEARNER}::test_another_setting_learns_other_weights",
     "global_batch_size": f"{CHECKS}::test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do",
     "num_steps_per_rollout": f"{PLACE}::test_a_batch_is_cut_into_the_steps_asked_for",
     "lr": f"{LEARNER}::test_another_setting_learns_other_weights",

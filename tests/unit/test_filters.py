@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_async.adapters.megatron.batch import pack_samples
+from miles_async.adapters.megatron.batch import Scored, pack_samples
 from miles_async.adapters.rollout_file import load_groups
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
@@ -132,7 +132,7 @@ def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(mine: s
     [trained] = batches(mine, trace, [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.drop_first")
     assert [sample.remove_sample for sample in trained] == [True, False]
     assert [(event.rollout, event.samples) for event in trace.of(SamplesRemoved)] == [(4, 1)]
-    packed = pack_samples([(trained[0], -1.0), (trained[1], 1.0)])
+    packed = pack_samples([Scored(trained[0], -1.0), Scored(trained[1], 1.0)])
     assert len(packed.tokens) == 6
     assert packed.advantages.tolist() == [1.0, 1.0]
 

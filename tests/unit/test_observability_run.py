@@ -90,7 +90,14 @@ def dropped(reason: str) -> GroupMoved:
 
 def evaluated(rollout: int, accuracy: float) -> Evaluated:
     return Evaluated(
-        time=101.0, name="heldout", rollout=rollout, accuracy=accuracy, problems=512, seconds=1, truncated=0
+        time=101.0,
+        name="heldout",
+        rollout=rollout,
+        accuracy=accuracy,
+        reward=accuracy,
+        problems=512,
+        seconds=1,
+        truncated=0,
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward, rank_shares
 from miles_async.adapters.sglang import launch, router
-from miles_async.adapters.sglang.generator import SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.process import ServerProcess, free_port
 from miles_async.config.derived import table
 from miles_async.config.fields import SETTINGS
@@ -23,7 +24,7 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
-from workers.specs import engine_spec, greedy_of, ray_arguments, router_spec, sampling_of
+from workers.specs import engine_spec, eval_sampling_of, greedy_of, ray_arguments, router_spec, sampling_of
 
 LOGS = Path("/logs")
 
@@ -132,6 +133,36 @@ def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
     greedy = greedy_of(settings)
     assert (greedy.temperature, greedy.max_new_tokens, greedy.stop) == (0, 12, ("END",))
     assert (greedy.top_p, greedy.top_k, greedy.stop_token_ids) == (1.0, -1, (7, 9))
+
+
+def test_sampling_settings_survive_the_way_through_a_generate_function() -> None:
+    body = {"max_new_tokens": 9, "temperature": 0.5, "stop": "END", "regex": "a+", "stop_token_ids": [3]}
+    again = SamplingParams.of(body).body(4)
+    assert (again["max_new_tokens"], again["temperature"], again["stop"]) == (4, 0.5, ["END"])
+    assert (again["regex"], again["stop_token_ids"]) == ("a+", [3])
+
+
+def test_each_evaluation_data_set_has_its_own_sampling(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(5)))
+    settings = config(
+        reasoning_gym_task="chain_sum",
+        eval_datasets={
+            "few": {"path": str(rows), "size": 2, "n_samples": 3, "temperature": 0.6, "max_response_len": 4},
+            "all": {"path": str(rows)},
+        },
+    )
+    few, whole = settings.rollout.eval_datasets["few"], settings.rollout.eval_datasets["all"]
+    assert (eval_sampling_of(settings, few).temperature, eval_sampling_of(settings, few).max_new_tokens) == (0.6, 4)
+    assert (eval_sampling_of(settings, whole).temperature, eval_sampling_of(settings, whole).max_new_tokens) == (
+        0,
+        1024,
+    )
+    assert [[sample.prompt for sample in group] for group in eval_groups(settings, "few", few)] == [
+        ["0="] * 3,
+        ["1="] * 3,
+    ]
+    assert [group.feed_index for group in eval_groups(settings, "all", whole)][-1] == "all_sample_0_4"
 
 
 class Bytes:

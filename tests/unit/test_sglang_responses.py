@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fake_engine import answer as fake_answer
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import BadTrajectory
 from miles_async.types import Sample, SampleStatus, VersionSpan
@@ -78,3 +79,22 @@ def test_tokens_without_log_probabilities_are_refused() -> None:
     short["meta_info"]["output_token_logprobs"].pop()
     with pytest.raises(BadTrajectory, match="2 tokens came with 1 log-probabilities"):
         extend(Sample(tokens=[1]), short, decode)
+
+
+def test_an_answer_behind_tool_output_is_trained_and_its_span_is_its_own() -> None:
+    sample = Sample(
+        tokens=[1, 7, 8],
+        response_length=2,
+        rollout_log_probs=[-0.1, 0.0],
+        loss_mask=[1, 0],
+        spans=[VersionSpan(3, 0, 1)],
+    )
+    extend(sample, answer([65, 66], [("3", 0, 2)]), decode)
+    assert sample.loss_mask == [1, 0, 1, 1]
+    assert sample.spans == [VersionSpan(3, 0, 1), VersionSpan(3, 2, 4)]
+
+
+def test_the_fake_engine_of_the_benchmarks_answers_what_is_read_of_a_real_one() -> None:
+    sample = Sample(tokens=[1])
+    extend(sample, fake_answer("a", 1, 5), decode)
+    assert (sample.response_length, sample.status, sample.oldest_version) == (5, SampleStatus.TRUNCATED, 0)

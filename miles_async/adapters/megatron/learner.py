@@ -34,7 +34,7 @@ from miles_async.losses.policy import (
     objective_sum,
     policy_loss,
 )
-from miles_async.losses.supervised import supervised_loss
+from miles_async.losses.supervised import lesson_loss, supervised_loss
 from miles_async.types import StepReport
 
 
@@ -105,9 +105,14 @@ class MegatronLearner:
         parts: list[TokenSums] = []
         for i, batch in enumerate(step.micro_batches):
             logprobs, entropy = self._target_logprobs(batch)
-            old = logprobs if old_logprobs is None else old_logprobs[i]
-            columns = self._columns(batch, old, None if reference is None else reference[i])
-            loss, part = policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
+            if self._settings.loss_type == "sft_loss":
+                loss, part = lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
+            else:
+                old = logprobs if old_logprobs is None else old_logprobs[i]
+                columns = self._columns(batch, old, None if reference is None else reference[i])
+                loss, part = policy_loss(
+                    logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss
+                )
             loss.backward()
             parts.append(part)
         sums = torch.stack([part.sums for part in parts]).sum(0)

@@ -16,6 +16,11 @@ PAD_ID = 257
 _VOCAB_SIZE = 320
 """256 bytes and two special tokens, rounded up to the multiple of 64 that engines pad embeddings to."""
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
 
 def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
     """Write configuration, random weights (float32 safetensors) and tokenizer to the new folder `path`."""
@@ -56,6 +61,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
     )
+    fast.chat_template = CHAT_TEMPLATE
     if (fast.eos_token_id, fast.pad_token_id) != (EOS_ID, PAD_ID):
         raise AssertionError("special tokens did not follow the bytes")
     return fast

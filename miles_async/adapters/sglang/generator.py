@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from miles_async.errors import EngineLost, PromptTooLong
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_PATIENCE_SECONDS = 30.0
+_NAMED = ("max_new_tokens", "temperature", "top_p", "top_k", "skip_special_tokens")
 
 
 class PromptTokenizer(Protocol):
@@ -44,6 +45,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     """Leave special tokens out of the text; the tokens themselves are kept."""
+    other: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else SGLang takes, such as `regex` or `min_p`, as it is."""
+
+    @staticmethod
+    def of(body: Mapping[str, Any]) -> SamplingParams:
+        """From SGLang's own dictionary, as generate functions hold it."""
+        values = dict(body)
+        stop = values.pop("stop", None) or ()
+        ids = tuple(values.pop("stop_token_ids", None) or ())
+        known = {name: values.pop(name) for name in _NAMED if name in body}
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return SamplingParams(**known, stop=stops, stop_token_ids=ids, other=values)
 
     def body(self, budget: int) -> dict[str, Any]:
         """As SGLang wants it, for `budget` more tokens."""
@@ -55,6 +68,7 @@ class SamplingParams:
             "stop": list(self.stop) or None,
             "stop_token_ids": list(self.stop_token_ids) or None,
             "skip_special_tokens": self.skip_special_tokens,
+            **self.other,
         }
 
 
@@ -87,7 +101,7 @@ class SGLangGenerator:
     ) -> None:
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
-        self._sampling = sampling
+        self.sampling = sampling
         self._limit = limit
         self._engine_urls = engine_urls
         self._timeout = request_timeout
@@ -116,8 +130,8 @@ class SGLangGenerator:
         cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLost when another attempt
         may succeed.
         """
-        chosen = sampling or self._sampling
-        self._tokenize(group)
+        chosen = sampling or self.sampling
+        self.tokenize(group)
         unfinished = [s for s in group if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
         under_way = self._under_way[id(group)] = _UnderWay()
         posts = [
@@ -167,10 +181,30 @@ class SGLangGenerator:
                 f"{self._places.taken} requests did not end within {ABORT_PATIENCE_SECONDS:.0f} s of an abort"
             ) from late
 
+    async def rate(self, sample: Sample) -> None:
+        """Set the log-probabilities of a response that somebody else sampled, as the engines' present weights see it.
+
+        Raises as `generate` does.
+        """
+        body = {
+            "input_ids": sample.tokens,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": sample.prompt_length - 1,
+        }
+        async with self._places.take(1) as admitted:
+            if not admitted:
+                sample.status = SampleStatus.ABORTED
+                return
+            answer = await self._client.post(self._url, body, within=self._timeout)
+        rated = answer["meta_info"]["input_token_logprobs"][-sample.response_length :]
+        sample.rollout_log_probs = [entry[0] for entry in rated]
+
     async def close(self) -> None:
         await self._client.close()
 
-    def _tokenize(self, group: Group) -> None:
+    def tokenize(self, group: Group) -> None:
+        """Give every sample without tokens those of its prompt. Raises BadTrajectory for a prompt that is too long."""
         known: dict[str, list[int]] = {}
         for sample in group:
             if not sample.tokens:

@@ -31,6 +31,8 @@ def extend(sample: Sample, answer: dict[str, Any], decode: Callable[[list[int]],
     sample.tokens += ids
     sample.response_length += len(ids)
     sample.rollout_log_probs += log_probs
+    if sample.loss_mask is not None:
+        sample.loss_mask += [1] * len(ids)
     sample.response = decode(sample.tokens[sample.prompt_length :]) if continued else answer["text"]
     sample.spans = spans
     sample.status = status

@@ -1,0 +1,246 @@
+"""How many requests one rollout worker can drive: the real pipeline against an engine that costs nothing.
+
+    python -m benchmarks.rollout_worker [--seconds 10]
+
+The whole of `pipeline/service.py` runs with the real generator and reward; engine and learner are stand-ins that only
+keep time. Each sample brings 256 tokens with log-probabilities; groups have 8 samples. First 512 samples in flight
+against a 50 ms engine: what the worker can do at most. Then 5,000 in flight at 70% of that, answers taking half to one
+and a half times the mean: whether its loop stays responsive. Prints a table and writes
+benchmarks/results/rollout_worker.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import uvloop
+
+from benchmarks.fake_engine import TOKENS
+from miles_async.adapters.garbage import spare_the_loop
+from miles_async.adapters.sglang.client import JsonClient
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.process import free_port
+from miles_async.adapters.system_clock import SystemClock
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
+from miles_async.config.schema import Rollout, RunConfig
+from miles_async.errors import EngineLost
+from miles_async.observability.events import Event, GroupGenerated
+from miles_async.pipeline.service import Ports, Service
+from miles_async.pipeline.source import RolloutSource
+from miles_async.rewards.builtin import exact
+from miles_async.rewards.rewarder import Rewarder
+from miles_async.types import DropReason, EngineLoad, Group, Sample, StepReport, WriteOutcome
+
+GROUP = 8
+BATCH = 32
+PROMPT = list(range(64))
+LOAD = 0.7
+LAG_TICK_SECONDS = 0.005
+
+
+class Bytes:
+    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        return list(PROMPT)
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+
+class Prompts:
+    """Endless."""
+
+    def __init__(self) -> None:
+        self._fed = 0
+        self._returned: list[Group] = []
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        return [self._returned.pop() if self._returned else self._next() for _ in range(num_samples)]
+
+    def add_samples(self, samples: Sequence[Group]) -> None:
+        self._returned.extend(samples)
+
+    def _next(self) -> Group:
+        self._fed += 1
+        samples = [Sample(index=self._fed * GROUP + i, prompt="7", label="7" * TOKENS) for i in range(GROUP)]
+        return Group(samples, feed_index=f"sample_0_{self._fed}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError("a benchmark is not resumed")
+
+
+class Instant:
+    """Learner, weight channel, fleet and dead letters that take no time."""
+
+    name = "instant"
+
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        now = time.time()
+        return StepReport(started=now, ended=now, tokens=0, finite=True)
+
+    async def stage(self, version: int) -> None: ...
+
+    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+        return [WriteOutcome(engine=engine, seconds=0, bytes=0) for engine in engines]
+
+    def routed(self) -> Sequence[str]:
+        return ("fake",)
+
+    async def loads(self) -> Sequence[EngineLoad]:
+        return []
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def commit(self, engine: str, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def fence(self, engine: str, reason: str) -> None:
+        raise SystemExit(f"engine {engine} was fenced: {reason}")
+
+    def bury(self, group: Group, reason: DropReason, error: str) -> None:
+        raise SystemExit(f"group {group.feed_index} was lost: {error}")
+
+
+@dataclass
+class Finished:
+    """An event sink that notes when groups were generated and rewarded."""
+
+    times: list[float] = field(default_factory=list)
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, GroupGenerated):
+            self.times.append(event.time)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one measured stretch."""
+
+    groups_per_second: float
+    cpu_ms_per_sample: float
+    lag_p99_ms: float
+    in_flight: int
+    """Samples at the engine, on average."""
+
+
+async def measure(url: str, in_flight: int, latency: float, spread: float, seconds: float) -> Load:
+    """`in_flight` samples at the engine throughout, after a warm-up of one second and two latencies."""
+    rollout = Rollout(
+        rollout_function_path=FULLY_ASYNC_FUNCTION,
+        num_rollout=10**6,
+        rollout_batch_size=BATCH,
+        n_samples_per_prompt=GROUP,
+        over_sampling_batch_size=in_flight // GROUP,
+        rollout_max_response_len=TOKENS,
+    )
+    config = RunConfig(rollout=rollout)
+    client = JsonClient()
+    await client.post(f"{url}/latency", {"seconds": latency, "spread": spread}, within=10)
+    await client.close()
+    sampling = SamplingParams(max_new_tokens=TOKENS)
+    generator = SGLangGenerator(url, Bytes(), sampling, limit=in_flight, engine_urls=lambda: [url])
+    instant, finished = Instant(), Finished()
+    ports = Ports(
+        clock=SystemClock(),
+        events=finished,
+        data=Prompts(),
+        generator=generator,
+        evaluator=generator,
+        rewarder=Rewarder(exact, None, name="exact", timeout_seconds=60),
+        learner=instant,
+        channel=instant,
+        fleet=instant,
+        dead_letters=instant,
+        keep=lambda group: True,
+        problems=[],
+    )
+    service = Service(config, bounds_of(config, "train_async.py"), ports, take_turns=False)
+
+    async def rollout_function(rollout_id: int, source: RolloutSource) -> list[Group]:
+        return await source.drain_stream(rollout_id, BATCH)
+
+    run = asyncio.create_task(service.run(rollout_function))
+    await asyncio.sleep(1 + 2 * latency)
+    lags: list[float] = []
+    present: list[int] = []
+    watching = asyncio.create_task(watch(lags, present, generator))
+    began, cpu, groups = time.perf_counter(), cpu_seconds(), len(finished.times)
+    await asyncio.sleep(seconds)
+    wall, cpu, groups = time.perf_counter() - began, cpu_seconds() - cpu, len(finished.times) - groups
+    watching.cancel()
+    run.cancel()
+    await asyncio.gather(run, watching, return_exceptions=True)
+    await generator.close()
+    lags.sort()
+    return Load(groups / wall, 1e3 * cpu / (groups * GROUP), 1e3 * lags[int(0.99 * len(lags))], round(mean(present)))
+
+
+async def watch(lags: list[float], present: list[int], generator: SGLangGenerator) -> None:
+    while True:
+        asked = time.perf_counter()
+        await asyncio.sleep(LAG_TICK_SECONDS)
+        lags.append(time.perf_counter() - asked - LAG_TICK_SECONDS)
+        present.append(generator.in_flight)
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+async def until_healthy(url: str) -> None:
+    client = JsonClient()
+    for _ in range(200):
+        try:
+            await client.get(f"{url}/health", within=1)
+            return await client.close()
+        except EngineLost:
+            await asyncio.sleep(0.05)
+    raise SystemExit("the fake engine did not start")
+
+
+async def play(url: str, seconds: float) -> dict[str, Load]:
+    await until_healthy(url)
+    spare_the_loop()
+    capacity = await measure(url, 512, 0.05, 0.0, seconds)
+    at_70 = capacity.groups_per_second * LOAD
+    wide = await measure(url, 5000, 5000 / GROUP / at_70, 0.5, seconds)
+    return {"512 in flight, 50 ms engine": capacity, "5,000 in flight, 70% of that": wide}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each stretch")
+    arguments = parser.parse_args()
+    port = free_port()
+    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])
+    try:
+        loads = uvloop.run(play(f"http://127.0.0.1:{port}", arguments.seconds))
+    finally:
+        engine.terminate()
+        engine.wait()
+    print(f"{'':30}{'groups/s':>10}{'CPU ms/sample':>15}{'lag p99 ms':>12}{'in flight':>11}")
+    for name, load in loads.items():
+        figures = f"{load.groups_per_second:10.0f}{load.cpu_ms_per_sample:15.3f}{load.lag_p99_ms:12.1f}"
+        print(f"{name:30}{figures}{load.in_flight:11}")
+    target = Path(__file__).parent / "results" / "rollout_worker.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps({name: vars(load) for name, load in loads.items()}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

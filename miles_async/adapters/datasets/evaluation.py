@@ -1,0 +1,31 @@
+"""The data sets that `eval_datasets` names, as groups of unanswered samples."""
+
+from __future__ import annotations
+
+from itertools import islice, takewhile
+
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.config.schema import EvalDataset, RunConfig
+from miles_async.types import Group
+
+
+def eval_groups(config: RunConfig, name: str, dataset: EvalDataset, *, checkpoint: str | None = None) -> list[Group]:
+    """Its first `size` rows in order, `n_samples` samples each. Raises UserError as `open_data` does."""
+    data = config.data.model_copy(
+        update={
+            "prompt_data": dataset.path,
+            "input_key": dataset.input_key,
+            "label_key": dataset.label_key,
+            "reasoning_gym_task": None,
+            "rollout_shuffle": False,
+            "eval_size": 0,
+        }
+    )
+    rollout = config.rollout.model_copy(update={"n_samples_per_prompt": dataset.n_samples})
+    source = open_data(config.model_copy(update={"data": data, "rollout": rollout}), checkpoint=checkpoint)
+    fed = (source.get_samples(1)[0] for _ in iter(int, 1))
+    first_epoch = takewhile(lambda group: group.feed_index.startswith("sample_0_"), fed)
+    groups = list(islice(first_epoch, dataset.size))
+    for group in groups:
+        group.feed_index = f"{name}_{group.feed_index}"
+    return groups

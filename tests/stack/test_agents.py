@@ -1,0 +1,204 @@
+"""Tools and agents on a real engine: what was sampled is what is trained, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from benchmarks.fake_engine import answer as fake_answer
+from examples import openai_agent
+from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.openai.trajectories import Trajectories
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.sglang.turns import Turns
+from miles_async.config.schema import RunConfig
+from miles_async.errors import BadTrajectory
+from miles_async.rollout import tool_use
+from miles_async.rollout.contract import flat_args
+from miles_async.rollout.generate import FunctionGenerator
+from miles_async.types import Group, Sample, SampleStatus
+from tests.stack.engine_stack import Stack, group_of
+
+pytest_plugins = ["tests.stack.engine_fixtures"]
+
+LONGEST = 120
+Story = Callable[[FunctionGenerator, list[tuple[list[int], list[int]]]], Awaitable[None]]
+
+
+def tell(serving: Stack, function: Any, story: Story) -> None:
+    """`story` gets the generator and, as it grows, what went into and came out of the engine."""
+
+    async def told(fleet: SGLangFleet, engine: SGLangGenerator) -> None:
+        wire: list[tuple[list[int], list[int]]] = []
+        post = engine._client.post
+
+        async def noting(url: str, body: Any = None, *, within: float) -> Any:
+            answers = await post(url, body, within=within)
+            if url.endswith("/generate") and "rid" in body:
+                pairs = zip(body["input_ids"], answers, strict=True)
+                wire.extend((list(ids), answer["output_ids"]) for ids, answer in pairs)
+            return answers
+
+        engine._client.post = noting  # type: ignore[method-assign]
+        turns, endpoint = Turns(engine, CheckpointTokenizer(str(serving.checkpoint))), AgentEndpoint(Trajectories(1, 1))
+        await endpoint.start()
+        generator = FunctionGenerator(
+            function,
+            flat_args(RunConfig(), sglang_router_url=serving.router_url).adding(
+                turns=turns, agents=Agents(endpoint, turns)
+            ),
+            SamplingParams(max_new_tokens=LONGEST),
+            engine,
+            turns,
+            live_version=lambda: 0,
+            timeout_seconds=60,
+        )
+        try:
+            await story(generator, wire)
+        finally:
+            await endpoint.close()
+
+    serving.run(told)
+
+
+def trained(sample: Sample) -> list[int]:
+    response = sample.tokens[sample.prompt_length :]
+    return [t for t, m in zip(response, sample.loss_mask or [1] * len(response), strict=True) if m]
+
+
+def assert_nothing_was_retokenised(sample: Sample, wire: list[tuple[list[int], list[int]]]) -> None:
+    """Every request went out as the beginning of the trained sequence; every answer is trained behind it."""
+    began = [(asked, said) for asked, said in wire if sample.tokens[: len(asked) + len(said)] == asked + said]
+    answers = {len(asked): said for asked, said in began}
+    assert trained(sample) == [token for _, said in sorted(answers.items()) for token in said]
+    covered = [place for span in sample.spans for place in range(span.start, span.end)]
+    mask = sample.loss_mask or [1] * sample.response_length
+    assert covered == [place for place, entry in enumerate(mask) if entry]
+
+
+async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The shipped tool loop; a grammar makes the untrained model call at once."""
+    return await tool_use.generate(args, sample, {**sampling_params, "regex": "<python>[1-9]\\+[1-9]</python>"})
+
+
+def test_a_tool_that_the_model_calls_is_run_and_its_output_not_trained(serving: Stack) -> None:
+    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+        group = group_of("2 plus 3 is ", samples=2)
+        await generator.generate(group)
+        for sample in group:
+            call, _, rest = sample.response.partition("</python>")
+            left, right = call.removeprefix("<python>").split("+")
+            assert rest.startswith(f"<result>{int(left) + int(right)}</result>")
+            assert sample.metadata["tool_calls"] > 0
+            assert_nothing_was_retokenised(sample, wire)
+
+    tell(serving, must_calculate, story)
+
+
+def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sampled(serving: Stack) -> None:
+    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+        group = group_of("What is 2 + 3?", samples=4)
+        await generator.generate(group)
+        for sample in group:
+            assert_nothing_was_retokenised(sample, wire)
+            assert all(serving.error(sample, span.start, span.end) < 1e-4 for span in sample.spans)
+            assert sample.response_length == len(sample.rollout_log_probs) <= LONGEST + 60
+        assert sum(0 in (sample.loss_mask or []) for sample in group) > 0, "no conversation had a second turn"
+
+    tell(serving, two_short_turns, story)
+
+
+async def two_short_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Ask, and ask again, whatever the model said; the first answer is cut short so that there is room."""
+    async with (
+        args.agents.session(sample, sampling_params) as base_url,
+        openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client,
+    ):
+        messages: list[Any] = [{"role": "user", "content": str(sample.prompt)}]
+        answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=20)
+        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+        messages.append({"role": "user", "content": "Sure?"})
+        stream = await client.chat.completions.create(model="policy", messages=messages, max_tokens=20, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(pieces) in sample.response
+    return sample
+
+
+def test_the_shipped_agent_plays_on_a_real_engine(serving: Stack) -> None:
+    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+        group = group_of("What is 2 + 3?", samples=2)
+        await generator.generate(group)
+        assert all(isinstance(sample.metadata["answer"], str) for sample in group)
+        for sample in group:
+            assert_nothing_was_retokenised(sample, wire)
+
+    tell(serving, openai_agent.generate, story)
+
+
+async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    async with (
+        args.agents.session(sample, sampling_params) as base_url,
+        openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client,
+    ):
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+        messages += [{"role": "assistant", "content": "something else"}, {"role": "user", "content": "go on"}]
+        await client.chat.completions.create(model="policy", messages=messages)
+    return sample
+
+
+def test_an_agent_that_rewrites_its_history_fails_with_the_place(serving: Stack) -> None:
+    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+        with pytest.raises(BadTrajectory, match=r"messages\[1\] differs from what this conversation holds"):
+            await generator.generate(group_of("Q"))
+
+    tell(serving, rewrites, story)
+
+
+async def as_the_seed_does(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """A generate function in the seed's own shape: it posts to the router and keeps text and tokens only."""
+    async with aiohttp.ClientSession() as http:
+        payload = {"input_ids": sample.tokens, "sampling_params": sampling_params}
+        async with http.post(f"{args.sglang_router_url}/generate", json=payload) as response:
+            output = await response.json()
+    sample.tokens = sample.tokens + output["output_ids"]
+    sample.response, sample.response_length = output["text"], len(output["output_ids"])
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+def test_a_function_in_the_seeds_shape_is_rated_by_the_engine_and_dated(serving: Stack) -> None:
+    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+        group: Group = group_of("What is 2 + 3?", samples=2)
+        await generator.generate(group)
+        for sample in group:
+            assert sample.status is SampleStatus.COMPLETED
+            assert serving.error(sample) < 1e-4
+        assert group.oldest_version == 0
+
+    tell(serving, as_the_seed_does, story)
+
+
+def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(serving: Stack) -> None:
+    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+        body = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{serving.router_url}/generate", json=body) as response,
+        ):
+            [real] = await response.json()
+        fake = fake_answer("a", 2, 3)
+        assert fake.keys() <= real.keys()
+        assert fake["meta_info"].keys() <= real["meta_info"].keys()
+        assert fake["meta_info"]["weight_versions"][0].keys() == real["meta_info"]["weight_versions"][0].keys()
+        assert [len(e) for e in fake["meta_info"]["output_token_logprobs"]] == [
+            len(e) for e in real["meta_info"]["output_token_logprobs"]
+        ]
+
+    tell(serving, tool_use.generate, story)

@@ -1,0 +1,133 @@
+"""Whole runs on the shared cluster: tools, an agent over the endpoint, lessons, posted trajectories, evaluation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.sglang.process import free_port
+from miles_async.observability.events import Evaluated, StepEnded, StepStarted
+from miles_async.types import Sample
+from tests.stack.conftest import Stack
+
+pytestmark = pytest.mark.stack
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--rollout-batch-size", "4", "--over-sampling-batch-size", "4", "--eval-size", "0")
+SHORT = ("--num-rollout", "2", "--rollout-max-response-len", "60", *SMALL)
+BATCH = "miles_async.rollout.sglang_rollout.generate_rollout"
+
+
+async def calls_tools(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The shipped tool loop; a grammar makes the untrained model call at once."""
+    from miles_async.rollout import tool_use
+
+    return await tool_use.generate(args, sample, {**sampling_params, "regex": "<python>[1-9]\\+[1-9]</python>"})
+
+
+def share_of_calls(args: Any, sample: Sample) -> float:
+    """Also looks at what it is given: masked tool output, and as many calls as were noted."""
+    mask = sample.loss_mask or []
+    assert len(mask) == sample.response_length
+    assert sample.response.count("<result>") >= sample.metadata["tool_calls"] > 0
+    return sum(mask) / len(mask)
+
+
+def test_a_fully_asynchronous_run_trains_on_trajectories_with_tool_calls(stack: Stack) -> None:
+    here = "tests.stack.test_ways_to_generate"
+    run = stack.play(
+        "train_async.py",
+        *SHORT,
+        *("--custom-generate-function-path", f"{here}.calls_tools", "--custom-rm-path", f"{here}.share_of_calls"),
+    )
+    steps = run.of(StepEnded)
+    assert len(steps) == 2
+    assert all(step.finite and 0 < step.reward < 1 for step in steps)
+    # Fewer tokens carry loss than the responses have.
+    samples = 4 * run.config.rollout.n_samples_per_prompt
+    assert all(step.metrics["loss_tokens"] < step.response_length * samples for step in steps)
+    assert run.violations == []
+
+
+def test_an_agent_over_the_endpoint_is_trained(stack: Stack) -> None:
+    run = stack.play("train_async.py", *SHORT, "--custom-generate-function-path", "examples.openai_agent.generate")
+    assert [step.finite for step in run.of(StepEnded)] == [True, True]
+    assert run.violations == []
+
+
+def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
+    """In turns, the weights of the step are those that sampled: what is trained was sampled, token by token."""
+    run = stack.play(
+        "train.py",
+        *SHORT,
+        *("--rollout-function-path", BATCH, "--custom-generate-function-path", "examples.openai_agent.generate"),
+    )
+    assert {age for step in run.of(StepStarted) for age in step.staleness} == {0}
+    assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
+
+
+def test_of_lessons_only_what_the_assistant_says_is_trained(stack: Stack, tmp_path: Path) -> None:
+    lessons = tmp_path / "lessons.jsonl"
+    rows = []
+    for n in range(40):
+        answer = {"role": "assistant", "content": str(n % 7)}
+        messages = [{"role": "user", "content": f"{n} mod 7?"}, answer, {"role": "user", "content": "Sure?"}, answer]
+        rows.append({"prompt": f"{n}", "label": "", "metadata": {"messages": messages}})
+    lessons.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = stack.play(
+        "train.py",
+        *(
+            "--num-rollout",
+            "2",
+            "--rollout-batch-size",
+            "16",
+            "--over-sampling-batch-size",
+            "16",
+            "--n-samples-per-prompt",
+            "1",
+            "--eval-size",
+            "0",
+        ),
+        *("--rollout-function-path", "miles_async.rollout.sft_rollout.generate_rollout", "--loss-type", "sft_loss"),
+        *("--reasoning-gym-task", "null", "--prompt-data", str(lessons)),
+    )
+    assert len(run.of(StepEnded)) == 2
+    # Two turns per lesson: a digit and the end of the turn each.
+    assert {step.metrics["loss_tokens"] for step in run.of(StepEnded)} == {16 * 4}
+
+
+def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "examples.external_generator", "--url", url, "--group-size", "4"]
+    generator = subprocess.Popen(command, cwd=ROOT)
+    try:
+        function = "miles_async.rollout.external_rollout.generate_rollout"
+        run = stack.play(
+            "train_async.py", *SHORT, "--rollout-function-path", function, "--agent-port", str(port),
+        )  # fmt: skip
+    finally:
+        generator.terminate()
+        generator.wait()
+    assert [step.finite for step in run.of(StepEnded)] == [True, True]
+    assert [len(step.groups) for step in run.of(StepStarted)] == [4, 4]
+    assert run.violations == []
+
+
+def test_data_sets_are_evaluated_with_their_own_settings_while_training_goes_on(stack: Stack, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(6)))
+    sets = {"short": {"path": str(rows), "max_response_len": 1}, "many": {"path": str(rows), "size": 2, "n_samples": 4}}
+    run = stack.play(
+        "train_async.py",
+        *("--num-rollout", "6", "--eval-interval", "2", *SMALL),
+        *("--eval-datasets", json.dumps(sets)),
+    )
+    found = [(event.rollout, event.name, event.problems) for event in run.of(Evaluated)]
+    assert found == [(after, *of) for after in (-1, 1, 3, 5) for of in (("short", 6), ("many", 8))]
+    assert {event.truncated for event in run.of(Evaluated) if event.name == "short"} <= {1.0, 5 / 6, 4 / 6}

@@ -1,0 +1,290 @@
+"""Generate functions in the seed's shape, over an engine that says what the test wants it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.turns import Turns
+from miles_async.config.schema import RunConfig
+from miles_async.errors import BadTrajectory, UserError
+from miles_async.rollout import tool_use
+from miles_async.rollout.contract import flat_args
+from miles_async.rollout.generate import FunctionGenerator, load_generate_function
+from miles_async.rollout.tools.calculator import calculate
+from miles_async.rollout.tools.search import SearchIndex
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+
+LIVE = 7
+
+
+class Bytes:
+    """One token per byte."""
+
+    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        return list(str(prompt).encode())
+
+    encode_text = encode
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+    text_of = decode
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+
+
+class Script(SGLangGenerator):
+    """An engine that says the lines of a script, one per turn, then `ok`; a line of None is never finished."""
+
+    def __init__(self, *lines: str | None) -> None:
+        super().__init__("http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=200), limit=64, engine_urls=list)
+        self.lines = list(lines)
+        self.asked: list[SamplingParams] = []
+        self.rated: list[Sample] = []
+        self._ended = asyncio.Event()
+
+    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+        assert sampling is not None
+        self.asked.append(sampling)
+        [sample] = group
+        line = self.lines.pop(0) if self.lines else "ok"
+        if line is None:
+            await self._ended.wait()
+            sample.status = SampleStatus.ABORTED
+            return
+        said = line.encode()
+        sample.spans.append(VersionSpan(LIVE, sample.response_length, sample.response_length + len(said)))
+        sample.tokens += said
+        sample.response_length += len(said)
+        sample.rollout_log_probs += [-0.5] * len(said)
+        if sample.loss_mask is not None:
+            sample.loss_mask += [1] * len(said)
+        sample.response = bytes(sample.tokens[sample.prompt_length :]).decode()
+        sample.status = SampleStatus.COMPLETED
+
+    async def abort(self, group: Group | None = None) -> None:
+        self._ended.set()
+
+    async def rate(self, sample: Sample) -> None:
+        self.rated.append(sample)
+        sample.rollout_log_probs = [-1.0] * sample.response_length
+
+
+Story = Callable[[FunctionGenerator, Script], Awaitable[None]]
+
+
+def tell(function: Any, story: Story, *lines: str | None, timeout: float = 5.0, **args: Any) -> None:
+    async def told() -> None:
+        engine = Script(*lines)
+        turns = Turns(engine, Bytes())
+        generator = FunctionGenerator(
+            function,
+            flat_args(RunConfig()).adding(turns=turns, **args),
+            SamplingParams(max_new_tokens=200),
+            engine,
+            turns,
+            live_version=lambda: LIVE,
+            timeout_seconds=timeout,
+        )
+        try:
+            await story(generator, engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(told())
+
+
+def one(prompt: str = "Q") -> Group:
+    return Group([Sample(index=3, prompt=prompt)], feed_index="sample_0_0")
+
+
+def masked(sample: Sample, entry: int) -> str:
+    response = sample.tokens[sample.prompt_length :]
+    return bytes(t for t, m in zip(response, sample.loss_mask or [], strict=True) if m == entry).decode()
+
+
+def test_each_sample_goes_through_the_function() -> None:
+    seen: list[tuple[int | None, int]] = []
+
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        seen.append((sample.index, sampling_params["max_new_tokens"]))
+        return await args.turns.sample(sample, sampling_params)  # type: ignore[no-any-return]
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = Group([Sample(index=i, prompt="Q") for i in range(3)])
+        await generator.generate(group)
+        assert [sample.response for sample in group] == ["ok"] * 3
+
+    tell(mine, story)
+    assert seen == [(0, 200), (1, 200), (2, 200)]
+
+
+def test_what_a_tool_says_is_masked_and_has_no_version() -> None:
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        await generator.generate(group)
+        [sample] = group
+        assert sample.response == "<python>6*7</python><result>42</result>It is 42."
+        assert masked(sample, 0) == "<result>42</result>"
+        assert masked(sample, 1) == "<python>6*7</python>It is 42."
+        assert [(span.start, span.end) for span in sample.spans] == [(0, 20), (39, 48)]
+        assert len(sample.rollout_log_probs) == sample.response_length == 48
+        assert sample.metadata["tool_calls"] == 1
+        assert sample.status is SampleStatus.COMPLETED
+        assert engine.asked[0].stop == ("</python>", "</search>")
+
+    tell(tool_use.generate, story, "<python>6*7</python>", "It is 42.")
+
+
+def test_a_model_that_only_calls_tools_is_cut_after_so_many() -> None:
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        await generator.generate(group)
+        assert group[0].status is SampleStatus.TRUNCATED
+        assert group[0].metadata["tool_calls"] == 2
+        assert len(engine.asked) == 2
+
+    tell(tool_use.generate, story, *["<python>1+1</python>"] * 9, tool_max_turns=2)
+
+
+def test_tool_output_never_makes_a_response_longer_than_allowed() -> None:
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        await generator.generate(group)
+        assert group[0].response_length == 200
+        assert group[0].status is SampleStatus.TRUNCATED
+
+    tell(tool_use.generate, story, "x" * 170 + "<python>2**90</python>")
+
+
+def test_a_search_answers_from_the_corpus(tmp_path: Path) -> None:
+    corpus = tmp_path / "documents.jsonl"
+    texts = ["Paris is the capital of France.", "Berlin is the capital of Germany.", "Rivers flow."]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        await generator.generate(group)
+        assert masked(group[0], 0).startswith("<result>Berlin is the capital of Germany.")
+
+    tell(tool_use.generate, story, "<search>the capital of Germany</search>", tool_search_corpus=str(corpus))
+
+
+def test_a_broken_corpus_line_is_named(tmp_path: Path) -> None:
+    corpus = tmp_path / "documents.jsonl"
+    corpus.write_text('{"text": "a"}\n{"words": "b"}\n')
+    with pytest.raises(UserError, match=r"documents\.jsonl, line 2: no object with a text"):
+        SearchIndex.of_file(str(corpus))
+
+
+@pytest.mark.parametrize(
+    "expression, value",
+    [
+        ("12 * (3 + 4) // 5", "16"),
+        ("round(sqrt(2), 3)", "1.414"),
+        ("2**10 - 1", "1023"),
+        ("1 / 0", "error: division by zero"),
+        ("9**9**9**9", "error: the power is too large"),
+        ("__import__('os').getcwd()", "error: \"__import__('os').getcwd()\" is not arithmetic"),
+        ("", "error: "),
+    ],
+)
+def test_the_calculator_does_arithmetic_and_nothing_else(expression: str, value: str) -> None:
+    assert calculate(expression).startswith(value)
+
+
+def test_a_function_that_hangs_fails_its_group() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        await asyncio.sleep(60)
+        return sample
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        with pytest.raises(BadTrajectory, match=r"sample 3: .* longer than 0\.05 s \(generate_timeout_seconds\)"):
+            await generator.generate(one())
+
+    tell(mine, story, timeout=0.05)
+
+
+def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        raise KeyError("page")
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        with pytest.raises(BadTrajectory, match=r"sample 3: the generate function raised KeyError\('page'\)"):
+            await generator.generate(one())
+
+    tell(mine, story)
+
+
+def test_columns_that_do_not_fit_are_the_users_error() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        await args.turns.sample(sample, sampling_params)
+        sample.loss_mask = [1]
+        return sample
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        with pytest.raises(UserError, match="the generate function returned sample 3 with a loss_mask of 1 entries"):
+            await generator.generate(one())
+
+    tell(mine, story)
+
+
+def test_a_function_in_the_seeds_shape_gets_versions_and_log_probabilities_afterwards() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        sample.tokens = [*sample.tokens, 65, 66]
+        sample.response, sample.response_length = "AB", 2
+        sample.status = Sample.Status.COMPLETED
+        return sample
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        await generator.generate(group)
+        assert engine.rated == list(group)
+        assert group[0].spans == [VersionSpan(LIVE, 0, 2)]
+        assert group.oldest_version == LIVE
+
+    tell(mine, story)
+
+
+def test_an_abort_ends_the_turn_under_way_and_every_later_one() -> None:
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        running = asyncio.create_task(generator.generate(group))
+        await asyncio.sleep(0.01)
+        await generator.abort(group)
+        await running
+        assert group[0].status is SampleStatus.ABORTED
+
+    tell(tool_use.generate, story, None)
+
+
+def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_async.rollout.generate.STOP_PATIENCE_SECONDS", 0.05)
+
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        await asyncio.sleep(60)
+        return sample
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        running = asyncio.create_task(generator.generate(group))
+        await asyncio.sleep(0.01)
+        await generator.abort()
+        await running
+        assert group[0].status is SampleStatus.ABORTED
+        assert group[0].response_length == 0
+
+    tell(mine, story)
+
+
+def test_a_plain_function_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UserError, match="is no async function: write it with async def"):
+        load_generate_function("json.dumps")

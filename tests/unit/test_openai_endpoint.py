@@ -1,0 +1,270 @@
+"""The endpoint for agents and external generators, over an engine that says what the test wants it to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from miles_async.adapters.openai.endpoint import AgentEndpoint
+from miles_async.adapters.openai.trajectories import Trajectories
+from miles_async.adapters.sglang.process import free_port
+from miles_async.adapters.sglang.turns import Turns
+from miles_async.errors import BadTrajectory, UserError
+from miles_async.types import Sample, VersionSpan
+from tests.unit.test_generate_functions import Bytes, Script, masked
+
+PARAMS = {"max_new_tokens": 200, "temperature": 1.0, "stop": None}
+USER: dict[str, Any] = {"role": "user", "content": "1+1?"}
+
+
+class Agent:
+    """Speaks HTTP to the endpoint; answers are `(status, body)`."""
+
+    def __init__(self, http: aiohttp.ClientSession, endpoint: AgentEndpoint, engine: Script, turns: Turns) -> None:
+        self._http, self.endpoint, self.engine, self.turns = http, endpoint, engine, turns
+
+    async def post(self, url: str, body: Any) -> tuple[int, Any]:
+        async with self._http.post(url, json=body) as response:
+            return response.status, await response.json()
+
+    async def ask(self, base_url: str, *messages: Any, **more: Any) -> tuple[int, Any]:
+        return await self.post(f"{base_url}/chat/completions", {"messages": list(messages), **more})
+
+    async def trajectory(self, samples: Any) -> tuple[int, Any]:
+        return await self.post(f"{self.endpoint.url}/trajectories", {"samples": samples})
+
+
+def tell(story: Callable[[Agent], Awaitable[None]], *lines: str | None, capacity: int = 2, size: int = 1) -> None:
+    async def told() -> None:
+        engine = Script(*lines)
+        turns, endpoint = Turns(engine, Bytes()), AgentEndpoint(Trajectories(capacity, size))
+        await endpoint.start()
+        endpoint.welcome(turns, PARAMS)
+        try:
+            async with aiohttp.ClientSession() as http:
+                await story(Agent(http, endpoint, engine, turns))
+        finally:
+            await endpoint.close()
+            await engine.close()
+
+    asyncio.run(told())
+
+
+def said(answer: tuple[int, Any]) -> Any:
+    status, body = answer
+    assert status == 200, body
+    return body["choices"][0]["message"]
+
+
+def test_a_conversation_becomes_one_sample_whose_other_turns_are_masked() -> None:
+    async def story(agent: Agent) -> None:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            first = said(await agent.ask(url, USER))
+            said(await agent.ask(url, USER, first, {"role": "user", "content": "Sure?"}))
+        assert bytes(sample.tokens[: sample.prompt_length]) == b"user: 1+1?\nassistant: "
+        assert sample.response == "2\nuser: Sure?\nassistant: Yes."
+        assert masked(sample, 1) == "2Yes."
+        assert [(span.start, span.end) for span in sample.spans] == [(0, 1), (25, 29)]
+
+    tell(story, "2", "Yes.")
+
+
+def test_a_reply_that_the_agent_asks_for_again_is_the_same_and_sampled_once() -> None:
+    async def story(agent: Agent) -> None:
+        async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+            assert said(await agent.ask(url, USER)) == said(await agent.ask(url, USER))
+        assert len(agent.engine.asked) == 1
+
+    tell(story)
+
+
+def test_tool_calls_are_taken_out_of_the_text_and_trained_as_they_were_sampled() -> None:
+    call = '<tool_call>\n{"name": "calculate",  "arguments": {"expression": "6*7"}}\n</tool_call>'
+
+    async def story(agent: Agent) -> None:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
+            [made] = message["tool_calls"]
+            assert made["function"] == {"name": "calculate", "arguments": '{"expression":"6*7"}'}
+            result = {"role": "tool", "tool_call_id": made["id"], "content": "42"}
+            said(await agent.ask(url, USER, message, result, tools=[{"type": "function"}]))
+        assert masked(sample, 1) == call + "ok"
+
+    tell(story, call)
+
+
+def test_a_call_that_is_none_stays_text() -> None:
+    async def story(agent: Agent) -> None:
+        async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+            message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
+        assert message == {"role": "assistant", "content": '<tool_call>{"name": "f", "arguments": 5}</tool_call>'}
+
+    tell(story, '<tool_call>{"name": "f", "arguments": 5}</tool_call>')
+
+
+def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
+    async def story(agent: Agent) -> None:
+        async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+            await agent.ask(url, USER, max_tokens=5, temperature=0.1, stop=["END"])
+        [asked] = agent.engine.asked
+        assert (asked.max_new_tokens, asked.temperature, asked.stop) == (5, 1.0, ("END",))
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    "request_, complaint",
+    [
+        ({"messages": []}, "at least one message"),
+        ({"messages": ["hello"]}, "not the shape of a chat message"),
+        ({"messages": [USER], "n": 2}, "n must be 1"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
+            "not the shape of a chat message",
+        ),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(request_: dict[str, Any], complaint: str) -> None:
+    async def story(agent: Agent) -> None:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            status, body = await agent.post(f"{url}/chat/completions", request_)
+            assert status == 400
+            assert complaint in body["error"]["message"]
+            said(await agent.ask(url, USER))
+
+    tell(story)
+
+
+def test_an_agent_that_goes_away_in_the_middle_of_a_turn_leaves_nothing_that_writes_on() -> None:
+    async def story(agent: Agent) -> None:
+        sample = Sample(index=5)
+
+        async def leave() -> None:
+            async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+                asking = asyncio.create_task(agent.ask(url, USER))
+                await asyncio.sleep(0.05)
+                asking.cancel()
+
+        with pytest.raises(BadTrajectory, match="sample 5: its agent asked the model for nothing"):
+            await leave()
+        before = list(sample.tokens)
+        agent.engine._ended.set()
+        await asyncio.sleep(0.05)
+        assert sample.tokens == before
+
+    tell(story, None)
+
+
+def test_an_agent_cannot_make_its_sample_longer_than_allowed() -> None:
+    async def story(agent: Agent) -> None:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            first = said(await agent.ask(url, USER))
+            await agent.ask(url, USER, first, {"role": "user", "content": "x" * 1000})
+        assert masked(sample, 0).count("x") < 200
+
+    tell(story)
+
+
+def test_a_session_that_has_ended_is_not_found() -> None:
+    async def story(agent: Agent) -> None:
+        async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+            said(await agent.ask(url, USER))
+        assert (await agent.ask(url, USER))[0] == 404
+
+    tell(story)
+
+
+def test_the_endpoint_listens_where_it_is_told_to() -> None:
+    async def story() -> None:
+        port = free_port()
+        one, other = AgentEndpoint(Trajectories(1, 1)), AgentEndpoint(Trajectories(1, 1))
+        try:
+            await one.start(port)
+            assert one.url == f"http://127.0.0.1:{port}"
+            with pytest.raises(UserError, match=f"agent_port {port} cannot be had"):
+                await other.start(port)
+        finally:
+            await one.close()
+            await other.close()
+
+    asyncio.run(story())
+
+
+async def played(agent: Agent) -> str:
+    """A session opened from outside, with one answer in it."""
+    status, body = await agent.post(f"{agent.endpoint.url}/sessions", {})
+    assert status == 200
+    said(await agent.ask(body["base_url"], USER))
+    return str(body["session"])
+
+
+def test_an_external_generator_posts_what_was_sampled_in_its_sessions() -> None:
+    async def story(agent: Agent) -> None:
+        sessions = [await played(agent), await played(agent)]
+        samples = [{"session": session, "reward": place} for place, session in enumerate(sessions)]
+        assert (await agent.trajectory(samples))[0] == 200
+        group = await agent.endpoint._trajectories.take()
+        assert [(sample.index, sample.reward, sample.response) for sample in group] == [(0, 0.0, "a"), (1, 1.0, "b")]
+        assert group.oldest_version == 7
+        status, body = await agent.trajectory(samples)
+        assert (status, "was posted already" in body["error"]["message"]) == (400, True)
+
+    tell(story, "a", "b", size=2)
+
+
+OWN: dict[str, Any] = {
+    "tokens": [1, 2, 3],
+    "response_length": 2,
+    "rollout_log_probs": [-0.1, -0.2],
+    "weight_versions": [{"version": "4", "start": 0, "end": 2}],
+    "reward": 1,
+}
+
+
+def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
+    async def story(agent: Agent) -> None:
+        assert (await agent.trajectory([OWN]))[0] == 200
+        [sample] = await agent.endpoint._trajectories.take()
+        assert (sample.tokens, sample.spans, sample.reward) == ([1, 2, 3], [VersionSpan(4, 0, 2)], 1.0)
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    "samples, complaint",
+    [
+        ([], "n_samples_per_prompt=1 samples, not 0"),
+        ([{**OWN, "reward": None}], "no number as its reward"),
+        ([{"session": "s", "reward": 1}], "session 's' is unknown"),
+        ([{"reward": 1}], "lacks 'tokens'"),
+        ([{**OWN, "rollout_log_probs": []}], "0 rollout_log_probs: response_length is 2"),
+        ([{**OWN, "weight_versions": []}], "weight_versions for 0 of its 2 response tokens"),
+        ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "both parts need one at least"),
+    ],
+)
+def test_a_trajectory_that_cannot_be_trained_is_refused_with_a_sentence(samples: Any, complaint: str) -> None:
+    async def story(agent: Agent) -> None:
+        status, body = await agent.trajectory(samples)
+        assert status == 400
+        assert complaint in body["error"]["message"]
+
+    tell(story)
+
+
+def test_a_full_buffer_says_to_come_again() -> None:
+    async def story(agent: Agent) -> None:
+        assert [(await agent.trajectory([OWN]))[0] for _ in range(3)] == [200, 200, 429]
+
+    tell(story, capacity=2)

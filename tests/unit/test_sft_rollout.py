@@ -1,0 +1,76 @@
+"""Lessons: what is trained of them, and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miles_async.errors import UserError
+from miles_async.rollout.sft_rollout import learn
+from miles_async.types import Sample, VersionSpan
+
+CHAT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "tool", "content": "fine"},
+    {"role": "assistant", "content": "So 2."},
+]
+
+
+class Template:
+    """One token per byte; turns end with `$` and a line break; the answer to come is announced by `>`."""
+
+    end = "$"
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
+    ) -> str:
+        turns = "".join(f"{'>' if m['role'] == 'assistant' else '<'}{m['content']}$\n" for m in messages)
+        return turns + (">" if answer_next else "")
+
+
+class Forgetful(Template):
+    """Leaves out what the assistant said before the last turn, as templates do that strip reasoning."""
+
+    def render(self, messages: list[dict[str, Any]], *rest: Any, **more: Any) -> str:
+        shown = [m if m["role"] != "assistant" or m is messages[-1] else {**m, "content": ""} for m in messages]
+        return super().render(shown, *rest, **more)
+
+
+def lesson(sample: Sample, tokenizer: Template | None = None) -> tuple[str, str]:
+    """All of its text, and below it a 1 under every trained byte."""
+    learn(sample, tokenizer or Template(), version=4)
+    assert sample.loss_mask is not None
+    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+    marks = " " * sample.prompt_length + "".join("1" if entry else " " for entry in sample.loss_mask)
+    return bytes(sample.tokens).decode().replace("\n", "/"), marks.rstrip()
+
+
+def test_only_what_the_assistant_says_is_trained_with_the_end_of_each_turn() -> None:
+    text, marks = lesson(Sample(metadata={"messages": CHAT}))
+    assert text == "<1+1?$/>2$/<fine$/>So 2.$"
+    assert marks == "        11         111111"
+
+
+def test_a_prompt_that_is_a_list_of_messages_is_a_lesson_too() -> None:
+    assert lesson(Sample(prompt=CHAT[:2])) == ("<1+1?$/>2$", "        11")
+
+
+def test_a_plain_prompt_teaches_its_label_and_where_to_end() -> None:
+    sample = Sample(prompt="1+1=", label=2)
+    assert lesson(sample) == ("1+1=2$", "    11")
+    assert sample.spans == [VersionSpan(4, 0, 2)]
+
+
+def test_a_template_that_changes_earlier_turns_is_refused() -> None:
+    with pytest.raises(UserError, match="changes turn 1 of a lesson when others follow it"):
+        learn(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
+
+
+def test_a_lesson_without_an_answer_is_named() -> None:
+    with pytest.raises(UserError, match="sample 3: its lesson holds nothing to train"):
+        learn(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)
