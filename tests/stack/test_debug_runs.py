@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.adapters.rollout_file import load_groups
+from miles_async.types import SampleStatus
 from tests.stack.job import ROOT, job
 
 pytestmark = pytest.mark.stack
@@ -17,6 +18,8 @@ SMALL = (
     *("--rollout-batch-size", "4", "--over-sampling-batch-size", "8", "--lr", "1e-3"),
     *("--rm-type", "null", "--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"),
 )
+STOPS = range(64, 128)
+"""A quarter of the vocabulary, so that an untrained model meets one soon."""
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of two batches that a run without a learner generated."""
     folder = tmp_path_factory.mktemp("debug")
     flags = ("--debug-rollout-only", "--dump-details", str(folder / "dump"))
+    flags += ("--rollout-stop-token-ids", *map(str, STOPS))
     with job(folder, *SMALL, *flags) as generating:
         assert generating.ended(within=120) == 0, generating.err
         assert "learner is up" not in generating.out + generating.err
@@ -37,6 +41,15 @@ def test_a_run_that_only_generates_saves_its_batches(saved: Path) -> None:
         assert [len(group) for group in groups] == [4] * 4
         assert all(sample.spans and sample.reward is not None for group in groups for sample in group)
     assert (saved / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_stop_tokens_end_a_response_and_are_part_of_it(saved: Path) -> None:
+    _, groups = load_groups(saved / "rollout_data" / "0.safetensors")
+    responses = [(sample.tokens[sample.prompt_length :], sample.status) for group in groups for sample in group]
+    assert not any(token in STOPS for tokens, _ in responses for token in tokens[:-1])
+    stopped = [status for tokens, status in responses if tokens[-1] in STOPS]
+    assert stopped
+    assert set(stopped) == {SampleStatus.COMPLETED}
 
 
 def test_a_run_that_only_trains_starts_no_engine_and_takes_the_saved_batches(saved: Path, tmp_path: Path) -> None:
