@@ -184,6 +184,7 @@ class RunEnded(Event, frozen=True):
 
 AnyEvent = (
     RunStarted
+    | ClusterReady
     | GroupMoved
     | GroupGenerated
     | AdmissionBlocked

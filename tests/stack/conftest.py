@@ -28,6 +28,7 @@ FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_as
 def settings(entry: str, *flags: str) -> RunConfig:
     """The main job's configuration, small and without a warm start."""
     small = ["--warm-start-max-steps", "0", "--eval-size", "64", "--learner-threads", "1"]
+    small += ["--n-samples-per-prompt", "16", "--over-sampling-batch-size", "null"]
     small += ["--rm-type", "null", "--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"]
     return load_config(["--config", CONFIG, "--rollout-function-path", FULLY_ASYNC, *small, *flags], entry=entry)
 
@@ -86,7 +87,7 @@ async def _finished(reference: Any) -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     config = settings(
-        "train_async.py", "--run-dir", str(folder / "runs"), "--cache-dir", str(folder / "cache"), "--lr", "1e-3"
+        "train_async.py", "--run-dir", str(folder / "runs"), "--cache-dir", str(folder / "cache"), "--lr", "2e-4"
     )
     with asyncio.Runner() as runner:
         cluster = runner.run(_enter(config))

@@ -17,12 +17,13 @@ from miles_async.observability.events import (
 from tests.stack.conftest import Played, Stack
 
 ROLLOUTS = 22
+OVER_SAMPLED = ("--rollout-batch-size", "16", "--over-sampling-batch-size", "24")
 pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
 def fully_async(stack: Stack) -> Played:
-    return stack.play("train_async.py", "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "16")
+    return stack.play("train_async.py", "--num-rollout", str(ROLLOUTS), *OVER_SAMPLED)
 
 
 @pytest.fixture(scope="module")
