@@ -18,7 +18,16 @@ from tests.stack.conftest import Stack
 pytestmark = pytest.mark.stack
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--rollout-batch-size", "4", "--over-sampling-batch-size", "4", "--eval-size", "0")
+SMALL = (
+    "--rollout-batch-size",
+    "4",
+    "--over-sampling-batch-size",
+    "4",
+    "--n-samples-per-prompt",
+    "4",
+    "--eval-size",
+    "0",
+)
 SHORT = ("--num-rollout", "2", "--rollout-max-response-len", "60", *SMALL)
 BATCH = "miles_async.rollout.sglang_rollout.generate_rollout"
 
