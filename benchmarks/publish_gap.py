@@ -14,7 +14,8 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -38,7 +39,7 @@ SECONDS_BETWEEN = 0.5
 
 
 class Bench:
-    """An engine that answers streams while new versions arrive."""
+    """An engine that answers streams while new versions arrive. Create it inside the running loop."""
 
     def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, streams: int) -> None:
         self._engine = engine
@@ -117,7 +118,10 @@ class Bench:
                         last = now
 
 
-async def measure(bench: Bench, writers: Sequence[WeightWriter], publishes: int) -> dict[str, dict[str, float]]:
+async def measure(
+    make_bench: Callable[[], Bench], writers: Sequence[WeightWriter], publishes: int
+) -> dict[str, dict[str, float]]:
+    bench = make_bench()
     await bench.ready()
     try:
         results = {"no publishes": await bench.play(None, publishes)}
@@ -144,8 +148,8 @@ def main() -> None:
             writers: list[WeightWriter] = [P2PWriter(), BroadcastWriter(), DiskWriter(logs / "weights")]
             for writer in writers:
                 writer.connect([info])
-            bench = Bench(info, router_url, checkpoint, arguments.streams)
-            results = asyncio.run(measure(bench, writers, arguments.publishes))
+            make_bench = partial(Bench, info, router_url, checkpoint, arguments.streams)
+            results = asyncio.run(measure(make_bench, writers, arguments.publishes))
             for writer in writers:
                 writer.close()
         finally:
