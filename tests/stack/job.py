@@ -87,6 +87,10 @@ class Job:
         """Wait until `words` appear on its stdout."""
         self._until(lambda: words in self.out, f"say {words!r}", within)
 
+    def complains(self, words: str, within: float) -> None:
+        """Wait until `words` appear on its stderr."""
+        self._until(lambda: words in self.err, f"complain {words!r}", within)
+
     def runs(self, command: str, within: float) -> None:
         """Wait until it runs a process with `command` in its command line."""
         self._until(lambda: any(command in line for line in self.left_running().values()), f"run {command}", within)

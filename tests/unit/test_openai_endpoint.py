@@ -43,7 +43,7 @@ def tell(story: Callable[[Agent], Awaitable[None]], *lines: str | None, capacity
         engine = Script(*lines)
         turns, endpoint = Turns(engine, Bytes()), AgentEndpoint(Trajectories(capacity, size))
         await endpoint.start()
-        endpoint.welcome(turns, PARAMS)
+        endpoint.welcome(turns, PARAMS, live=lambda: True)
         try:
             async with aiohttp.ClientSession() as http:
                 await story(Agent(http, endpoint, engine, turns))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class AgentEndpoint:
     def __init__(self, trajectories: Trajectories) -> None:
         """`trajectories` takes what external generators post."""
         self._trajectories = trajectories
-        self._visitors: tuple[Turns, Mapping[str, Any]] | None = None
+        self._visitors: tuple[Turns, Mapping[str, Any], Callable[[], bool]] | None = None
         self._visits: dict[str, None] = {}
         """Sessions that external generators opened, the oldest first."""
         self._conversations: dict[str, tuple[Conversation, set[asyncio.Task[Completion]]]] = {}
@@ -91,9 +91,12 @@ class AgentEndpoint:
         if not sample.response_length:
             raise BadTrajectory(f"sample {sample.index}: its agent asked the model for nothing")
 
-    def welcome(self, turns: Turns, sampling_params: Mapping[str, Any]) -> None:
-        """Let external generators open sessions, which draw from these turns."""
-        self._visitors = turns, sampling_params
+    def welcome(self, turns: Turns, sampling_params: Mapping[str, Any], *, live: Callable[[], bool]) -> None:
+        """Let external generators open sessions, which draw from these turns, as soon as the run's weights are `live`.
+
+        Before that an engine that served another run would still answer for that run's versions.
+        """
+        self._visitors = turns, sampling_params, live
 
     def _begin(self, sample: Sample, turns: Turns, params: Mapping[str, Any]) -> tuple[str, Conversation]:
         name, conversation = uuid.uuid4().hex, Conversation(sample, turns, params)
@@ -106,7 +109,9 @@ class AgentEndpoint:
     async def _open(self, http: web.Request) -> web.Response:
         if self._visitors is None:
             return _error(409, "this run has no external generator: set rollout_function_path to external_rollout")
-        turns, params = self._visitors
+        turns, params, live = self._visitors
+        if not live():
+            return _error(503, "the run's weights are not live yet: ask again in a moment")
         name, _ = self._begin(Sample(), turns, params)
         self._visits[name] = None
         if len(self._visits) > MOST_VISITS:
