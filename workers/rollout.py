@@ -20,12 +20,17 @@ from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.openai.trajectories import Trajectories
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import (
+    EVALUATION_PRIORITY,
+    SampledAs,
+    SamplingParams,
+    SGLangGenerator,
+)
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.sglang.turns import Turns
 from miles_async.adapters.system_clock import SystemClock
-from miles_async.config.derived import EXTERNAL_FUNCTION, bounds_of, trains_only
+from miles_async.config.derived import EXTERNAL_FUNCTION, bounds_of, evaluation_places, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
@@ -126,13 +131,14 @@ class RolloutWorker:
         if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             visitors = frontend.sampling.body(frontend.sampling.max_new_tokens)
             endpoint.welcome(Turns(frontend, tokenizer), visitors, live=lambda: self._live_version() >= 0)
-        # While training goes on, evaluation leaves most of the engines to it.
-        evaluators = partial(engines, limit=max(1, places // 4) if config.rollout.eval_interval else places)
+        evaluation = engines(greedy_of(config))
+        if beside := evaluation_places(config):
+            evaluation = engines(greedy_of(config), limit=beside * len(around.engines), priority=EVALUATION_PRIORITY)
         data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
         first_rollout = 0
         if around.resume_from is not None:
             first_rollout = resume(progress_in(around.resume_from), data)
-        live = generator(sampling_of(config), frontend)
+        live = generator(frontend, sampling_of(config))
         skipping = await self._skipping(live, around.checkpoint)
         rewarder = open_rewarder(config, args)
         self._service = Service(
@@ -145,7 +151,7 @@ class RolloutWorker:
                     events=self._outbox,
                     data=data,
                     generator=skipping or live,
-                    evaluator=generator(greedy_of(config), evaluators(greedy_of(config))),
+                    evaluator=generator(evaluation, greedy_of(config)),
                     rewarder=rewarder,
                     learner=RayLearner(config, around.learner_ranks),
                     channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
@@ -157,9 +163,7 @@ class RolloutWorker:
                         EvalSet(
                             name=name,
                             problems=eval_groups(config, name, dataset, checkpoint=around.checkpoint),
-                            generator=generator(
-                                eval_sampling_of(config, dataset), evaluators(eval_sampling_of(config, dataset))
-                            ),
+                            generator=generator(evaluation, eval_sampling_of(config, dataset)),
                         )
                         for name, dataset in config.rollout.eval_datasets.items()
                     ],
@@ -201,13 +205,13 @@ class RolloutWorker:
         tokenizer: CheckpointTokenizer,
         endpoint: AgentEndpoint,
         args: Arguments,
-        sampling: SamplingParams,
         engine: SGLangGenerator,
+        sampling: SamplingParams,
     ) -> Generator:
         """Whole groups by the engines themselves, or each sample by the user's own function on top of them."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:
-            return engine
+            return SampledAs(engine, sampling)
         turns = Turns(engine, tokenizer)
         return FunctionGenerator(
             load_generate_function(path),
@@ -240,7 +244,7 @@ class RolloutWorker:
         if self._service is not None:
             self._service.stop()
 
-    async def _skipping(self, live: SGLangGenerator, checkpoint: str) -> SkippingGenerator | None:
+    async def _skipping(self, live: Generator, checkpoint: str) -> SkippingGenerator | None:
         """Around `live` where some role is enabled; None otherwise."""
         config = self._config
 

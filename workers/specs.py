@@ -9,6 +9,7 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
+from miles_async.config.derived import evaluation_places
 from miles_async.config.schema import EvalDataset, RunConfig
 
 ACTORS_AT_MOST = 64
@@ -33,6 +34,7 @@ def engine_spec(config: RunConfig, name: str, checkpoint: str, logs: Path) -> En
         tp=engine.rollout_num_gpus_per_engine,
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
+        evaluation_places=evaluation_places(config),
         seed=config.data.rollout_seed,
         p2p=config.weights.weight_transfer in ("auto", "p2p"),
         server_args=engine.sglang_server_args,

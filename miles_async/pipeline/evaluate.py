@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles_async.errors import BadTrajectory, EngineLost, UserError
-from miles_async.observability.events import Evaluated
+from miles_async.errors import BadTrajectory, EngineLost, MilesError, UserError
+from miles_async.observability.events import Evaluated, Warned
 from miles_async.pipeline.books import Books
 from miles_async.ports import Generator, Rewarder
 from miles_async.types import Group, Sample, SampleStatus
 
 CORRECT = 0.999
 """A reward from here on counts as correct; below it, partial credit does not."""
-ATTEMPTS = 3
-"""Of a problem whose engine is lost or whose answer is aborted under it."""
+LOSSES = 3
+"""How often the engine of a problem may be lost before it is given up."""
+INTERRUPTIONS = 300
+"""How often it may be aborted under it, as the end of a batch or a publish aborts whatever the engines run."""
 RETRY_SECONDS = 1.0
 
 Scores = Mapping[str, Mapping[str, Sequence[Any]]]
@@ -39,7 +41,7 @@ class Evaluator:
     sets: Sequence[EvalSet]
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
-        """Rewards and truncation flags of every sample, by data set. A failed problem scores 0.
+        """Rewards and truncation flags of every sample, by data set. A failed problem scores 0, with one warning.
 
         Without problems nothing is generated and the result is empty.
         """
@@ -73,26 +75,48 @@ class Evaluator:
     async def _of(self, eval_set: EvalSet) -> dict[str, list[float]]:
         # A copy of its own: evaluations may overlap, and the problems are asked again.
         groups = [Group(map(_unanswered, problem), feed_index=problem.feed_index) for problem in eval_set.problems]
-        await asyncio.gather(*(self._answer(group, eval_set.generator) for group in groups))
+        failures = await asyncio.gather(*(self._answer(group, eval_set.generator) for group in groups))
+        if failed := [failure for failure in failures if failure is not None]:
+            sentence = f"{len(failed)} of {len(groups)} problems of {eval_set.name} failed and score 0: {failed[0]}"
+            self.books.events.emit(Warned(time=self.books.clock.now(), text=sentence))
         samples = [sample for group in groups for sample in group]
         return {
             "rewards": [sample.scalar_reward for sample in samples],
             "truncated": [float(sample.status is SampleStatus.TRUNCATED) for sample in samples],
         }
 
-    async def _answer(self, group: Group, generator: Generator) -> None:
-        for _ in range(ATTEMPTS):
+    async def _answer(self, group: Group, generator: Generator) -> MilesError | None:
+        """Generate and score; what was in the way where that could not be done, and all rewards are 0."""
+        losses = interruptions = 0
+        while True:
             try:
                 await generator.generate(group)
-                if not any(sample.status is SampleStatus.ABORTED for sample in group):
+                if not _interrupted(group):
                     await self.rewarder.score(group)
-                    return
-            except BadTrajectory:
+                    return None
+                failure: MilesError = BadTrajectory(f"problem {group.feed_index} was aborted again and again")
+                interruptions += 1
+            except BadTrajectory as error:
+                failure = error
+                if not _interrupted(group):
+                    break
+                # An agent's conversation that was aborted cannot be continued, only begun again.
+                group.reset()
+                interruptions += 1
+            except EngineLost as error:
+                failure = error
+                losses += 1
+            if losses == LOSSES or interruptions == INTERRUPTIONS:
                 break
-            except EngineLost:
-                await self.books.clock.sleep(RETRY_SECONDS)
+            await self.books.clock.sleep(RETRY_SECONDS)
         for sample in group:
             sample.reward = 0.0
+        return failure
+
+
+def _interrupted(group: Group) -> bool:
+    """Aborted, with the tokens so far: the next attempt continues it."""
+    return any(sample.status is SampleStatus.ABORTED for sample in group)
 
 
 def _unanswered(problem: Sample) -> Sample:

@@ -91,7 +91,10 @@ async def _finished(reference: Any) -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     config = settings(
-        "train_async.py", "--run-dir", str(folder / "runs"), "--cache-dir", str(folder / "cache"), "--lr", "5e-5"
+        "train_async.py",
+        *("--run-dir", str(folder / "runs"), "--cache-dir", str(folder / "cache"), "--lr", "5e-5"),
+        # Engines with room for evaluations beside training.
+        *("--eval-interval", "1"),
     )
     with asyncio.Runner() as runner:
         cluster = runner.run(_enter(config))

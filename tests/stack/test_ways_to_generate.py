@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +131,9 @@ def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack)
     assert run.violations == []
 
 
-def test_data_sets_are_evaluated_with_their_own_settings_while_training_goes_on(stack: Stack, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(6)))
-    sets = {"short": {"path": str(rows), "max_response_len": 1}, "many": {"path": str(rows), "size": 2, "n_samples": 4}}
+def test_data_sets_are_evaluated_with_their_own_settings(stack: Stack, tmp_path: Path) -> None:
+    sets = {"short": {"path": rows(tmp_path), "max_response_len": 1}}
+    sets["many"] = {"path": rows(tmp_path), "size": 2, "n_samples": 4}
     run = stack.play(
         "train_async.py",
         *("--num-rollout", "6", "--eval-interval", "2", *SMALL),
@@ -141,3 +142,37 @@ def test_data_sets_are_evaluated_with_their_own_settings_while_training_goes_on(
     found = [(event.rollout, event.name, event.problems) for event in run.of(Evaluated)]
     assert found == [(after, *of) for after in (-1, 1, 3, 5) for of in (("short", 6), ("many", 8))]
     assert {event.truncated for event in run.of(Evaluated) if event.name == "short"} <= {1.0, 5 / 6, 4 / 6}
+
+
+def test_steps_go_on_while_an_evaluation_runs_below_them(stack: Stack, tmp_path: Path) -> None:
+    long = {"long": {"path": rows(tmp_path), "n_samples": 4, "temperature": 1.0, "max_response_len": 120}}
+    before = evaluation_requests(stack)
+    run = stack.play(
+        "train_async.py",
+        *("--num-rollout", "8", "--eval-interval", "4", *SMALL),
+        *("--eval-datasets", json.dumps(long)),
+    )
+    assert [event.rollout for event in run.of(Evaluated)] == [-1, 3, 7]
+    [beside] = [event for event in run.of(Evaluated) if event.rollout == 3]
+    began = beside.time - beside.seconds
+    during = [step for step in run.of(StepEnded) if began < step.time < beside.time]
+    assert during, "no step ended while the evaluation ran"
+    assert all(step.rollout > 3 for step in during)
+    # The producer's last abort may have interrupted some, which were continued.
+    assert evaluation_requests(stack) >= before + 3 * 6 * 4
+    assert run.violations == []
+
+
+def rows(folder: Path) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(6)))
+    return str(path)
+
+
+def evaluation_requests(stack: Stack) -> int:
+    """Requests that the engine ever finished at the low priority of evaluations, by its own count."""
+    [engine] = stack.cluster.surroundings.engines
+    with urllib.request.urlopen(f"{engine.url}/metrics") as answer:
+        text = answer.read().decode()
+    counts = re.findall(r'^sglang:num_requests_total\{.*priority="-100".*\} ([\d.e+]+)$', text, re.MULTILINE)
+    return int(sum(float(count) for count in counts))

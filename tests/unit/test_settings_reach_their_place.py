@@ -49,6 +49,8 @@ def checkpoint(tmp_path: Path) -> str:
         ({"rollout_num_gpus_per_engine": 2}, "--tp-size 2"),
         ({"sglang_server_concurrency": 7}, "--max-running-requests 7"),
         ({"rollout_seed": 5}, "--random-seed 5"),
+        ({"eval_interval": 5, "sglang_server_concurrency": 8}, "--max-running-requests 10"),
+        ({"eval_interval": 5}, "--enable-priority-scheduling"),
         ({"sglang_server_args": {"schedule_policy": "fcfs"}}, "--schedule-policy fcfs"),
         ({"weight_transfer": "p2p"}, "--remote-instance-weight-loader-start-seed-via-transfer-engine"),
     ],

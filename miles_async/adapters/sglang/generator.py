@@ -23,6 +23,8 @@ from miles_async.errors import EngineLost, PromptTooLong
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_PATIENCE_SECONDS = 30.0
+EVALUATION_PRIORITY = -100
+"""Training has 0. Further below it than SGLang's threshold of 10, beyond which a running request may be put back."""
 _NAMED = ("max_new_tokens", "temperature", "top_p", "top_k", "skip_special_tokens")
 
 
@@ -86,6 +88,7 @@ class SGLangGenerator:
 
     `limit` bounds the samples at the engines at once (`sglang_server_concurrency` times engines); `engine_urls` tells
     the routed engines' own addresses, where aborts go; a prompt of more than `longest_prompt` tokens is refused.
+    Engines that schedule by `priority` serve those of a lower one where they keep nobody of a higher one waiting.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class SGLangGenerator:
         engine_urls: Callable[[], Sequence[str]],
         request_timeout: float = 600.0,
         longest_prompt: int | None = None,
+        priority: int = 0,
     ) -> None:
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
@@ -106,6 +110,8 @@ class SGLangGenerator:
         self._engine_urls = engine_urls
         self._timeout = request_timeout
         self._longest_prompt = longest_prompt
+        # Engines without evaluations know no priorities, and need not be told the usual one.
+        self._priority = {"priority": priority} if priority else {}
         self._client = JsonClient()
         self._places = Places(limit)
         self._name = uuid.uuid4().hex
@@ -191,6 +197,7 @@ class SGLangGenerator:
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": sample.prompt_length - 1,
+            **self._priority,
         }
         async with self._places.take(1) as admitted:
             if not admitted:
@@ -245,8 +252,31 @@ class SGLangGenerator:
                 "input_ids": [sample.tokens for sample in samples],
                 "sampling_params": sampling_params,
                 "return_logprob": True,
+                **self._priority,
             }
             answers = await self._client.post(self._url, body, within=self._timeout)
         decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
         for sample, answer in zip(samples, answers, strict=True):
             extend(sample, answer, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAs:
+    """Implements `ports.Generator`: `engine` with sampling settings of its own, so that several share its places."""
+
+    engine: SGLangGenerator
+    sampling: SamplingParams
+
+    async def generate(self, group: Group) -> None:
+        await self.engine.generate(group, self.sampling)
+
+    async def abort(self, group: Group | None = None) -> None:
+        await self.engine.abort(group)
+
+    @property
+    def in_flight(self) -> int:
+        return self.engine.in_flight
+
+    @property
+    def busy_seconds(self) -> float:
+        return self.engine.busy_seconds

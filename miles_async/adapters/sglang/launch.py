@@ -31,6 +31,8 @@ class EngineSpec:
     """CPU cores the engine may use; None: any."""
     concurrency: int = 512
     """Requests it runs at once at most."""
+    evaluation_places: int = 0
+    """Requests of evaluations that it runs beside those, and that make way for them."""
     seed: int = 42
     p2p: bool = True
     """Open its weights to Mooncake's one-sided writes."""
@@ -94,7 +96,7 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int) -> list[str]:
         "host": "127.0.0.1",
         "port": port,
         "tp-size": spec.tp,
-        "max-running-requests": spec.concurrency,
+        "max-running-requests": spec.concurrency + spec.evaluation_places,
         "random-seed": spec.seed,
         "enable-metrics": True,
         # The first request warms it up as well as a warm-up would, and counts.
@@ -103,6 +105,9 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int) -> list[str]:
         # An idle scheduler polls without pause otherwise: a whole core that the learner could use.
         "sleep-on-idle": True,
     }
+    if spec.evaluation_places:
+        # Places of their own, so that neither waits for the other; where memory is short, evaluations make room.
+        arguments |= {"enable-priority-scheduling": True, "default-priority-value": 0, "retraction-policy": "priority"}
     if spec.p2p:
         arguments["remote-instance-weight-loader-start-seed-via-transfer-engine"] = True
         arguments["engine-info-bootstrap-port"] = bootstrap_port
@@ -177,4 +182,5 @@ def _kv_tokens(spec: EngineSpec) -> int:
     heads = model.get("num_key_value_heads", model["num_attention_heads"])
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     bytes_per_token = 2 * 4 * model["num_hidden_layers"] * heads * width
-    return int(min(spec.concurrency * model["max_position_embeddings"], KV_CACHE_BYTES_ON_CPU // bytes_per_token))
+    requests = spec.concurrency + spec.evaluation_places
+    return int(min(requests * model["max_position_embeddings"], KV_CACHE_BYTES_ON_CPU // bytes_per_token))

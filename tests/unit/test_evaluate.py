@@ -1,0 +1,114 @@
+"""Scores on held-out data: what is in their way is waited for, or named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.observability.events import Warned
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.evaluate import EvalSet, Evaluator
+from miles_async.types import Group, Sample, SampleStatus
+from tests.sim.virtual_time import VirtualClock, run_virtual
+from tests.sim.world import Trace
+
+Attempt = Callable[[Group], None]
+
+
+@dataclass
+class Scripted:
+    """A generator whose calls go as the script says, and well after that."""
+
+    script: list[Attempt]
+    seen: list[int] = field(default_factory=list)
+    """Response tokens that the group had at each call."""
+    in_flight: int = 0
+    busy_seconds: float = 0.0
+
+    async def generate(self, group: Group) -> None:
+        self.seen.append(group.response_tokens)
+        (self.script.pop(0) if self.script else ends)(group)
+
+    async def abort(self, group: Group | None = None) -> None: ...
+
+
+@dataclass
+class Judge:
+    async def score(self, group: Group) -> None:
+        for sample in group:
+            sample.reward = 1.0
+
+
+def ends(group: Group) -> None:
+    for sample in group:
+        sample.status = SampleStatus.COMPLETED
+
+
+def aborted_after_a_token(group: Group) -> None:
+    for sample in group:
+        sample.tokens.append(7)
+        sample.response_length += 1
+        sample.status = SampleStatus.ABORTED
+
+
+def conversation_aborted(group: Group) -> None:
+    aborted_after_a_token(group)
+    raise BadTrajectory("the run took the sample back")
+
+
+def engine_lost(group: Group) -> None:
+    raise EngineLost("gone")
+
+
+def refused(group: Group) -> None:
+    raise BadTrajectory("prompt of 99 tokens")
+
+
+def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
+    """Rewards, response tokens at each call, warnings."""
+    trace, generator = Trace(), Scripted(list(script))
+
+    rewards: list[float] = []
+
+    async def story() -> None:
+        books = Books(VirtualClock(), trace)
+        problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
+        sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
+        scores = await Evaluator(books, Judge(), sets).evaluate(0)
+        rewards.extend(scores["held_out"]["rewards"])
+
+    run_virtual(story())
+    return rewards, generator.seen, [event.text for event in trace.of(Warned)]
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_an_answer_that_the_end_of_a_batch_aborts_is_continued_however_often(times: int) -> None:
+    rewards, seen, warnings = evaluated(*[aborted_after_a_token] * times)
+    assert (rewards, seen, warnings) == ([1.0], list(range(times + 1)), [])
+
+
+def test_an_agents_conversation_that_was_aborted_begins_again() -> None:
+    rewards, seen, warnings = evaluated(conversation_aborted, conversation_aborted)
+    assert (rewards, seen, warnings) == ([1.0], [0, 0, 0], [])
+
+
+def test_a_lost_engine_is_waited_for_twice() -> None:
+    assert evaluated(engine_lost, engine_lost)[0] == [1.0]
+    rewards, _, [warning] = evaluated(engine_lost, engine_lost, engine_lost)
+    assert rewards == [0.0]
+    assert warning == "1 of 1 problems of held_out failed and score 0: gone"
+
+
+def test_a_problem_that_cannot_be_answered_scores_nothing_and_is_named() -> None:
+    rewards, seen, [warning] = evaluated(refused)
+    assert (rewards, seen) == ([0.0], [0])
+    assert "prompt of 99 tokens" in warning
+
+
+def test_an_answer_that_is_aborted_without_end_is_given_up() -> None:
+    rewards, seen, [warning] = evaluated(*[aborted_after_a_token] * 1000)
+    assert (rewards, len(seen)) == ([0.0], 300)
+    assert "aborted again and again" in warning
