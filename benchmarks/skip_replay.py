@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from miles_async.adapters.garbage import spare_the_loop
 from miles_async.config.schema import RunConfig, Skip, SkipRollout
 from miles_async.core.skip import GroupRecord, Recording
 from miles_async.skip import SkipManager
@@ -93,7 +93,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"{'MB':>8}{'save s':>9}{'load s':>9}{'generate s':>12}{'share':>9}{'loop lag ms':>13}")
     rows = []
-    gc.freeze()  # as the rollout worker does
+    spare_the_loop()  # as the rollout worker does
     with tempfile.TemporaryDirectory() as folder:
         for megabytes in options.megabytes:
             row = asyncio.run(measure(megabytes, options.tokens_per_second, Path(folder)))

@@ -97,7 +97,7 @@ class Cluster:
 
     async def start(self, lessons: Lessons) -> ClusterReady:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
-        debug, idle = self._config.debug, derived.trains_only(self._config)
+        debug, idle = self._config.debug, not derived.generates(self._config)
         ranks = [
             self._actor(LearnerRank, f"learner-{rank}", self._config, rank, self._world_size)
             for rank in range(1 if debug.debug_rollout_only else self._world_size)

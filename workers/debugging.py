@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from miles_async.adapters.absent import NoEngines, NoLearner
 from miles_async.adapters.datasets.opening import save_tokenizer
-from miles_async.config.derived import trains_only
+from miles_async.config.derived import generates, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.service import Ports
 
 
 def half_of(config: RunConfig, ports: Ports) -> Ports:
-    """The ports without the half that `debug_rollout_only` or `debug_train_only` leaves out."""
+    """The ports without the half that is left out: the learner, or the engines where nothing is generated."""
     if config.debug.debug_rollout_only:
         return replace(ports, learner=NoLearner(), channel=NoLearner())
-    if trains_only(config):
+    if not generates(config):
         absent = NoEngines()
         return replace(
             ports,

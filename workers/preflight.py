@@ -67,7 +67,9 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
     SkipManager(SkipWorld(config=config))
     if not config.warm_start.warm_start_max_steps:
         return Lessons(problems=[], check=[])
-    pairs = ((str(sample.prompt), str(sample.label)) for sample in data.warm_start_problems())
+    template = config.warm_start.warm_start_template
+    problems = data.warm_start_problems()
+    pairs = ((template.replace("{prompt}", str(sample.prompt)), str(sample.label)) for sample in problems)
     return Lessons(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
 
 

@@ -60,7 +60,7 @@ class Surroundings:
     checkpoint: str
     """The folder that learner and engines were started from."""
     router_url: str
-    """Empty where no engine was started."""
+    """Empty where nothing is generated."""
     engines: Sequence[EngineInfo]
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
@@ -256,7 +256,14 @@ class RolloutWorker:
         if not manager.any_enabled:
             return None
         stream = self._bounds.schedule is Schedule.FULLY_ASYNC
-        return SkippingGenerator(live, manager, stream=stream, clock=SystemClock(), live_version=self._live_version)
+        return SkippingGenerator(
+            live,
+            manager,
+            stream=stream,
+            clock=SystemClock(),
+            events=self._outbox,
+            live_version=self._live_version,
+        )
 
     def _live_version(self) -> int:
         return self._service.books.live_version if self._service is not None else -1

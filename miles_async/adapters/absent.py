@@ -1,7 +1,8 @@
-"""Stand-ins for the half of the stack that a debugging run leaves out. They do nothing, and say that they did nothing.
+"""Stand-ins for the half of the stack that a run leaves out. They do nothing, and say that they did nothing.
 
 `--debug-rollout-only` has no learner: steps take no time and move no weight, so all versions are the same weights.
-`--debug-train-only` has no engines: what is published goes nowhere, and asking for a token is an error.
+`--debug-train-only` has no engines, nor have lessons that nothing is evaluated between: what is published goes nowhere,
+and asking for a token is an error.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class NoEngines:
     busy_seconds = 0.0
 
     async def generate(self, group: Group) -> None:
-        raise Fatal(f"group {group.feed_index} was sent to the engines, and this run has none (debug_train_only)")
+        raise Fatal(f"group {group.feed_index} was sent to the engines, and this run started none")
 
     async def score(self, group: Group) -> None:
-        raise Fatal(f"group {group.feed_index} was sent to its reward in a run that only trains (debug_train_only)")
+        raise Fatal(f"group {group.feed_index} was sent to its reward in a run that only trains")
 
     async def abort(self, group: Group | None = None) -> None: ...
 

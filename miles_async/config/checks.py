@@ -13,6 +13,7 @@ from miles_async.config.derived import (
     GREEDY_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    generates,
     learner_ranks,
     samples_per_rollout,
     samples_per_step,
@@ -207,7 +208,7 @@ def _tools(config: RunConfig) -> Iterator[str]:
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     kind = rollout.rm_type.removeprefix("boxed_") if rollout.rm_type is not None else None
-    if kind is None and rollout.custom_rm_path is None and not trains_only(config):
+    if kind is None and rollout.custom_rm_path is None and generates(config):
         yield "there is no reward: set rm_type to reasoning_gym or exact, or custom_rm_path to module.function"
     if kind not in (None, *BUILT_IN_REWARDS):
         known = ", ".join(BUILT_IN_REWARDS[:-1])
@@ -338,6 +339,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
     low, high = config.warm_start.warm_start_accuracy
     if not 0 <= low < high <= 1:
         yield f"warm_start_accuracy [{low:g}, {high:g}] is no range of accuracies; set it to [0.15, 0.35], for example"
+    if "{prompt}" not in config.warm_start.warm_start_template:
+        yield f"warm_start_template {config.warm_start.warm_start_template!r} has no place for the {{prompt}}"
     warn, abort = config.observability.no_progress_warn_seconds, config.observability.no_progress_abort_seconds
     if abort <= warn:
         yield (

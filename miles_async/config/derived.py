@@ -23,8 +23,20 @@ def schedule_of(config: RunConfig, entry: str) -> Schedule:
 
 
 def trains_only(config: RunConfig) -> bool:
-    """Whether batches come from disk, so that no engine is started."""
+    """Whether batches come from disk."""
     return config.debug.debug_train_only or config.debug.load_debug_rollout_data is not None
+
+
+def evaluates(config: RunConfig) -> bool:
+    """Whether anything is held out, or named, to be evaluated on."""
+    rollout = config.rollout
+    return bool(config.data.eval_size or rollout.eval_datasets or rollout.eval_function_path)
+
+
+def generates(config: RunConfig) -> bool:
+    """Whether anything is ever asked of an engine: saved batches and lessons come without, evaluations do not."""
+    lessons = config.rollout.rollout_function_path == SFT_FUNCTION
+    return not trains_only(config) and not (lessons and not evaluates(config))
 
 
 def rollout_file(config: RunConfig) -> str | None:
@@ -89,7 +101,9 @@ def table(config: RunConfig, entry: str) -> str:
     rows += [
         ("batch", samples_per_rollout(config), f"samples: {_times(rollout)}, {steps}"),
         ("learner", learner_ranks(config), f"rank(s), {learner.tensor_model_parallel_size} per layer"),
-        ("engines", engines(config), f"of {config.engine.rollout_num_gpus_per_engine} rank(s)"),
+        ("engines", engines(config), f"of {config.engine.rollout_num_gpus_per_engine} rank(s)")
+        if generates(config)
+        else ("engines", 0, "nothing is generated"),
     ]
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
 

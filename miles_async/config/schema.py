@@ -59,6 +59,8 @@ class WarmStart(Section):
     """Problems per supervised step."""
     warm_start_check_every: int = Field(20, ge=1)
     """Supervised steps between two looks at the accuracy; near the range half as many."""
+    warm_start_template: str = "{prompt}"
+    """What it makes of each prompt, where something else will in training: an agent's chat, for example."""
     cache_dir: str = "~/.cache/miles_async"
     """Where warm-started models are kept, by the hash of all that made them."""
 
@@ -390,6 +392,8 @@ class Skip(Section):
     """Roles of your own, each with the four settings of the others: skip.roles.reward.enable=true."""
     replay_timing: Literal["recorded", "none"] = "recorded"
     """A replayed group takes as long as its generation took, or no time."""
+    drain_seconds: float = Field(60.0, ge=0)
+    """When a fully asynchronous run ends, finish the groups that are being recorded, for so long at most."""
     mismatch: Literal["refuse", "generate"] = "refuse"
     """A recording made under other settings stops the run, or is left alone and the step generated."""
     max_bytes: int | None = Field(None, ge=1)

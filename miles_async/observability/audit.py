@@ -13,6 +13,7 @@ from miles_async.observability.events import (
     Event,
     GroupGenerated,
     GroupMoved,
+    GroupReplayed,
     PublishEnded,
     RunStarted,
     StepStarted,
@@ -34,6 +35,8 @@ class _Life:
     oldest: int | None = None
     trained_as: int | None = None
     """The version its batch goes into."""
+    replayed: bool = False
+    """Its tokens were recorded, and are as old as they were then."""
     bypassed: int = 0
     """Younger groups collected before it."""
 
@@ -67,6 +70,8 @@ class Audit:
                 self._window, self._slots = event.window, event.slots
             case GroupMoved():
                 self._moved(event)
+            case GroupReplayed():
+                self._live[event.sequence].replayed = True
             case GroupGenerated():
                 self._generated(event)
             case StepStarted():
@@ -147,7 +152,7 @@ class Audit:
     def _generated(self, event: GroupGenerated) -> None:
         life = self._live[event.sequence]
         life.oldest = event.versions[0]
-        if life.oldest < life.born:
+        if life.oldest < life.born and not life.replayed:
             self._violated(f"group {event.sequence} holds tokens of {life.oldest}, older than {life.born} at admission")
 
     def _stepped(self, event: StepStarted) -> None:

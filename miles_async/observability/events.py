@@ -67,6 +67,14 @@ class GroupGenerated(Event, frozen=True):
     truncated: int
 
 
+class GroupReplayed(Event, frozen=True):
+    """A group was given what an earlier run recorded: its tokens may be older than its admission."""
+
+    sequence: int
+    recorded: str
+    """The feed index that it was recorded under."""
+
+
 class GroupFiltered(Event, frozen=True):
     """A filter decided against a finished group."""
 
@@ -217,6 +225,7 @@ AnyEvent = (
     | GroupMoved
     | GroupGenerated
     | GroupFiltered
+    | GroupReplayed
     | SamplesRemoved
     | DataSkipped
     | AdmissionBlocked

@@ -1,8 +1,10 @@
-"""Finding the answer in a response. Pure text, no mathematics."""
+"""Finding the answer in a response, and the one that is expected. Pure text, no mathematics."""
 
 from __future__ import annotations
 
 import re
+
+from miles_async.types import Sample
 
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
@@ -32,3 +34,10 @@ def answer_line(response: str) -> str | None:
     """What the last `Answer: ...` line of the last 300 characters says (DAPO's format, 2503.14476)."""
     lines = _ANSWER_LINE.findall(response[-300:])
     return lines[-1].strip().strip("$").strip() if lines else None
+
+
+def label_of(sample: Sample) -> str:
+    """Raises TypeError for a label that is no answer."""
+    if not isinstance(sample.label, (str, int, float)):
+        raise TypeError(f"the label is {sample.label!r}, a {type(sample.label).__name__}, not a text or a number")
+    return str(sample.label)

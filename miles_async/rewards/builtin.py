@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_async.errors import UserError
-from miles_async.rewards.answers import last_boxed
+from miles_async.rewards.answers import label_of, last_boxed
 from miles_async.types import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -25,7 +25,7 @@ _CHOICES = (
 
 def exact(args: Any, sample: Sample) -> float:
     """1 where the stripped response is the label, else 0."""
-    return float(sample.response.strip() == str(sample.label).strip())
+    return float(sample.response.strip() == label_of(sample).strip())
 
 
 def f1(args: Any, sample: Sample) -> float:
@@ -33,7 +33,7 @@ def f1(args: Any, sample: Sample) -> float:
 
     The best over several labels, where the label is a list.
     """
-    labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    labels = sample.label if isinstance(sample.label, list) else [label_of(sample)]
     return max(_f1(sample.response, str(label)) for label in labels)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from miles_async.rewards.answers import after_thinking, answer_line, last_boxed
+from miles_async.rewards.answers import after_thinking, answer_line, label_of, last_boxed
 from miles_async.types import Sample
 
 
@@ -32,13 +32,6 @@ def dapo(args: Any, sample: Sample) -> dict[str, Any]:
     answer = answer_line(sample.response)
     right = answer is not None and same(last_boxed(answer) or answer, label_of(sample))
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer or ""}
-
-
-def label_of(sample: Sample) -> str:
-    """Raises TypeError for a label that is no answer."""
-    if not isinstance(sample.label, (str, int, float)):
-        raise TypeError(f"the label is {sample.label!r}, a {type(sample.label).__name__}, not a text or a number")
-    return str(sample.label)
 
 
 def same(answer: str, label: str, *, latex: bool = True) -> bool:

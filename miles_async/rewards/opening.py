@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-from miles_async.config.derived import trains_only
+from miles_async.config.derived import generates
 from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
 from miles_async.core.loading import load_function
@@ -30,8 +30,8 @@ def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
     Raises UserError when there is none, or the user's function cannot be imported.
     """
     rollout = config.rollout
-    if trains_only(config):
-        # Saved batches bring their rewards, so nobody asks this one.
+    if not generates(config):
+        # Saved batches bring their rewards and lessons need none, so nobody asks this one.
         return Rewarder(exact, args, name="none", timeout_seconds=None)
     if rollout.custom_rm_path is not None:
         return _custom(config, rollout.custom_rm_path, args)

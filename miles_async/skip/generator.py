@@ -2,7 +2,8 @@
 
 Everything around generation runs as in a live run: admission, rewards, filter, window, queue and staleness. A replayed
 group takes as long as its generation took (`skip.replay_timing`) and is as old, against the weights that are live when
-it ends, as the recorded one was.
+it ends, as the recorded one was. When the stream ends, groups that are being recorded are finished first
+(`skip.drain_seconds`), so that the next run finds every group that this one began.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from miles_async.core.skip import GroupRecord, Recording, SkipAction, is_first_attempt
+from miles_async.observability.events import EventSink, GroupReplayed
 from miles_async.ports import Clock, Generator
 from miles_async.skip.base import CannotSkip
 from miles_async.skip.identity import prompt_hash
@@ -33,10 +35,18 @@ class SkippingGenerator:
     """
 
     def __init__(
-        self, live: Generator, manager: SkipManager, *, stream: bool, clock: Clock, live_version: Callable[[], int]
+        self,
+        live: Generator,
+        manager: SkipManager,
+        *,
+        stream: bool,
+        clock: Clock,
+        events: EventSink,
+        live_version: Callable[[], int],
     ) -> None:
         self._live = live
         self._clock = clock
+        self._events = events
         self._live_version = live_version
         self._stream = stream
         role = manager.roles["async_rollout" if stream else "rollout"]
@@ -45,6 +55,7 @@ class SkippingGenerator:
         if role.is_enabled:
             role.note_other_sizes()
         self._timed = manager.world.config.skip.replay_timing == "recorded"
+        self._drain_seconds = manager.world.config.skip.drain_seconds
         self._taken: list[GroupRecord] = []
         """What was generated since the batch began."""
         self._tape: dict[str, GroupRecord] | None = None
@@ -53,6 +64,8 @@ class SkippingGenerator:
         """When groups that are not on the tape go live."""
         self._waiting: dict[int, asyncio.Future[None]] = {}
         """Resolved by an abort, for each group that is not at the live generator, by identity."""
+        self._recording: set[asyncio.Future[None]] = set()
+        """Resolved at the end of each group of the stream that is generated now, to be recorded."""
         self._interrupted: set[str] = set()
         """Groups whose replay was cut short for them alone: another replay would be cut short likewise."""
 
@@ -82,6 +95,8 @@ class SkippingGenerator:
         if group is None:
             for aborted in self._waiting.values():
                 _resolve(aborted)
+            if self._recording:
+                await asyncio.wait(self._recording, timeout=self._drain_seconds)
             await self._live.abort()
         elif (aborted_now := self._waiting.get(id(group))) is not None:
             self._interrupted.add(group.feed_index)
@@ -142,7 +157,14 @@ class SkippingGenerator:
             _mark_aborted(group)
             return []
         began = self._clock.now()
-        await self._live.generate(group)
+        ended = asyncio.get_running_loop().create_future()
+        if self._stream and self._role.records(group):
+            self._recording.add(ended)
+        try:
+            await self._live.generate(group)
+        finally:
+            self._recording.discard(ended)
+            _resolve(ended)
         if any(sample.status not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) for sample in group):
             return []
         seconds = self._clock.now() - began
@@ -157,6 +179,10 @@ class SkippingGenerator:
         remaining = record.seconds - (self._clock.now() - began) if self._timed else 0.0
         if not await self._aborted_within(group, remaining):
             record.replay_into(group, self._live_version())
+            assert group.sequence is not None, "admission gave the group its number"
+            self._events.emit(
+                GroupReplayed(time=self._clock.now(), sequence=group.sequence, recorded=record.feed_index)
+            )
 
     async def _aborted_within(self, group: Group, seconds: float) -> bool:
         """Wait; True, with the group marked, as soon as somebody aborts it meanwhile."""

@@ -58,6 +58,11 @@ class RolloutSkip(BaseSkip):
         except (OSError, StoreFull, TypeError) as error:
             self._warn_once(f"nothing more is recorded for skip.{self.role}: {error}; generation goes on", "save")
 
+    def records(self, group: Group) -> bool:
+        """Whether what is generated for a group of the stream is kept."""
+        step = self.extract_step(group)
+        return self.is_enabled and step is not None and self.is_eligible(step)
+
     def compare_prompt(self, recorded: str, current: str, feed_index: str) -> None:
         """Raises as `warp_function` does when a group was recorded for another prompt. `repeat` takes any."""
         if self.action is SkipAction.CACHE:

@@ -11,6 +11,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import BadTrajectory
 from miles_async.rewards import mathematics
 from miles_async.rewards.graders import GraderFailed, Graders
+from miles_async.rewards.instructions import keeps
 from miles_async.rewards.opening import open_rewarder
 from miles_async.types import Group, Sample
 
@@ -129,3 +130,13 @@ def test_dapo_reads_the_answer_line_and_deepscaler_what_follows_the_reasoning() 
     assert deepscaler(r"hm</think> \boxed{4}", ["3", "4"]) == 1.0
     with pytest.raises(TypeError, match=r"the label is \{\}, a dict"):
         deepscaler(r"</think>\boxed{4}", {})
+
+
+@pytest.mark.parametrize(
+    "language, text",
+    [("de", "Das ist ein kurzer Satz."), ("kn", "ಇದು ಕನ್ನಡ"), ("zh-cn", "这是一个短句子"), ("en", "So it is.")],
+)
+def test_a_response_is_in_the_language_asked_for(language: str, text: str) -> None:
+    name = "language:response_language"
+    assert keeps(text, name, {"language": language})
+    assert not keeps("Bonjour tout le monde, comment allez-vous ?", name, {"language": language})

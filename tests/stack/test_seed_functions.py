@@ -11,12 +11,14 @@ import pytest
 
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.adapters.megatron.tiny_model import byte_tokenizer
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
+from miles_async.errors import UserError
 from miles_async.pipeline.service import noted
 from miles_async.rewards.opening import open_rewarder
 from miles_async.rollout.contract import flat_args
@@ -41,7 +43,8 @@ def source(folder: Path, **settings: Any) -> BufferedSource:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{row}", "label": row}) + "\n" for row in range(6)))
     data = {"prompt_data": str(path), "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
-    return open_data(config(**data, **settings))
+    whole = config(**data, **settings)
+    return open_data(whole, checkpoint=whole.model.hf_checkpoint)
 
 
 @pytest.mark.parametrize("key", [None, "acc"])
@@ -103,3 +106,11 @@ def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) 
     assert [[sample.scalar_reward for sample in trained] for trained in groups] == [[0.0, 1.0]] * 3
     assert [trained.feed_index for trained in groups] == ["sample_0_0", "sample_0_1", "sample_0_2"]
     assert noted([sample for trained in groups for sample in trained]) == {"raw_reward": 0.5}
+
+
+def test_a_missing_chat_template_is_named_before_anything_starts(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(UserError, match=r"apply_chat_template is set, but the tokenizer in .* has no chat template"):
+        source(tmp_path, apply_chat_template=True, hf_checkpoint=str(tmp_path / "plain"))

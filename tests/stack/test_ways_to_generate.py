@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from miles_async.adapters.rollout_file import load_groups
 from miles_async.adapters.sglang.process import free_port
-from miles_async.observability.events import Evaluated, StepEnded, StepStarted
+from miles_async.observability.events import Evaluated, GroupMoved, StepEnded, StepStarted
 from miles_async.types import Sample
 from tests.stack.conftest import Stack
 
@@ -31,6 +32,7 @@ SMALL = (
     "0",
 )
 SHORT = ("--num-rollout", "2", "--rollout-max-response-len", "60", *SMALL)
+LONG = 120
 BATCH = "miles_async.rollout.sglang_rollout.generate_rollout"
 
 
@@ -83,34 +85,26 @@ def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
     assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
 
 
-def test_of_lessons_only_what_the_assistant_says_is_trained(stack: Stack, tmp_path: Path) -> None:
+def test_of_lessons_only_what_the_assistant_says_is_trained_and_no_engine_is_started(tmp_path: Path) -> None:
     lessons = tmp_path / "lessons.jsonl"
-    rows = []
-    for n in range(40):
-        answer = {"role": "assistant", "content": str(n % 7)}
-        messages = [{"role": "user", "content": f"{n} mod 7?"}, answer, {"role": "user", "content": "Sure?"}, answer]
-        rows.append({"prompt": f"{n}", "label": "", "metadata": {"messages": messages}})
-    lessons.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = stack.play(
-        "train.py",
-        *(
-            "--num-rollout",
-            "2",
-            "--rollout-batch-size",
-            "16",
-            "--over-sampling-batch-size",
-            "16",
-            "--n-samples-per-prompt",
-            "1",
-            "--eval-size",
-            "0",
-        ),
-        *("--rollout-function-path", "miles_async.rollout.sft_rollout.generate_rollout", "--loss-type", "sft_loss"),
-        *("--reasoning-gym-task", "null", "--prompt-data", str(lessons)),
+    answer = [{"role": "assistant", "content": "3"}]
+    chats = [[{"role": "user", "content": f"{n} mod 7?"}, *answer, {"role": "user", "content": "Sure?"}, *answer]
+             for n in range(40)]  # fmt: skip
+    lessons.write_text(
+        "".join(json.dumps({"prompt": "", "label": "", "metadata": {"messages": chat}}) + "\n" for chat in chats)
     )
-    assert len(run.of(StepEnded)) == 2
+    flags = ("--prompt-data", str(lessons), "--num-rollout", "3", "--run-dir", str(tmp_path / "runs"))
+    command = [sys.executable, "train.py", "--config", "configs/sft-cpu.yaml", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "engine is up" not in done.stdout + done.stderr
+    assert "router is up" not in done.stdout + done.stderr
+    lines = (tmp_path / "runs" / "latest" / "events.jsonl").read_text().splitlines()
+    steps = [event for event in map(json.loads, lines) if event["type"] == "StepEnded"]
+    assert [step["finite"] for step in steps] == [True] * 3
     # Two turns per lesson: a digit and the end of the turn each.
-    assert {step.metrics["loss_tokens"] for step in run.of(StepEnded)} == {16 * 4}
+    assert {step["metrics"]["loss_tokens"] for step in steps} == {16 * 4}
+    assert steps[2]["metrics"]["loss"] < steps[0]["metrics"]["loss"]
 
 
 def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack) -> None:
@@ -128,6 +122,33 @@ def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack)
         generator.wait()
     assert [step.finite for step in run.of(StepEnded)] == [True, True]
     assert [len(step.groups) for step in run.of(StepStarted)] == [4, 4]
+    assert run.violations == []
+
+
+async def short_or_long(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Every other prompt takes so long that the end of a batch aborts it."""
+    longest = 8 if (sample.index or 0) // args.n_samples_per_prompt % 2 else LONG
+    return await args.turns.sample(sample, {**sampling_params, "max_new_tokens": longest, "ignore_eos": True})
+
+
+def test_groups_that_a_batch_aborts_are_continued_in_a_later_one(stack: Stack, tmp_path: Path) -> None:
+    run = stack.play(
+        "train.py",
+        *("--rollout-function-path", BATCH, "--windowed-fifo-ratio", "null", "--partial-rollout", "--eval-size", "0"),
+        *("--num-rollout", "6", "--rollout-max-response-len", str(LONG), "--n-samples-per-prompt", "4"),
+        *("--rollout-batch-size", "4", "--over-sampling-batch-size", "8"),
+        *("--custom-generate-function-path", "tests.stack.test_ways_to_generate.short_or_long"),
+        *("--save-debug-rollout-data", str(tmp_path / "{rollout_id}.safetensors")),
+    )
+    assert "partial" in {event.reason for event in run.of(GroupMoved)}
+    trained = [sample for n in range(6) for group in load_groups(tmp_path / f"{n}.safetensors")[1] for sample in group]
+    assert {sample.response_length for sample in trained} <= {8, LONG}
+    # In turns a batch is of one version: a sample of several was begun for an earlier batch.
+    continued = [sample for sample in trained if len({span.version for span in sample.spans}) > 1]
+    assert continued
+    for sample in continued:
+        assert [span.start for span in sample.spans] == [0, *(span.end for span in sample.spans[:-1])]
+        assert sample.spans[-1].end == len(sample.rollout_log_probs) == sample.response_length == LONG
     assert run.violations == []
 
 

@@ -105,7 +105,6 @@ def test_half_a_group_is_not_taken_back(rows: str) -> None:
 def test_a_restored_source_goes_on_where_the_saved_one_stood(rows: str) -> None:
     saved, restored = open_rows(rows, rollout_shuffle=True), open_rows(rows, rollout_shuffle=True)
     partial = saved.get_samples(8)[3]
-    partial[0].spans, partial[0].status = [VersionSpan(2, 0, 3)], SampleStatus.ABORTED
     partial.attempt = 1
     saved.add_samples([partial])
     restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
@@ -113,6 +112,18 @@ def test_a_restored_source_goes_on_where_the_saved_one_stood(rows: str) -> None:
     assert found == expected
     assert [group.feed_index for group in found] == [group.feed_index for group in expected]
     assert found[0].attempt == 1
+
+
+def test_a_restored_source_gives_partly_generated_groups_out_afresh(rows: str) -> None:
+    saved, restored = open_rows(rows), open_rows(rows)
+    [partial] = saved.get_samples(1)
+    partial[0].tokens, partial[0].response_length = [1, 2, 3, 4], 3
+    partial[0].spans, partial[0].status = [VersionSpan(2, 0, 3)], SampleStatus.ABORTED
+    saved.add_samples([partial])
+    restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    [afresh] = restored.get_samples(1)
+    assert (afresh.feed_index, afresh[0].tokens, afresh[0].spans) == (partial.feed_index, [1], [])
+    assert afresh[0].status is SampleStatus.PENDING
 
 
 def test_held_out_rows_are_never_fed_even_where_the_file_repeats_them(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ BUILTIN = "unit/test_rewards_builtin.py"
 FILTERS = "unit/test_filters.py"
 GRADERS = "stack/test_graders.py"
 DEBUG = "stack/test_debug_runs.py"
+PREFLIGHT = "unit/test_preflight.py"
 RUN = "unit/test_observability_run.py"
 SERVICE = "sim/test_service.py"
 GENERATE = "unit/test_generate_functions.py"
@@ -41,6 +42,7 @@ PROOF = {
     "warm_start_lr": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     "warm_start_batch_size": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     "warm_start_check_every": f"{LEARNER}::test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step",
+    "warm_start_template": f"{PREFLIGHT}::test_a_warm_start_teaches_prompts_in_the_form_that_training_gives_them",
     "cache_dir": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # data
     "prompt_data": f"{DATA}::test_a_broken_line_is_named_by_file_and_number",
@@ -185,6 +187,7 @@ PROOF = {
     "skip_async_rollout_action": f"{SKIP_MANAGER}::test_the_seeds_overrides_and_the_flags_say_the_same",
     "skip_roles": f"{SKIP_MANAGER}::test_a_configured_step_runs_once_and_is_replayed_afterwards",
     "skip_replay_timing": f"{SKIP}::test_an_untimed_replay_takes_no_time",
+    "skip_drain_seconds": f"{SKIP}::test_what_is_under_way_when_a_recording_run_ends_is_finished_for_so_long",
     "skip_mismatch": f"{SKIP}::test_it_may_be_left_alone_instead_with_one_warning",
     "skip_max_bytes": f"{SKIP}::test_a_full_folder_ends_recording_with_one_warning_and_the_run_goes_on",
     # observability

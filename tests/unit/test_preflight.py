@@ -75,6 +75,14 @@ def test_a_warm_start_is_handed_what_it_learns_from_and_what_it_is_checked_on() 
     assert (len(lessons.check), len(lessons.problems)) == (512, 8192)
 
 
+def test_a_warm_start_teaches_prompts_in_the_form_that_training_gives_them() -> None:
+    plain, chat = (
+        preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").check[0]
+        for template in ("{prompt}", "user: {prompt}<eos>assistant: ")
+    )
+    assert chat == (f"user: {plain[0]}<eos>assistant: ", plain[1])
+
+
 @pytest.mark.parametrize(
     "settings, complaint",
     [

@@ -82,6 +82,12 @@ def test_gpqa_looks_for_the_letter(response: str, label: Any, expected: float) -
     assert gpqa(None, Sample(response=response, label=label, metadata={"choices": ["red", "blue"]})) == expected
 
 
+@pytest.mark.parametrize("kind", ["exact", "f1"])
+def test_a_missing_label_is_no_answer_that_could_be_right(kind: str) -> None:
+    with pytest.raises(BadTrajectory, match=f"sample 0: reward {kind} raised TypeError: the label is None"):
+        scored("None", label=None, rm_type=kind)
+
+
 def test_a_label_of_the_wrong_type_names_its_sample() -> None:
     with pytest.raises(BadTrajectory, match="sample 0: reward gpqa raised TypeError: the label None is neither"):
         scored("A", label=None, rm_type="gpqa")
@@ -109,6 +115,19 @@ def test_a_label_of_the_wrong_type_names_its_sample() -> None:
         ("startend:quotation", {}, '"hi"', "hi"),
         ("punctuation:no_comma", {}, "a b", "a, b"),
         ("change_case:english_lowercase", {}, "abc", "Abc"),
+        ("detectable_format:constrained_response", {}, "Well. My answer is no.", "No."),
+        (
+            "detectable_format:multiple_sections",
+            {"section_spliter": "SECTION", "num_sections": 2},
+            "SECTION 1\na\nSECTION 2\nb",
+            "SECTION 1\na",
+        ),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "weekend"},
+            "One.\n\nWeekend, two.",
+            "Weekend.\n\nTwo.",
+        ),
         ("change_case:english_capital", {}, "ABC", "Abc"),
         ("change_case:capital_word_frequency", {"capital_frequency": 1}, "so BIG", "so big"),
     ],
@@ -121,8 +140,8 @@ def test_an_instruction_is_kept_or_not(name: str, arguments: dict[str, Any], rig
 def test_ifeval_pays_the_share_of_instructions_kept_and_knows_no_unknown_ones() -> None:
     asked = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [None, {}]}
     assert ifeval(None, Sample(response="no title", metadata=asked)) == 0.5
-    with pytest.raises(BadTrajectory, match="instruction 'language:response_language' is unknown"):
-        scored("x", metadata={"instruction_id_list": ["language:response_language"]}, rm_type="ifeval")
+    with pytest.raises(BadTrajectory, match="instruction 'language:none' is unknown"):
+        scored("x", metadata={"instruction_id_list": ["language:none"]}, rm_type="ifeval")
 
 
 class Judge:

@@ -15,7 +15,7 @@ from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward,
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.process import ServerProcess, free_port
-from miles_async.config.derived import table
+from miles_async.config.derived import SFT_FUNCTION, generates, table
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
@@ -100,6 +100,22 @@ def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -
     found = rows(**devices, actor_num_nodes=2, actor_num_gpus_per_node=4)
     assert (found["engines"], found["learner"]) == ("3", "8")
     assert (rows()["engines"], rows()["learner"]) == ("1", "1")
+
+
+@pytest.mark.parametrize(
+    "settings, engines",
+    [
+        ({"eval_size": 0}, 0),
+        ({"eval_size": 4}, 1),
+        ({"eval_size": 0, "eval_function_path": "mine.evaluate"}, 1),
+        ({"eval_size": 0, "eval_datasets": {"few": {"path": "rows.jsonl"}}}, 1),
+    ],
+)
+def test_lessons_need_engines_only_where_something_is_evaluated(settings: dict[str, Any], engines: int) -> None:
+    lessons = config(rollout_function_path=SFT_FUNCTION, **settings)
+    assert generates(lessons) is bool(engines)
+    rows = {line.split()[0]: line.split()[1] for line in table(lessons, "train.py").splitlines()}
+    assert rows["engines"] == str(engines)
 
 
 def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> None:

@@ -72,10 +72,13 @@ class Buffer:
         ]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
+        """Its groups begin afresh: they may hold tokens of weight versions that another run counted."""
         self._groups = [
             Group(map(Sample.from_dict, group["samples"]), feed_index=group["feed_index"], attempt=group["attempt"])
             for group in state
         ]
+        for group in self._groups:
+            group.reset()
 
 
 def _identity(group: list[Sample]) -> int:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from safetensors import safe_open
 
 from miles_async.core.skip import GroupRecord, Recording
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
-Arrays = dict[str, NDArray[Any]]
+Columns = dict[str, list[NDArray[Any]]]
+"""By kind, the pieces that lie one behind the other in the file's array of that name."""
 
 _KINDS: dict[str, Any] = {
     "tokens": np.int32,
@@ -24,9 +26,13 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def encode(recording: Recording) -> tuple[Arrays, dict[str, Any]]:
-    """Arrays of all samples one behind the other, and what tells them apart again."""
-    columns: dict[str, list[NDArray[Any]]] = {kind: [] for kind in _KINDS}
+_SAFETENSORS = {np.dtype("i4"): "I32", np.dtype("f8"): "F64", np.dtype("i8"): "I64", np.dtype("u1"): "U8"}
+"""What that format calls the types above."""
+
+
+def encode(recording: Recording) -> tuple[Columns, dict[str, Any]]:
+    """Pieces of one sample each, and what tells them apart again."""
+    columns: Columns = {kind: [] for kind in _KINDS}
     groups = []
     for group in recording.groups:
         samples = []
@@ -38,8 +44,35 @@ def encode(recording: Recording) -> tuple[Arrays, dict[str, Any]]:
             samples.append(_note(sample) | {"lengths": {kind: part.size for kind, part in parts.items()}})
         about = {"feed_index": group.feed_index, "prompt": group.prompt, "version": group.version}
         groups.append(about | {"seconds": group.seconds, "samples": samples})
-    arrays = {kind: np.concatenate([np.empty(0, _KINDS[kind]), *parts]) for kind, parts in columns.items()}
-    return arrays, {"seconds": recording.seconds, "groups": groups}
+    return columns, {"seconds": recording.seconds, "groups": groups}
+
+
+def size_of(columns: Columns) -> int:
+    """Bytes."""
+    return sum(part.nbytes for parts in columns.values() for part in parts)
+
+
+def write(columns: Columns, path: Path) -> None:
+    """A safetensors file (8 bytes of length, a header in JSON, the arrays), piece by piece.
+
+    Its library copies and writes everything in one call that holds the interpreter: with 100 MB the event loop would
+    stand still for as long. Raises OSError.
+    """
+    # Widest first, so that every array begins at a multiple of its own width.
+    kinds = sorted(columns, key=lambda kind: -np.dtype(_KINDS[kind]).itemsize)
+    header, at = {}, 0
+    for kind in kinds:
+        dtype, length = np.dtype(_KINDS[kind]), sum(part.size for part in columns[kind])
+        end = at + length * dtype.itemsize
+        header[kind] = {"dtype": _SAFETENSORS[dtype], "shape": [length], "data_offsets": [at, end]}
+        at = end
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for kind in kinds:
+            for part in columns[kind]:
+                file.write(part.data)
 
 
 def decode(path: Path, meta: dict[str, Any], step: int) -> Recording:

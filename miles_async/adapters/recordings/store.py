@@ -19,10 +19,9 @@ from threading import Lock
 from typing import Any
 
 import orjson
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from miles_async.adapters.recordings.codec import Arrays, decode, encode
+from miles_async.adapters.recordings import codec
+from miles_async.adapters.recordings.codec import decode, encode
 from miles_async.core.skip import Recording
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
@@ -72,8 +71,8 @@ class RecordingStore:
         Raises OSError when the folder cannot be written, StoreFull beyond the limit, TypeError for metadata that JSON
         has no form for.
         """
-        arrays, content = encode(recording)
-        size = sum(array.nbytes for array in arrays.values())
+        columns, content = encode(recording)
+        size = codec.size_of(columns)
         if self._max_bytes is not None and self._bytes + size > self._max_bytes:
             raise StoreFull(f"{self.folder} holds {self._bytes} bytes of at most {self._max_bytes}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +80,7 @@ class RecordingStore:
         draft = self.folder / f".draft-{step}-{uuid.uuid4().hex}"
         try:
             draft.mkdir()
-            _write(arrays, draft / BATCH)
+            codec.write(columns, draft / BATCH)
             meta = {
                 "format": FORMAT,
                 "step": step,
@@ -174,14 +173,6 @@ def _digest_of(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _write(arrays: Arrays, path: Path) -> None:
-    try:
-        save_file(arrays, path)
-    except SafetensorError as error:
-        # Its only failure with arrays of ours is the disk's.
-        raise OSError(str(error)) from error
 
 
 def _sync(path: Path) -> None:
