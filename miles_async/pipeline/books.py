@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from miles_async.core.ledger import LIVE, Ledger, State, Transition
 from miles_async.errors import LedgerError
@@ -28,11 +29,31 @@ class Books:
         self.last_progress = clock.now()
         """When a group was last collected, a step ended or a version went live."""
         self._live: dict[int, Group] = {}
+        self._lent: dict[str, Group] = {}
 
     @property
     def live_groups(self) -> list[Group]:
         """Groups fed and neither published nor dropped yet, in the order they were fed."""
         return list(self._live.values())
+
+    @property
+    def lent_groups(self) -> list[Group]:
+        """What the rollout function that runs now took out of the data by itself, as it was then."""
+        return list(self._lent.values())
+
+    def lend(self, groups: Iterable[Group]) -> None:
+        """To a rollout function, which may fill them in a thread of its own: copies are remembered."""
+        for group in groups:
+            samples = [replace(sample, metadata=dict(sample.metadata)) for sample in group]
+            self._lent[group.feed_index] = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
+
+    def took_back(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self._lent.pop(Group.of(group).feed_index, None)
+
+    def settled(self) -> None:
+        """The rollout function has returned: what it took and did not return, it did away with."""
+        self._lent.clear()
 
     def state(self, group: Group) -> State | None:
         return self.ledger.state(sequence_of(group))

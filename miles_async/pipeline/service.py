@@ -321,6 +321,7 @@ class Service:
         for group in groups:
             if group.sequence is None:
                 self.books.adopt(group)
+        self.books.settled()
         return groups
 
     async def _unless_stopped(self, batch: asyncio.Task[list[Group]]) -> list[Group] | None:

@@ -20,10 +20,13 @@ class RolloutSource:
         self._evaluator = evaluator
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        return self._data.get_samples(num_samples)
+        groups = self._data.get_samples(num_samples)
+        self._evaluator.books.lend(groups)
+        return groups
 
     def add_samples(self, samples: Sequence[Group]) -> None:
         self._data.add_samples(samples)
+        self._evaluator.books.took_back(samples)
 
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()

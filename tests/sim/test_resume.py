@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from itertools import chain
 
@@ -11,6 +12,8 @@ from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.observability.events import StepStarted
 from miles_async.pipeline.progress import resume
+from miles_async.pipeline.source import RolloutSource
+from miles_async.types import Group, VersionSpan
 from tests.sim.world import Feed, World
 
 ROLLOUTS, BATCH = 20, 8
@@ -40,6 +43,32 @@ def test_a_resumed_run_trains_every_prompt_once(schedule: Schedule) -> None:
     trained = Counter(chain.from_iterable(first.trainer.batches[:7] + resumed.trainer.batches))
     assert trained == Counter(f"sample_0_{i}" for i in range(prompts))
     assert resumed.audit.violations == []
+
+
+class OwnFunction(World):
+    """A user's batch function, which takes its prompts out of the data and is still at them when a step ends."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        groups = source.get_samples(BATCH + 1)
+        source.add_samples([groups.pop()])
+        await asyncio.sleep(5.0)
+        for group in groups:
+            for sample in group:
+                sample.tokens, sample.response_length, sample.rollout_log_probs = [1, 2], 1, [-0.5]
+                sample.spans, sample.reward = [VersionSpan(source.live_version, 0, 1)], 1.0
+        return groups
+
+
+def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
+    prompts = ROLLOUTS * BATCH + 1
+    settings = {"schedule": Schedule.ONE_STEP_OFF, "prompts": prompts}
+    first = OwnFunction(config=config(save="anywhere", save_interval=7), **settings).run()
+    owed = {group["feed_index"] for group in first.trainer.saved[6]["owed"]}
+    assert len(owed) == BATCH
+    resumed = OwnFunction(config=config(), resume_from=first.trainer.saved[6], **settings).run()
+    trained = Counter(chain.from_iterable(first.trainer.batches[:7] + resumed.trainer.batches))
+    assert set(trained.values()) == {1}
+    assert owed <= set(trained)
 
 
 def test_saving_does_not_stop_generation() -> None:
