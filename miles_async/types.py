@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from miles_async.errors import BadTrajectory
@@ -35,6 +36,15 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+class Turn(NamedTuple):
+    """Response tokens `[start, end)` that one side said."""
+
+    start: int
+    end: int
+    sampled: bool
+    """By the model, and so trained on; else a tool or a user said it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +80,13 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The response, cut wherever the other side begins to speak."""
+        mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
+        starts = [place for place, entry in enumerate(mask) if not place or bool(entry) != bool(mask[place - 1])]
+        return [Turn(start, end, bool(mask[start])) for start, end in pairwise([*starts, len(mask)])]
 
     @property
     def oldest_version(self) -> int | None:

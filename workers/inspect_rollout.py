@@ -63,6 +63,7 @@ def whole(groups: list[Group], index: int) -> str:
         "label": sample.label,
         "tokens": f"{len(sample.tokens)}, of which {sample.response_length} response",
         "trained": "all of them" if sample.loss_mask is None else f"{sum(sample.loss_mask)} of the response",
+        "turns": ", ".join(f"{'model' if t.sampled else 'other'} [{t.start}, {t.end})" for t in sample.turns) or "none",
         "versions": ", ".join(f"{s.version} for [{s.start}, {s.end})" for s in sample.spans) or "none",
         "metadata": sample.metadata,
     }

@@ -136,6 +136,7 @@ def test_what_a_tool_says_is_masked_and_has_no_version() -> None:
         assert masked(sample, 0) == "<result>42</result>"
         assert masked(sample, 1) == "<python>6*7</python>It is 42."
         assert [(span.start, span.end) for span in sample.spans] == [(0, 20), (39, 48)]
+        assert sample.turns == [(0, 20, True), (20, 39, False), (39, 48, True)]
         assert len(sample.rollout_log_probs) == sample.response_length == 48
         assert sample.metadata["tool_calls"] == 1
         assert sample.status is SampleStatus.COMPLETED

@@ -89,11 +89,10 @@ class Turns:
 
 
 def observations(sample: Sample) -> int:
-    """How often something was observed: stretches of the response that are not trained."""
-    mask = sample.loss_mask or []
-    return sum(1 for before, entry in zip([1, *mask], mask, strict=False) if before and not entry)
+    """How often something was observed: turns that the model did not sample."""
+    return sum(not turn.sampled for turn in sample.turns)
 
 
 def _since_observed(sample: Sample) -> int:
-    mask = sample.loss_mask or [1] * sample.response_length
-    return next((n for n, entry in enumerate(reversed(mask)) if not entry), len(mask))
+    turns = sample.turns
+    return turns[-1].end - turns[-1].start if turns and turns[-1].sampled else 0
