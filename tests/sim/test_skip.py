@@ -267,6 +267,29 @@ def test_it_may_be_left_alone_instead_with_one_warning(tmp_path: Path) -> None:
     assert "model was 'a' and is 'b'; such steps are generated" in warning
 
 
+def test_recordings_of_other_sizes_are_left_alone_with_one_warning(tmp_path: Path) -> None:
+    play(tmp_path)
+    other = play(tmp_path, n_samples_per_prompt=4)
+    assert trained(other) <= asked(other)
+    [warning] = other.warnings
+    assert "there are no recordings of GBS1_N4_inany_out1024" in warning
+    assert "only of GBS1_N2_inany_out1024; every step is generated" in warning
+
+
+def test_a_folder_that_somebody_else_left_there_is_set_aside(tmp_path: Path) -> None:
+    play(tmp_path, num_rollout=2)
+    [folder] = tmp_path.glob("*/GBS1_*")
+    for file in (folder / "3").iterdir():
+        file.unlink()
+    (folder / "3" / "notes.txt").write_text("mine")
+    second = play(tmp_path, seed=1, num_rollout=2)
+    assert "sample_0_3" in asked(second)
+    [warning] = second.warnings
+    assert "3 is damaged (" in warning
+    [aside] = folder.glob("3.damaged-*")
+    assert (aside / "notes.txt").read_text() == "mine"
+
+
 def test_a_damaged_recording_is_set_aside_and_its_step_generated_anew(tmp_path: Path) -> None:
     play(tmp_path)
     [batch] = tmp_path.glob("*/GBS*/7/gen_batch.safetensors")
