@@ -13,6 +13,7 @@ from miles_async.config.derived import (
     GREEDY_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    evaluation_places,
     generates,
     learner_ranks,
     samples_per_rollout,
@@ -228,6 +229,16 @@ def _reward(config: RunConfig) -> Iterator[str]:
         yield "custom_rm_isolated speaks of custom_rm_path, which is unset: set it, or unset custom_rm_isolated"
 
 
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    arguments = {name.replace("-", "_"): value for name, value in config.engine.sglang_server_args.items()}
+    policy = arguments.get("schedule_policy", "fcfs")
+    if evaluation_places(config) and policy not in ("fcfs", "lof"):
+        yield (
+            f"eval_interval lets evaluations run below training, and SGLang's schedule_policy {policy} knows no "
+            "priorities: set it to fcfs, or unset eval_interval"
+        )
+
+
 def _debug(config: RunConfig) -> Iterator[str]:
     debug = config.debug
     if debug.debug_train_only and debug.load_debug_rollout_data is None:
@@ -386,6 +397,7 @@ _CHECKS: tuple[Check, ...] = (
     _data,
     _tools,
     _reward,
+    _evaluation,
     _debug,
     _checkpoint,
     _reference,

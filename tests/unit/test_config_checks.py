@@ -242,6 +242,15 @@ def test_rewards_that_need_another_setting_name_it():
     assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
 
 
+def test_evaluations_beside_training_need_a_policy_that_knows_priorities():
+    lpm = {"sglang_server_args": {"schedule-policy": "lpm"}}
+    assert "schedule_policy lpm knows no priorities: set it to fcfs" in refusal(eval_interval=5, **lpm)
+
+
+def test_a_warm_start_template_must_have_a_place_for_the_prompt():
+    assert "has no place for the {prompt}" in refusal(warm_start_template="user: ")
+
+
 def test_debugging_half_of_a_run_needs_something_for_the_other_half():
     assert "debug_train_only has nothing to train on: set load_debug_rollout_data" in refusal(debug_train_only=True)
     both = {"debug_rollout_only": True, "load_debug_rollout_data": "x"}
