@@ -14,65 +14,57 @@ from safetensors import safe_open
 from miles_async.core.skip import GroupRecord, Recording
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
-Columns = dict[str, list[NDArray[Any]]]
-"""By kind, the pieces that lie one behind the other in the file's array of that name."""
-
 _KINDS: dict[str, Any] = {
-    "tokens": np.int32,
     "log_probs": np.float64,  # as the engine's JSON gave them, so that a replay is exact
-    "loss_mask": np.int32,
     "spans": np.int64,
+    "tokens": np.int32,
+    "loss_mask": np.int32,
     "text": np.uint8,
 }
-
-
-_SAFETENSORS = {np.dtype("i4"): "I32", np.dtype("f8"): "F64", np.dtype("i8"): "I64", np.dtype("u1"): "U8"}
+"""The arrays of a file, widest first, so that each begins at a multiple of its own width."""
+_SAFETENSORS = {np.float64: "F64", np.int64: "I64", np.int32: "I32", np.uint8: "U8"}
 """What that format calls the types above."""
 
 
-def encode(recording: Recording) -> tuple[Columns, dict[str, Any]]:
-    """Pieces of one sample each, and what tells them apart again."""
-    columns: Columns = {kind: [] for kind in _KINDS}
-    groups = []
-    for group in recording.groups:
-        samples = []
-        for sample in group.samples:
-            # Sample by sample: converting one list of millions would hold the interpreter for too long.
-            parts = {kind: np.asarray(values, _KINDS[kind]) for kind, values in _columns(sample)}
-            for kind, part in parts.items():
-                columns[kind].append(part)
-            samples.append(_note(sample) | {"lengths": {kind: part.size for kind, part in parts.items()}})
-        about = {"feed_index": group.feed_index, "prompt": group.prompt, "version": group.version}
-        groups.append(about | {"seconds": group.seconds, "samples": samples})
-    return columns, {"seconds": recording.seconds, "groups": groups}
+def describe(recording: Recording) -> dict[str, Any]:
+    """All but the arrays, and how long each sample's part of each of them is."""
+    groups = [
+        {
+            "feed_index": group.feed_index,
+            "prompt": group.prompt,
+            "version": group.version,
+            "seconds": group.seconds,
+            "samples": [_note(sample) | {"lengths": _lengths(sample)} for sample in group.samples],
+        }
+        for group in recording.groups
+    ]
+    return {"seconds": recording.seconds, "groups": groups}
 
 
-def size_of(columns: Columns) -> int:
-    """Bytes."""
-    return sum(part.nbytes for parts in columns.values() for part in parts)
+def size_of(content: dict[str, Any]) -> int:
+    """Bytes of the arrays that `describe` speaks of."""
+    return sum(size * np.dtype(_KINDS[kind]).itemsize for kind, size in _totals(content).items())
 
 
-def write(columns: Columns, path: Path) -> None:
-    """A safetensors file (8 bytes of length, a header in JSON, the arrays), piece by piece.
+def write(recording: Recording, content: dict[str, Any], path: Path) -> None:
+    """A safetensors file: 8 bytes of length, a header in JSON, the arrays, each written sample by sample.
 
-    Its library copies and writes everything in one call that holds the interpreter: with 100 MB the event loop would
-    stand still for as long. Raises OSError.
+    Its library copies and writes all arrays in calls that hold the interpreter, and so would the freeing of all pieces
+    at once: with 100 MB the event loop would stand still for a tenth of a second. Raises OSError.
     """
-    # Widest first, so that every array begins at a multiple of its own width.
-    kinds = sorted(columns, key=lambda kind: -np.dtype(_KINDS[kind]).itemsize)
     header, at = {}, 0
-    for kind in kinds:
-        dtype, length = np.dtype(_KINDS[kind]), sum(part.size for part in columns[kind])
-        end = at + length * dtype.itemsize
-        header[kind] = {"dtype": _SAFETENSORS[dtype], "shape": [length], "data_offsets": [at, end]}
+    for kind, length in _totals(content).items():
+        end = at + length * np.dtype(_KINDS[kind]).itemsize
+        header[kind] = {"dtype": _SAFETENSORS[_KINDS[kind]], "shape": [length], "data_offsets": [at, end]}
         at = end
     text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for kind in kinds:
-            for part in columns[kind]:
-                file.write(part.data)
+        for kind, dtype in _KINDS.items():
+            for group in recording.groups:
+                for sample in group.samples:
+                    file.write(np.asarray(_values(sample, kind), dtype).data)
 
 
 def decode(path: Path, meta: dict[str, Any], step: int) -> Recording:
@@ -130,13 +122,42 @@ class _Samples(Sequence[Sample]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _columns(sample: Sample) -> Iterator[tuple[str, Any]]:
-    yield "tokens", sample.tokens
-    yield "log_probs", sample.rollout_log_probs
-    if sample.loss_mask is not None:
-        yield "loss_mask", sample.loss_mask
-    yield "spans", list(_flat(sample.spans))
-    yield "text", np.frombuffer(sample.response.encode("utf-8", "surrogatepass"), np.uint8)
+def _values(sample: Sample, kind: str) -> Any:
+    match kind:
+        case "tokens":
+            return sample.tokens
+        case "log_probs":
+            return sample.rollout_log_probs
+        case "loss_mask":
+            return sample.loss_mask or ()
+        case "spans":
+            return list(_flat(sample.spans))
+        case _:
+            return np.frombuffer(_text(sample), np.uint8)
+
+
+def _lengths(sample: Sample) -> dict[str, int]:
+    lengths = {
+        "tokens": len(sample.tokens),
+        "log_probs": len(sample.rollout_log_probs),
+        "spans": 3 * len(sample.spans),
+        "text": len(_text(sample)),
+    }
+    # A mask that is absent is not one that is empty.
+    return lengths if sample.loss_mask is None else lengths | {"loss_mask": len(sample.loss_mask)}
+
+
+def _totals(content: dict[str, Any]) -> dict[str, int]:
+    totals = dict.fromkeys(_KINDS, 0)
+    for group in content["groups"]:
+        for note in group["samples"]:
+            for kind, length in note["lengths"].items():
+                totals[kind] += length
+    return totals
+
+
+def _text(sample: Sample) -> bytes:
+    return sample.response.encode("utf-8", "surrogatepass")
 
 
 def _flat(spans: Iterable[VersionSpan]) -> Iterator[int]:

@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from miles_async.adapters.recordings import codec
-from miles_async.adapters.recordings.codec import decode, encode
+from miles_async.adapters.recordings.codec import decode, describe
 from miles_async.core.skip import Recording
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
@@ -71,8 +71,8 @@ class RecordingStore:
         Raises OSError when the folder cannot be written, StoreFull beyond the limit, TypeError for metadata that JSON
         has no form for.
         """
-        columns, content = encode(recording)
-        size = codec.size_of(columns)
+        content = describe(recording)
+        size = codec.size_of(content)
         if self._max_bytes is not None and self._bytes + size > self._max_bytes:
             raise StoreFull(f"{self.folder} holds {self._bytes} bytes of at most {self._max_bytes}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class RecordingStore:
         draft = self.folder / f".draft-{step}-{uuid.uuid4().hex}"
         try:
             draft.mkdir()
-            codec.write(columns, draft / BATCH)
+            codec.write(recording, content, draft / BATCH)
             meta = {
                 "format": FORMAT,
                 "step": step,
