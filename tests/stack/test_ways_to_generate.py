@@ -32,7 +32,7 @@ SMALL = (
     "0",
 )
 SHORT = ("--num-rollout", "2", "--rollout-max-response-len", "60", *SMALL)
-LONG = 120
+LONG = 80
 BATCH = "miles_async.rollout.sglang_rollout.generate_rollout"
 
 
@@ -135,20 +135,20 @@ def test_groups_that_a_batch_aborts_are_continued_in_a_later_one(stack: Stack, t
     run = stack.play(
         "train.py",
         *("--rollout-function-path", BATCH, "--windowed-fifo-ratio", "null", "--partial-rollout", "--eval-size", "0"),
-        *("--num-rollout", "6", "--rollout-max-response-len", str(LONG), "--n-samples-per-prompt", "4"),
+        *("--num-rollout", "4", "--rollout-max-response-len", str(LONG), "--n-samples-per-prompt", "4"),
         *("--rollout-batch-size", "4", "--over-sampling-batch-size", "8"),
         *("--custom-generate-function-path", "tests.stack.test_ways_to_generate.short_or_long"),
         *("--save-debug-rollout-data", str(tmp_path / "{rollout_id}.safetensors")),
     )
     assert "partial" in {event.reason for event in run.of(GroupMoved)}
-    trained = [sample for n in range(6) for group in load_groups(tmp_path / f"{n}.safetensors")[1] for sample in group]
+    trained = [sample for n in range(4) for group in load_groups(tmp_path / f"{n}.safetensors")[1] for sample in group]
     assert {sample.response_length for sample in trained} <= {8, LONG}
     # In turns a batch is of one version: a sample of several was begun for an earlier batch.
     continued = [sample for sample in trained if len({span.version for span in sample.spans}) > 1]
     assert continued
     for sample in continued:
         assert [span.start for span in sample.spans] == [0, *(span.end for span in sample.spans[:-1])]
-        assert sample.spans[-1].end == len(sample.rollout_log_probs) == sample.response_length == LONG
+        assert sample.spans[-1].end == len(sample.rollout_log_probs) == sample.response_length
     assert run.violations == []
 
 
