@@ -26,12 +26,18 @@ def cuda_means_cpu() -> Iterator[None]:
         return
     # Called by Megatron at every forward too; without CUDA it could only raise, so it may stay replaced.
     torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
+    # Called when the stages of a pipeline have met.
+    torch.cuda.synchronize = _nothing_to_wait_for
     with _CudaMeansCpu():
         yield
 
 
 def _cpu_device() -> torch.device:
     return torch.device("cpu")
+
+
+def _nothing_to_wait_for(device: object = None) -> None:
+    pass
 
 
 class _CudaMeansCpu(TorchFunctionMode):
