@@ -28,7 +28,6 @@ from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 
 RANKS = 4
-TENSOR, PIPELINE, CONTEXT = (f"{what}_model_parallel_size" for what in ("tensor", "pipeline", "context"))
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor parallel": (2, {"tensor_model_parallel_size": 2}),
     "tensor and sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
@@ -37,7 +36,10 @@ DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {"pipeline_model_parallel_size": 2}),
     "virtual pipeline": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "context parallel": (2, {"context_parallel_size": 2}),
-    "context, data and tensor parallel in rows": (4, {"context_parallel_size": 2, "use_dynamic_batching_in_infer": True}),
+    "context and data parallel, in rows": (
+        4,
+        {"context_parallel_size": 2, "use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8},
+    ),
     "virtual pipeline, context parallel": (
         4,
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "context_parallel_size": 2},
@@ -48,9 +50,9 @@ DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "experts": (2, {"expert_model_parallel_size": 2}),
-    "experts, context parallel": (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
-    "experts, pipeline": (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "expert parallel": (2, {"expert_model_parallel_size": 2}),
+    "expert and context parallel": (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
+    "expert parallel, pipeline": (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "experts on tensor-parallel ranks": (
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
@@ -107,13 +109,15 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
     greedy = learner.greedy(PROMPTS, 4, eos=256)
     gradients = gradients_of(learner, steps[0])
     report = learner.train(0, steps)
+    states = [state for optimizer in learner._model.optimizer.chained_optimizers for state in optimizer.state.values()]
+    moments = sum(state["exp_avg"].numel() for state in states)
     learner.save_hf(str(out / "saved"))
     (out / "state").mkdir(exist_ok=True)
     learner.save_state(str(out / "state"))
     learner.close()
     if rank == 0:
         save_file(gradients, out / "gradients.safetensors")
-        facts = {"metrics": dict(report.metrics), "logprobs": before, "greedy": greedy}
+        facts = {"metrics": dict(report.metrics), "logprobs": before, "greedy": greedy, "moments": moments}
         (out / "facts.json").write_text(json.dumps(facts))
 
 
@@ -169,7 +173,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per layout; all are run by the same four processes, one layout after the other."""
     root = tmp_path_factory.mktemp("parallel")
     for seed, suffix in ((1, ""), (2, " reference")):
-        create_tiny_model(TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / f"dense{suffix}", seed=seed)
+        create_tiny_model(
+            TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / f"dense{suffix}", seed=seed
+        )
         create_experts(root / f"experts{suffix}", seed)
     with subprocess.Popen([sys.executable, __file__, str(root), *(LAYOUTS | ALONE)]) as ranks:
         try:
@@ -198,6 +204,11 @@ def test_ranks_that_share_the_work_see_the_probabilities_metrics_and_answers_of_
     for logprobs, reference in zip(found["logprobs"], expected["logprobs"], strict=True):
         assert logprobs == pytest.approx(reference, abs=1e-5)
     assert found["greedy"] == expected["greedy"]
+
+
+def test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank(runs: Path) -> None:
+    parts, all_of_them = facts(runs / "distributed optimizer"), facts(runs / "data parallel")
+    assert parts["moments"] == pytest.approx(all_of_them["moments"] / 2, rel=0.05)
 
 
 def test_a_checkpoint_of_two_data_parallel_ranks_goes_on_as_one_rank(runs: Path) -> None:

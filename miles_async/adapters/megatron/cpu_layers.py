@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import moe_utils
 
 from miles_async.adapters.megatron.attention import CpuAttention
 
@@ -20,6 +21,8 @@ class CpuNorm(torch.nn.RMSNorm):
 
 def cpu_layers(bridge: Any, vp_stage: int | None = None) -> Any:
     """The layers of one stage of the pipeline."""
+    # The router asks whether there is Transformer Engine's matrix product, by a name that only exists where there is.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     block = get_gpt_decoder_block_spec(bridge.config, use_transformer_engine=False, vp_stage=vp_stage)
     block.layer_norm = CpuNorm
     for layer in block.layer_specs:
