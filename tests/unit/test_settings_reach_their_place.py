@@ -231,7 +231,7 @@ def test_ranks_that_share_layers_are_handed_the_same_samples() -> None:
 
 
 def test_megatron_numbers_the_ranks_of_a_layer_first_and_those_of_a_stage_last() -> None:
-    handed = shares(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    handed = [id(share) for share in shares(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)]
     assert [handed.index(share) for share in handed] == [0, 0, 2, 2, 0, 0, 2, 2]
 
 
@@ -263,6 +263,7 @@ def test_sequence_parallel_ranks_cut_a_micro_batch_evenly() -> None:
 
     assert padding() == 160
     assert padding(sequence_parallel=True) == 162
+    assert padding(sequence_parallel=True, max_tokens_per_gpu=41) == 168, "two samples, filled up, would hold 42"
 
 
 def test_advantages_are_divided_by_the_spread_of_their_group_or_not() -> None:
