@@ -73,7 +73,8 @@ def load_state(model: Model, folder: Path) -> int:
 
 def _part(model: Model) -> str:
     part = f"tp{parallel_state.get_tensor_model_parallel_rank()}"
-    part += f"_pp{parallel_state.get_pipeline_model_parallel_rank()}"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        part += f"_pp{parallel_state.get_pipeline_model_parallel_rank()}"
     return f"{part}_dp{parallel_state.get_data_parallel_rank()}" if _sharded(model) else part
 
 
