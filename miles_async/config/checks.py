@@ -13,6 +13,7 @@ from miles_async.config.derived import (
     GREEDY_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    hf_export,
     learner_ranks,
     samples_per_rollout,
     samples_per_step,
@@ -255,6 +256,34 @@ def _reference(config: RunConfig) -> Iterator[str]:
         yield "ref_load names a reference model that nothing uses: set use_kl_loss or kl_coef, or unset it"
 
 
+def _critic(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.critic_load is not None and not (Path(algorithm.critic_load).expanduser() / "config.json").is_file():
+        yield f"critic_load {algorithm.critic_load} is no Hugging Face checkpoint: it holds no config.json"
+    if algorithm.advantage_estimator == "ppo":
+        if config.learner.loss_type == "sft_loss":
+            yield "advantage_estimator ppo trains a critic, which loss_type sft_loss has no use for: unset one"
+        return
+    named = algorithm.model_fields_set & _OF_THE_CRITIC
+    if named:
+        yield f"{', '.join(sorted(named))}: only advantage_estimator ppo has a critic; set it, or unset these"
+
+
+_OF_THE_CRITIC = {"value_clip", "num_critic_only_steps", "critic_load", "critic_lr", "critic_lr_warmup_steps"}
+
+
+def _exports(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    if learner.save_hf is None:
+        return
+    if learner.save_interval is not None and "{rollout_id}" not in learner.save_hf:
+        yield f"save_hf {learner.save_hf} would be written again and again: put {{rollout_id}} into its name"
+    due = [hf_export(learner.save_hf, rollout) for rollout in range(config.rollout.num_rollout)]
+    for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
+        if path is not None and Path(path).expanduser().absolute() in due:
+            yield f"save_hf {learner.save_hf} would overwrite {setting}: name another folder"
+
+
 def _tiny_model(config: RunConfig) -> Iterator[str]:
     model, response = config.model.tiny_model, config.rollout.rollout_max_response_len
     if model.hidden_size % model.num_attention_heads:
@@ -286,6 +315,15 @@ def _parallelism(config: RunConfig) -> Iterator[str]:
             f"rollout_num_gpus {engine.rollout_num_gpus} is not divisible by rollout_num_gpus_per_engine "
             f"{engine.rollout_num_gpus_per_engine}; set it to a multiple"
         )
+
+
+def _recomputation(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    given = learner.recompute_method is not None, learner.recompute_num_layers is not None
+    if learner.recompute_granularity == "full" and not all(given):
+        yield "recompute_granularity full needs recompute_method and recompute_num_layers: set uniform and 1"
+    if learner.recompute_granularity != "full" and any(given):
+        yield "recompute_method and recompute_num_layers speak of whole layers: set recompute_granularity to full"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
@@ -386,7 +424,10 @@ _CHECKS: tuple[Check, ...] = (
     _debug,
     _checkpoint,
     _reference,
+    _critic,
+    _exports,
     _parallelism,
+    _recomputation,
     _lengths,
     _dynamic_batching,
     _loss,

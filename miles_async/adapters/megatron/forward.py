@@ -55,6 +55,18 @@ def target_logprobs(
     )
 
 
+def token_values(model: Model, batch: PackedBatch, device: torch.device) -> Tensor:
+    """[m] a critic's value before each target token."""
+    targets = torch.from_numpy(batch.targets).to(device)
+    return packed_logits(model, batch, device).index_select(0, targets - 1)[:, 0]
+
+
+@torch.no_grad()
+def fixed_values(model: Model, batches: Sequence[PackedBatch], device: torch.device) -> list[Tensor]:
+    """[m] for each micro-batch, without gradients."""
+    return [token_values(model, batch, device) for batch in batches]
+
+
 @torch.no_grad()
 def sequence_logprobs(
     model: Model, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device

@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 from miles_async.adapters.megatron.attention import CpuAttention
 from miles_async.adapters.megatron.cpu import cuda_means_cpu, on_cpu
+from miles_async.adapters.megatron.value_head import put_value_head
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 
@@ -59,9 +60,10 @@ def build_reference(settings: Learner, hf_checkpoint: str) -> Reference:
     return Reference(bridge, module.requires_grad_(False), bridge.hf_config.vocab_size)
 
 
-def build_model(settings: Learner, hf_checkpoint: str) -> Model:
+def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> Model:
     """Load the checkpoint into this rank's part of the model. The process groups must exist.
 
+    With `values` it is a critic, which has a head for values in place of the output layer.
     Raises UserError when mbridge does not know the model family or this machine cannot run the settings.
     """
     if on_cpu() and settings.sequence_parallel:
@@ -73,6 +75,8 @@ def build_model(settings: Learner, hf_checkpoint: str) -> Model:
         [module] = bridge.get_model(
             weight_path=hf_checkpoint, wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16"
         )
+        if values:
+            put_value_head(module)
         shard_optimizer = optimizer_is_sharded()
         ddp = DistributedDataParallel(
             bridge.config,
@@ -121,7 +125,12 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
     # Per-token loss: gradients are sums over ranks, because the loss is already divided by the step's tokens.
     common = {"sequence_parallel": settings.sequence_parallel, "calculate_per_token_loss": True}
-    bridge.set_extra_args(**common, **(_CPU_MODEL if on_cpu() else {}))
+    recomputed = {
+        "recompute_granularity": settings.recompute_granularity,
+        "recompute_method": settings.recompute_method,
+        "recompute_num_layers": settings.recompute_num_layers,
+    }
+    bridge.set_extra_args(**common, **recomputed, **(_CPU_MODEL if on_cpu() else {}))
     if on_cpu():
         _use_local_layers(bridge)
     return bridge

@@ -11,19 +11,6 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.cpu import cuda_means_cpu
 from miles_async.adapters.megatron.model import Model
-from miles_async.config.schema import Learner
-
-
-def learning_rate(settings: Learner, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` of `total_steps`, counted from 0.
-
-    It rises in a straight line over `lr_warmup_steps`; under `linear` decay it falls at the same time towards 0, which
-    it would reach one step after the last.
-    """
-    warmth = min(1.0, (step + 1) / max(1, settings.lr_warmup_steps))
-    if settings.lr_decay_style == "constant":
-        return settings.lr * warmth
-    return settings.lr * warmth * max(0.0, 1 - step / total_steps)
 
 
 def clear_gradients(model: Model) -> None:
