@@ -13,6 +13,7 @@ from miles_async.config.derived import (
     GREEDY_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    checkpoint_due,
     hf_export,
     learner_ranks,
     samples_per_rollout,
@@ -162,10 +163,10 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
         )
     policy = config.learner.loss_type == "policy_loss"
     estimator = config.algorithm.advantage_estimator
-    if rollout.n_samples_per_prompt == 1 and estimator != "reinforce_plus_plus" and policy:
+    if rollout.n_samples_per_prompt == 1 and estimator not in ("reinforce_plus_plus", "ppo") and policy:
         yield (
             f"n_samples_per_prompt 1 teaches nothing: advantage_estimator {estimator} compares the samples of a group; "
-            "set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus"
+            "set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus or ppo"
         )
 
 
@@ -278,9 +279,10 @@ def _exports(config: RunConfig) -> Iterator[str]:
         return
     if learner.save_interval is not None and "{rollout_id}" not in learner.save_hf:
         yield f"save_hf {learner.save_hf} would be written again and again: put {{rollout_id}} into its name"
-    due = [hf_export(learner.save_hf, rollout) for rollout in range(config.rollout.num_rollout)]
+    rollouts = (rollout for rollout in range(config.rollout.num_rollout) if checkpoint_due(config, rollout))
+    due = {hf_export(learner.save_hf, rollout).resolve() for rollout in rollouts}
     for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
-        if path is not None and Path(path).expanduser().absolute() in due:
+        if path is not None and Path(path).expanduser().resolve() in due:
             yield f"save_hf {learner.save_hf} would overwrite {setting}: name another folder"
 
 

@@ -262,6 +262,10 @@ def test_reinforce_plus_plus_compares_with_the_tokens_of_the_whole_batch() -> No
     assert baseline == [-2.043, 1.671, -0.186, -0.186], "less the group's mean, then normalized over the tokens"
 
 
+def test_ppo_leaves_rewards_to_its_critic() -> None:
+    assert advantages_of([[0.0, 3.0], [3.0, 3.0]], advantage_estimator="ppo") == [0, 3, 3, 3]
+
+
 def test_an_answer_close_to_the_limit_loses_reward() -> None:
     settings = {"rollout_max_response_len": 4, "grpo_std_normalization": False}
     assert advantages_of([[1.0] * 4], **settings) == [0, 0, 0, 0]
