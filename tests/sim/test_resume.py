@@ -9,6 +9,7 @@ import pytest
 
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.core.bounds import Schedule
+from miles_async.errors import Fatal
 from miles_async.observability.events import StepStarted
 from miles_async.pipeline.progress import resume
 from tests.sim.world import Feed, World
@@ -51,6 +52,13 @@ def test_training_goes_on_while_a_checkpoint_is_written() -> None:
     assert saving.seconds == pytest.approx(plain.seconds + 3.0, abs=0.5), "only the last one is waited for"
     assert waiting.seconds > saving.seconds + 2 * 3.0 - 1.0
     assert saving.audit.violations == []
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause() -> None:
+    saving = World(config=config(save="anywhere", save_interval=5), save_error="the disk is full")
+    with pytest.raises(Fatal, match="the disk is full"):
+        saving.run()
+    assert len(saving.trace.of(StepStarted)) < 9, "within the seconds that writing takes"
 
 
 def test_a_checkpoint_that_takes_long_delays_the_next_one_and_loses_none() -> None:

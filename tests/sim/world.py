@@ -14,6 +14,7 @@ from typing import Any
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Bounds, Schedule
 from miles_async.core.window import WindowedFIFOCollector
+from miles_async.errors import Fatal
 from miles_async.observability.audit import Audit
 from miles_async.observability.events import Event, RunStarted
 from miles_async.pipeline.progress import resume
@@ -90,6 +91,7 @@ class Trainer:
     batches: list[list[str]] = field(default_factory=list)
     """The feed indices of every batch, where it keeps them."""
     save_seconds: float = 1.0
+    save_error: str | None = None
     copied: int | None = None
     """The rollout whose checkpoint is being written."""
     saved: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -109,6 +111,8 @@ class Trainer:
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         assert self.copied == rollout_id
         await self.clock.sleep(self.save_seconds)
+        if self.save_error is not None:
+            raise Fatal(self.save_error)
         self.saved[rollout_id] = json.loads(json.dumps(progress))
         self.copied = None
 
@@ -142,6 +146,8 @@ class World:
     train_seconds: float = 1.0
     save_seconds: float = 1.0
     """Writing a checkpoint takes so long."""
+    save_error: str | None = None
+    """And fails with this."""
     keep: Callable[[Group], bool] = lambda group: True
     prompts: int | None = None
     seed: int = 0
@@ -193,7 +199,12 @@ class World:
         clock = VirtualClock()
         self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
         self.trainer = Trainer(
-            clock, self.train_seconds, self.finite, self.keeps_batches, save_seconds=self.save_seconds
+            clock,
+            self.train_seconds,
+            self.finite,
+            self.keeps_batches,
+            save_seconds=self.save_seconds,
+            save_error=self.save_error,
         )
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)

@@ -29,8 +29,11 @@ pytestmark = pytest.mark.stack
 STAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "tensor parallel": (2, {"tensor_model_parallel_size": 2}),
+    "distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
     "data parallel": (2, {}),
-    "tensor parallel again": (2, {"tensor_model_parallel_size": 2}),
+    "context parallel": (2, {"context_parallel_size": 2, "use_distributed_optimizer": True}),
+    "virtual pipeline": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "one rank again": (1, {}),
 }
 """Ranks and layout, in the order in which they are gone through: a rollout under each."""
@@ -90,7 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per stage, and one per stage of a run that never left its rank."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("reshard")
-    create_tiny_model(TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128), root / "model", seed=1)
+    create_tiny_model(TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / "model", seed=1)
     stage(root, 0, 0, free_port())
     ports = [str(free_port()) for _ in STAGES]
     ranks = [subprocess.Popen([sys.executable, __file__, str(root), str(rank), *ports]) for rank in range(2)]

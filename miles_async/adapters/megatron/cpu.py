@@ -30,6 +30,8 @@ def cuda_means_cpu() -> Iterator[None]:
     # Recomputation keeps and restores the generators of both devices.
     random._get_cuda_rng_state = _no_state
     random._set_cuda_rng_state = _no_state
+    # Called when the stages of a pipeline have met.
+    torch.cuda.synchronize = _nothing_to_wait_for
     with _CudaMeansCpu():
         yield
 
@@ -40,6 +42,10 @@ def _cpu_device() -> torch.device:
 
 def _no_state(*_: Any, **__: Any) -> None:
     return None
+
+
+def _nothing_to_wait_for(device: object = None) -> None:
+    pass
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -7,7 +7,6 @@ Source: PPO, Schulman et al. 2017 (arXiv 1707.06347); on language models Instruc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.adapters.megatron import forward
+from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import TrainStep
 from miles_async.adapters.megatron.model import build_model
-from miles_async.adapters.megatron.optimizer import clear_gradients, take_step
+from miles_async.adapters.megatron.optimizer import Gradients, apply_gradients, clear_gradients, reduce_gradients
+from miles_async.adapters.megatron.schedule import Pass, forward_backward, passes_of
 from miles_async.config.derived import critic_learning_rate
 from miles_async.config.schema import RunConfig
 from miles_async.losses.advantages import at_last_tokens, generalized_advantages
@@ -39,7 +39,7 @@ class Critic:
     def __init__(self, config: RunConfig, hf_checkpoint: str, device: torch.device) -> None:
         """Built from `critic_load`, or else from `hf_checkpoint`. The process groups must exist."""
         self._algorithm = config.algorithm
-        self._weight_decay = config.learner.weight_decay
+        self._learner = config.learner
         self._lr = critic_learning_rate(config)
         self._device = device
         start = Path(config.algorithm.critic_load or hf_checkpoint).expanduser()
@@ -48,7 +48,7 @@ class Critic:
 
     def judge(self, step: TrainStep, penalties: list[Tensor] | None) -> Judged:
         """Advantages and returns under the critic as it is; `penalties` [m] are taken off each token's reward."""
-        values = forward.fixed_values(self.model, step.micro_batches, self._device)
+        values = forward.batch_values(self.model, step.micro_batches, self._learner, self._device)
         advantages, returns = [], []
         for i, (batch, own) in enumerate(zip(step.micro_batches, values, strict=True)):
             sequences = torch.from_numpy(batch.sequences).to(self._device)
@@ -64,25 +64,33 @@ class Critic:
             advantages = _normalized(advantages)
         return Judged(values, advantages, returns)
 
-    def learn(self, step: TrainStep, judged: Judged) -> tuple[bool, Mapping[str, float]]:
-        """One optimizer step towards the returns. Returns whether it was finite, and metrics of the whole step."""
+    def gradients(self, step: TrainStep, judged: Judged) -> Gradients:
+        """Of one optimizer step towards the returns."""
         clear_gradients(self.model)
+        clip = self._algorithm.value_clip
+
+        def loss(number: int, own: Pass, output: Tensor) -> tuple[Tensor, Tensor]:
+            values, old = forward.target_values(own, output), judged.values[number]
+            return critic_loss(values, old, judged.returns[number], total_tokens=step.total_tokens, clip=clip)
+
+        passes = passes_of(step.micro_batches, self._learner, self._device)
+        parts = forward_backward(self.model, passes, loss)
         sums = torch.zeros(len(CRITIC_SUMS), device=self._device)
-        for batch, old, returns in zip(step.micro_batches, judged.values, judged.returns, strict=True):
-            values = forward.token_values(self.model, batch, self._device)
-            loss, part = critic_loss(
-                values, old, returns, total_tokens=step.total_tokens, clip=self._algorithm.value_clip
-            )
-            loss.backward()
-            sums += part
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        if parts:  # on the last stage of a pipeline
+            sums = torch.stack(parts).sum(0)
+            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        sums = parallel.from_last_stage(sums)
         metrics = critic_metrics(sums)
         if not sums[0]:
-            return True, metrics  # no tokens to learn from
-        lr, healthy = self._lr.at(self.steps_taken), math.isfinite(metrics["value_loss"])
-        finite, norm = take_step(self.model, lr=lr, weight_decay=self._weight_decay, loss_is_finite=healthy)
-        self.steps_taken += finite
-        return finite, {**metrics, "critic_grad_norm": norm, "critic_lr": lr}
+            return Gradients(metrics, finite=True, apply=lambda: None)  # no tokens to learn from
+        lr, norm = self._lr.at(self.steps_taken), reduce_gradients(self.model)
+
+        def apply() -> None:
+            apply_gradients(self.model, lr=lr, weight_decay=self._learner.weight_decay)
+            self.steps_taken += 1
+
+        finite = math.isfinite(metrics["value_loss"]) and math.isfinite(norm)
+        return Gradients({**metrics, "critic_grad_norm": norm, "critic_lr": lr}, finite, apply)
 
 
 def _normalized(advantages: list[Tensor]) -> list[Tensor]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -22,8 +23,16 @@ from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.adapters.megatron.checkpoint import replace_checkpoint, write_checkpoint
 from miles_async.adapters.megatron.critic import Critic, Judged
+from miles_async.adapters.megatron.hf_weights import export_weights
 from miles_async.adapters.megatron.model import build_model, build_reference
-from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, take_step
+from miles_async.adapters.megatron.optimizer import (
+    Gradients,
+    Snapshot,
+    apply_gradients,
+    clear_gradients,
+    reduce_gradients,
+)
+from miles_async.adapters.megatron.schedule import Pass, forward_backward, passes_of
 from miles_async.adapters.megatron.state_copy import CheckpointCopy, StateCopy
 from miles_async.adapters.megatron.training_state import copy_state, load_state
 from miles_async.adapters.megatron.usage import usage
@@ -32,6 +41,8 @@ from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.losses.correction import CorrectionSettings
 from miles_async.losses.objectives import kl_penalty
 from miles_async.losses.policy import (
+    STALENESS_CLASSES,
+    SUMS,
     Objective,
     PolicyLossSettings,
     TokenColumns,
@@ -59,7 +70,8 @@ class Before:
 class MegatronLearner:
     """Trains, scores and exports one model. All ranks must call the same methods in the same order.
 
-    Not thread-safe: call it from one thread. Ranks of one tensor-parallel group are handed the same batches.
+    Not thread-safe: call it from one thread. Ranks that share layers or sequences, or are stages of one pipeline, are
+    handed the same batches.
     """
 
     def __init__(
@@ -78,8 +90,7 @@ class MegatronLearner:
             world_size=world_size,
             address=master_addr,
             port=master_port,
-            tensor_parallel=config.learner.tensor_model_parallel_size,
-            seed=config.learner.seed,
+            learner=config.learner,
         )
         self._model = build_model(config.learner, hf_checkpoint)
         self._critic = None
@@ -103,19 +114,19 @@ class MegatronLearner:
         """
         started = time.time()
         known = [self._before(step, several=len(steps) > 1) for step in steps]
-        restore = self._restorer() if len(steps) > 1 or self._critic is not None else None
+        restore = self._restorer() if len(steps) > 1 else None
         metrics: list[Mapping[str, float]] = []
         finite = True
         for step, before in zip(steps, known, strict=True):
-            of_critic: Mapping[str, float] = {}
+            found = [self._policy_step(step, before)] if rollout_id >= self._critic_only else []
             if self._critic is not None and before.judged is not None:
-                finite, of_critic = self._critic.learn(step, before.judged)
-            of_policy: Mapping[str, float] = {}
-            if finite and rollout_id >= self._critic_only:
-                finite, of_policy = self._policy_step(step, before)
-            metrics.append({**of_policy, **of_critic, **_of_packing(step)})
+                found.append(self._critic.gradients(step, before.judged))
+            metrics.append(dict(chain(*(one.metrics.items() for one in found), _of_packing(step).items())))
+            finite = all(one.finite for one in found)
             if not finite:
                 break
+            for one in found:
+                one.apply()
         if not finite and restore is not None:
             restore()
         tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
@@ -157,35 +168,44 @@ class MegatronLearner:
 
         return restore
 
-    def _policy_step(self, step: TrainStep, before: Before) -> tuple[bool, Mapping[str, float]]:
-        lr = self._lr.at(self._steps_taken)
+    def _policy_step(self, step: TrainStep, before: Before) -> Gradients:
         sums, maximum = self._policy_gradients(step, before)
         metrics = metrics_from(sums, maximum)
         if not metrics["loss_tokens"]:
             # A filter took all of it: there is nothing to learn, and Adam would drift on by its momentum.
-            return True, metrics
-        finite, norm = self._take_step(lr, loss_is_finite=math.isfinite(objective_sum(sums)))
-        return finite, {**metrics, "grad_norm": norm, "lr": lr}
+            return Gradients(metrics, finite=True, apply=lambda: None)
+        lr, norm = self._lr.at(self._steps_taken), reduce_gradients(self._model)
+
+        def apply() -> None:
+            apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
+            self._steps_taken += 1
+
+        finite = math.isfinite(objective_sum(sums)) and math.isfinite(norm)
+        return Gradients({**metrics, "grad_norm": norm, "lr": lr}, finite, apply)
 
     def _policy_gradients(self, step: TrainStep, before: Before) -> tuple[Tensor, Tensor]:
         clear_gradients(self._model)
-        parts: list[TokenSums] = []
-        for i, batch in enumerate(step.micro_batches):
-            logprobs, entropy = self._target_logprobs(batch)
+
+        def loss(number: int, own: Pass, logits: Tensor) -> tuple[Tensor, TokenSums]:
+            logprobs, entropy = forward.target_logprobs(own, logits, self._model.vocab_size, self._temperature)
             if self._settings.loss_type == "sft_loss":
-                loss, part = lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
-            else:
-                columns = self._columns(batch, logprobs, before, i)
-                loss, part = policy_loss(
-                    logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss
-                )
-            loss.backward()
-            parts.append(part)
-        sums = torch.stack([part.sums for part in parts]).sum(0)
-        maximum = torch.stack([part.maximum for part in parts]).amax(0)
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        return sums, maximum
+                return lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
+            columns = self._columns(own.batch, logprobs, before, number)
+            return policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
+
+        parts = forward_backward(self._model, self._passes(step), loss)
+        # Only the last stage of a pipeline has seen a loss.
+        sums = torch.zeros(STALENESS_CLASSES, len(SUMS), device=self._device)
+        maximum = torch.zeros(1, device=self._device)
+        if parts:
+            sums = torch.stack([part.sums for part in parts]).sum(0)
+            maximum = torch.stack([part.maximum for part in parts]).amax(0)
+            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return parallel.from_last_stage(sums), parallel.from_last_stage(maximum)
+
+    def _passes(self, step: TrainStep) -> list[Pass]:
+        return passes_of(step.micro_batches, self._settings, self._device)
 
     def _columns(self, batch: PackedBatch, logprobs: Tensor, before: Before, number: int) -> TokenColumns:
         def here(column: NDArray[Any]) -> Tensor:
@@ -203,13 +223,6 @@ class MegatronLearner:
             reference_logprobs=None if before.reference is None else before.reference[number],
         )
 
-    def _take_step(self, lr: float, *, loss_is_finite: bool) -> tuple[bool, float]:
-        stepped, norm = take_step(
-            self._model, lr=lr, weight_decay=self._settings.weight_decay, loss_is_finite=loss_is_finite
-        )
-        self._steps_taken += stepped
-        return stepped, norm
-
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
         return forward.fixed_logprobs(
             self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
@@ -223,9 +236,6 @@ class MegatronLearner:
             self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
         )
 
-    def _target_logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return forward.target_logprobs(self._model, batch, self._device, temperature=self._temperature)
-
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
         """One optimizer step on the mean negative log-likelihood of `responses`, which is returned (nats per token).
 
@@ -234,13 +244,17 @@ class MegatronLearner:
         step = supervised_step(prompts, responses, self._settings)
         copies = parallel_state.get_data_parallel_world_size()
         clear_gradients(self._model)
-        total = 0.0
-        for batch in step.micro_batches:
-            logprobs, _ = forward.target_logprobs(self._model, batch, self._device)
-            loss = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
-            loss.backward()
-            total += loss.item() * copies
-        take_step(self._model, lr=lr, weight_decay=self._settings.weight_decay, loss_is_finite=math.isfinite(total))
+
+        def loss(_: int, own: Pass, logits: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs, _entropy = forward.target_logprobs(own, logits, self._model.vocab_size)
+            value = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
+            return value, value.detach() * copies
+
+        losses = forward_backward(self._model, self._passes(step), loss)
+        seen = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        total = parallel.from_last_stage(seen).item()
+        if math.isfinite(reduce_gradients(self._model)) and math.isfinite(total):
+            apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
         return total
 
     def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
@@ -258,9 +272,7 @@ class MegatronLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights by their Hugging Face names, whole on every rank. They may be views: copy what must last."""
-        with torch.no_grad():
-            for name, tensor in self._model.bridge.export_weights([self._model.ddp.module]):
-                yield name, tensor.detach()
+        return export_weights(self._model.bridge, self._model.chunks)
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write a checkpoint that transformers and SGLang load; it appears whole or not at all.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -14,28 +14,37 @@ from miles_async.adapters.megatron.model import Model
 
 
 def clear_gradients(model: Model) -> None:
-    model.ddp.zero_grad_buffer()
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
     with cuda_means_cpu():
         model.optimizer.zero_grad()
 
 
-def take_step(model: Model, *, lr: float, weight_decay: float, loss_is_finite: bool) -> tuple[bool, float]:
-    """Reduce the gradients over ranks and step. Returns whether it stepped, and the gradient norm before clipping.
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Of one model and optimizer step, reduced over all ranks: nothing has changed yet."""
 
-    Nothing is changed when loss or gradient are not finite; all ranks come to the same verdict, because both are
-    global by then.
-    """
+    metrics: Mapping[str, float]
+    finite: bool
+    """Whether loss and gradients are. All ranks come to the same verdict, because both are global by then."""
+    apply: Callable[[], None]
+
+
+def reduce_gradients(model: Model) -> float:
+    """Add up the gradients over the ranks; returns their norm before clipping."""
     with cuda_means_cpu():
-        finalize_model_grads([model.ddp])
+        finalize_model_grads(model.chunks)
         model.optimizer.prepare_grads()
-        norm = float(model.optimizer.get_grad_norm())
-        if not (loss_is_finite and math.isfinite(norm)):
-            return False, norm
-        for group in model.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = weight_decay * group["wd_mult"]
+        return float(model.optimizer.get_grad_norm())
+
+
+def apply_gradients(model: Model, *, lr: float, weight_decay: float) -> None:
+    """Clip what `reduce_gradients` left, and step."""
+    for group in model.optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+    with cuda_means_cpu():
         model.optimizer.step()
-    return True, norm
 
 
 class Snapshot:
@@ -58,7 +67,8 @@ class Snapshot:
 
 def _tensors(model: Model) -> Iterator[Tensor]:
     """Parameters, the optimizer's own copies of them where it has any, and its state; some may come twice."""
-    yield from model.ddp.module.parameters()
+    for chunk in model.chunks:
+        yield from chunk.module.parameters()
     for group in model.optimizer.param_groups:
         yield from group["params"]
     yield from _state(model)

@@ -82,7 +82,8 @@ def _load(model: Model, folder: str) -> int:
         return loaded[next(numbers)] if isinstance(value, ShardedBase) else value
 
     state = dict_list_map_outplace(whole, state)
-    model.ddp.module.load_state_dict(state["model"])
+    for chunk, own in zip(model.chunks, state["model"], strict=True):
+        chunk.module.load_state_dict(own)
     _add_steps(state["optimizer"], notes["optimizer_steps"])
     model.optimizer.load_state_dict(state["optimizer"])
     _set_optimizer_steps(model, notes["optimizer_steps"])
@@ -91,9 +92,9 @@ def _load(model: Model, folder: str) -> int:
 
 
 def _state(model: Model, *, is_loading: bool) -> dict[str, Any]:
-    module = model.ddp.module.sharded_state_dict()
-    optimizer = model.optimizer.sharded_state_dict(module, is_loading, metadata=_FORMAT)
-    return {"model": module, "optimizer": optimizer}
+    chunks = [chunk.module.sharded_state_dict() for chunk in model.chunks]
+    optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=_FORMAT)
+    return {"model": chunks, "optimizer": optimizer}
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, ShardedBase]:
@@ -170,6 +171,7 @@ def _layout() -> list[int]:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     ]
 
 
