@@ -269,7 +269,7 @@ def _critic(config: RunConfig) -> Iterator[str]:
         if config.learner.loss_type == "sft_loss":
             yield "advantage_estimator ppo trains a critic, which loss_type sft_loss has no use for: unset one"
         return
-    named = algorithm.model_fields_set & _OF_THE_CRITIC
+    named = algorithm.model_dump(exclude_defaults=True).keys() & _OF_THE_CRITIC
     if named:
         yield f"{', '.join(sorted(named))}: only advantage_estimator ppo has a critic; set it, or unset these"
 

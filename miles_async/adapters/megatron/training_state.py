@@ -37,7 +37,8 @@ def copy_state(model: Model, folder: Path, steps_taken: int) -> StateCopy:
     """Copy this rank's share of weights, optimizer state and random state aside, to be written into `folder`."""
     with cuda_means_cpu():
         _make_moments(model)
-        parts = _numbered(_state(model, is_loading=False)) | _random_states()
+        modules, optimizer = _state(model, is_loading=False)
+        parts = _numbered("model", modules) | _numbered("optimizer", optimizer) | _random_states()
         notes = {"steps_taken": steps_taken, "optimizer_steps": _optimizer_steps(model), "layout": _layout()}
         return copy_aside(parts, notes, folder)
 
@@ -69,45 +70,54 @@ _BROKEN = (CheckpointException, CheckpointingException, OSError, RuntimeError, K
 def _load(model: Model, folder: str) -> int:
     notes = dist_checkpointing.load_content_metadata(folder)
     _make_moments(model)
-    state = _state(model, is_loading=True)
-    parts = _with_masters_of(_numbered(state), folder)
-    random = _random_states() if notes["layout"] == _layout() else {}
+    modules, optimizer = _state(model, is_loading=True)
+    for chunk, own in zip(model.chunks, _loaded(modules, folder), strict=True):
+        chunk.module.load_state_dict(own)
+    # Apart from the weights, which may be where an optimizer's own copies of them come from.
+    filled = _loaded(_with_masters_of(optimizer, folder), folder)
+    _add_steps(filled, notes["optimizer_steps"])
+    model.optimizer.load_state_dict(filled)
+    _set_optimizer_steps(model, notes["optimizer_steps"])
+    if notes["layout"] == _layout():
+        _set_random_states(_loaded(_random_states(), folder))
+    return int(notes["steps_taken"])
+
+
+def _loaded(state: Any, folder: str) -> Any:
+    """`state` with what Megatron shards replaced by this rank's part of what the checkpoint holds."""
+    parts = _numbered("", state)
     # Ranks that share weights read them all from the same place, so access is not exclusive.
-    loaded = dist_checkpointing.load(parts | random, folder, validate_access_integrity=False)
-    numbers = map(str, range(len(parts)))
+    loaded = dist_checkpointing.load(parts, folder, validate_access_integrity=False)
+    names = iter(parts)
 
     def whole(value: Any) -> Any:
         if isinstance(value, LocalNonpersistentObject):
             return value.unwrap()
-        return loaded[next(numbers)] if isinstance(value, ShardedBase) else value
+        return loaded[next(names)] if isinstance(value, ShardedBase) else value
 
-    state = dict_list_map_outplace(whole, state)
-    for chunk, own in zip(model.chunks, state["model"], strict=True):
-        chunk.module.load_state_dict(own)
-    _add_steps(state["optimizer"], notes["optimizer_steps"])
-    model.optimizer.load_state_dict(state["optimizer"])
-    _set_optimizer_steps(model, notes["optimizer_steps"])
-    _set_random_states({name: loaded[name] for name in random})
-    return int(notes["steps_taken"])
+    return dict_list_map_outplace(whole, state)
 
 
-def _state(model: Model, *, is_loading: bool) -> dict[str, Any]:
+def _state(model: Model, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Of the chunks, and of the optimizer."""
     chunks = [chunk.module.sharded_state_dict() for chunk in model.chunks]
     optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=_FORMAT)
-    return {"model": chunks, "optimizer": optimizer}
+    return chunks, optimizer
 
 
-def _numbered(state: dict[str, Any]) -> dict[str, ShardedBase]:
+def _numbered(what: str, state: Any) -> dict[str, ShardedBase]:
     """The parts that Megatron shards, without the structure around them, which differs between optimizers."""
     shards = (value for value in nested_values(state) if isinstance(value, ShardedBase))
-    return {str(number): shard for number, shard in enumerate(shards)}
+    return {f"{what} {number}": shard for number, shard in enumerate(shards)}
 
 
-def _with_masters_of(parts: dict[str, ShardedBase], folder: str) -> dict[str, ShardedBase]:
-    """`parts` with the keys under which this checkpoint keeps the optimizer's own copies of the parameters."""
+def _with_masters_of(state: Any, folder: str) -> Any:
+    """`state` with the keys under which this checkpoint keeps the optimizer's own copies of the parameters."""
     stored = dist_checkpointing.load_tensors_metadata(folder)
 
-    def found(shard: ShardedBase) -> ShardedBase:
+    def found(shard: Any) -> Any:
+        if not isinstance(shard, ShardedBase):
+            return shard
         for prefix in _MASTERS[:2]:
             if shard.key.startswith(prefix):
                 name = shard.key.removeprefix(prefix)
@@ -115,7 +125,7 @@ def _with_masters_of(parts: dict[str, ShardedBase], folder: str) -> dict[str, Sh
                 return replace(shard, key=known[0]) if known else shard
         return shard
 
-    return {number: found(shard) for number, shard in parts.items()}
+    return dict_list_map_outplace(found, state)
 
 
 def _optimizers(model: Model) -> Iterator[Any]:
