@@ -10,6 +10,7 @@ import multiprocessing
 import random
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from miles_async.adapters.megatron.batch import TrainStep, rank_shares
 from miles_async.adapters.megatron.cpu import cuda_means_cpu
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.parallel import free_port
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.tiny_model import byte_tokenizer, create_tiny_model
+from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 from tests.stack.saving import save_state
@@ -106,19 +108,21 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
     settings, out = config(root, model, layout, ranks), root / name
     learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
     steps = rank_shares(batch(), settings, ranks)[rank]
-    before = learner.logprobs([sample.tokens for group in batch() for sample in group])
+    sequences = [sample.tokens for group in batch() for sample in group]
+    before = learner.logprobs(sequences)
     greedy = learner.greedy(PROMPTS, 4, eos=256)
     gradients = gradients_of(learner, steps[0])
     report = learner.train(0, steps)
     states = [state for optimizer in learner._model.optimizer.chained_optimizers for state in optimizer.state.values()]
     moments = sum(state["exp_avg"].numel() for state in states)
+    after = learner.logprobs(sequences)
     learner.save_hf(str(out / "saved"))
     save_state(learner, out / "state")
     learner.close()
     if rank == 0:
         save_file(gradients, out / "gradients.safetensors")
-        facts = {"metrics": dict(report.metrics), "logprobs": before, "greedy": greedy, "moments": moments}
-        (out / "facts.json").write_text(json.dumps(facts))
+        seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments}
+        (out / "facts.json").write_text(json.dumps({"metrics": dict(report.metrics), **seen}))
 
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
@@ -166,6 +170,7 @@ def create_experts(path: Path, seed: int) -> None:
     )
     torch.manual_seed(seed)
     Qwen3MoeForCausalLM(shape).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +209,23 @@ def test_ranks_that_share_the_work_see_the_probabilities_metrics_and_answers_of_
     for logprobs, reference in zip(found["logprobs"], expected["logprobs"], strict=True):
         assert logprobs == pytest.approx(reference, abs=1e-5)
     assert found["greedy"] == expected["greedy"]
+
+
+def test_an_engine_agrees_with_what_stages_and_shared_experts_saved(runs: Path, tmp_path: Path) -> None:
+    trained = runs / "expert parallel, pipeline"
+    engine = EngineServer(EngineSpec(name="e0", model_path=str(trained / "saved"), log_path=tmp_path / "engine.log"))
+    try:
+        url = engine.start().url
+        for group, expected in zip(batch(), facts(trained)["after"][::4], strict=True):
+            asked = {"input_ids": group[0].tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+            body = json.dumps(asked | {"logprob_start_len": 0}).encode()
+            call = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(call, timeout=60) as reply:
+                entries = json.load(reply)["meta_info"]["input_token_logprobs"]
+            found = [logprob for logprob, *_ in entries[1:]]
+            assert found == pytest.approx(expected, abs=1e-5)
+    finally:
+        engine.stop()
 
 
 def test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank(runs: Path) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from miles_async.adapters.megatron.cpu import on_cpu
@@ -36,7 +36,10 @@ def join(*, rank: int, world_size: int, address: str, port: int, learner: Learne
         expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
     )
     torch.manual_seed(learner.seed)
-    if not on_cpu():
+    if on_cpu():
+        # Sequence parallelism asks for random states of CUDA's; nothing is drawn from them.
+        initialize_rng_tracker(inference_rng_tracker=True)
+    else:
         model_parallel_cuda_manual_seed(learner.seed)
     return device
 
