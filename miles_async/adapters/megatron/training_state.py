@@ -19,6 +19,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -75,12 +77,24 @@ def _load(model: Model, folder: str) -> int:
         chunk.module.load_state_dict(own)
     # Apart from the weights, which may be where an optimizer's own copies of them come from.
     filled = _loaded(_with_masters_of(optimizer, folder), folder)
-    _add_steps(filled, notes["optimizer_steps"])
-    model.optimizer.load_state_dict(filled)
+    chained = model.optimizer.chained_optimizers
+    for number, one in enumerate(chained):
+        _fill(one, filled if len(chained) == 1 else filled[number], notes["optimizer_steps"])
     _set_optimizer_steps(model, notes["optimizer_steps"])
     if notes["layout"] == _layout():
         _set_random_states(_loaded(_random_states(), folder))
     return int(notes["steps_taken"])
+
+
+def _fill(optimizer: MegatronOptimizer, state: dict[str, Any], steps: int) -> None:
+    if not isinstance(optimizer, DistributedOptimizer):
+        _add_steps(state, steps)
+        optimizer.load_state_dict(state)
+        return
+    # It looks for each entry of torch's Adam in what was loaded, but the steps are no part of that.
+    for moments in optimizer.optimizer.state.values():
+        moments.pop("step", None)
+    optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
 
 
 def _loaded(state: Any, folder: str) -> Any:
