@@ -159,13 +159,15 @@ def _make_moments(model: Model) -> None:
 
 
 def _optimizer_steps(model: Model) -> int:
-    """Torch's Adam counts its steps in each parameter's state, fused ones in the group."""
+    """Torch's Adam counts its steps in each parameter's state, fused ones in the group, from their first on.
+
+    A group's number means nothing beside torch's Adam: Megatron leaves an old one there when it loads.
+    """
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
-            if "step" in group:
-                return int(group["step"])
             for parameter in group["params"]:
-                return int(optimizer.state[parameter]["step"])
+                counts_itself = isinstance(optimizer, torch.optim.Adam)
+                return int(optimizer.state[parameter]["step"] if counts_itself else group.get("step", 0))
     return 0
 
 
