@@ -91,6 +91,12 @@ def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
             f"expert_tensor_parallel_size {shared} does not divide tensor_model_parallel_size {tensor}; set it to 1 or "
             f"to {tensor}"
         )
+    elif shared is not None and shared < tensor and ranks == 1:
+        # Megatron then adds up the experts' gradients over too few ranks.
+        yield (
+            f"expert_tensor_parallel_size {shared} below tensor_model_parallel_size {tensor} needs experts that are "
+            "dealt out: set expert_model_parallel_size above 1, or unset it"
+        )
     elif shape.feed_forward % (shared or tensor):
         yield (
             f"the experts' width {shape.feed_forward} is not divisible by expert_tensor_parallel_size "

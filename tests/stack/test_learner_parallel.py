@@ -33,10 +33,8 @@ from tests.stack.saving import save_state
 RANKS = 4
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor parallel": (2, {"tensor_model_parallel_size": 2}),
-    "tensor and sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "data parallel": (2, {}),
     "distributed optimizer": (2, {"use_distributed_optimizer": True}),
-    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
     "virtual pipeline": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "context parallel": (2, {"context_parallel_size": 2}),
     "context and data parallel, in rows": (
@@ -53,12 +51,16 @@ DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "expert parallel": (2, {"expert_model_parallel_size": 2}),
     "expert and context parallel": (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
     "expert parallel, pipeline": (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-    "experts on tensor-parallel ranks": (
+    "experts dealt to tensor-parallel ranks": (
         2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
     ),
     "experts shared and dealt": (
         4,
@@ -110,7 +112,7 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
     steps = rank_shares(batch(), settings, ranks)[rank]
     sequences = [sample.tokens for group in batch() for sample in group]
     before = learner.logprobs(sequences)
-    greedy = learner.greedy(PROMPTS, 4, eos=256)
+    greedy = learner.greedy(PROMPTS, 2, eos=256)
     gradients = gradients_of(learner, steps[0])
     report = learner.train(0, steps)
     states = [state for optimizer in learner._model.optimizer.chained_optimizers for state in optimizer.state.values()]

@@ -67,6 +67,7 @@ def test_a_layout_that_does_not_divide_is_refused(tmp_path: Path, layout: dict[s
          "pipeline_model_parallel_size 2 = 16"),
         ({"tensor": 2}, "needs sequence_parallel"),
         ({"tensor": 2, "sequence_parallel": True, "of_expert": 4}, "expert_tensor_parallel_size 4 does not divide"),
+        ({"tensor": 2, "sequence_parallel": True, "of_expert": 1}, "needs experts that are dealt out"),
         ({"tensor": 4, "sequence_parallel": True}, "the experts' width 30 is not divisible by"),
     ],
 )  # fmt: skip

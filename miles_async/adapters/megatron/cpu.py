@@ -1,7 +1,7 @@
 """What lets Megatron-core 0.16 run on machines without CUDA. Nothing here is used where CUDA is present.
 
 Megatron names CUDA in a few constructors and asserts even where it computes nothing there. They are answered while the
-model is built and while the optimizer steps; forward and backward run untouched, and at full speed.
+model is built, while its schedules run and while the optimizer steps; it costs a torch call microseconds.
 """
 
 from __future__ import annotations
