@@ -44,6 +44,7 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.core_cost
 	@$(PYTHON) -m benchmarks.packing
 	@$(PYTHON) -m benchmarks.packed_training
+	@$(PYTHON) -m benchmarks.checkpoints
 	@$(PYTHON) -m benchmarks.publish_gap
 	@$(PYTHON) -m benchmarks.overlap
 	@$(PYTHON) -m benchmarks.skip_replay

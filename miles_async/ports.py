@@ -86,8 +86,12 @@ class Learner(Protocol):
         """Take the optimizer steps of one batch. Raises Fatal when a rank is lost."""
         ...
 
-    async def save(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
-        """Write a checkpoint from which `progress` and the learner can be resumed; whole or not at all.
+    async def copy_state(self, rollout_id: int) -> None:
+        """Copy aside what a checkpoint needs. Called between two `train`; the next may begin once this returns."""
+        ...
+
+    async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
+        """Write what was copied as a checkpoint from which `progress` and the learner are resumed; whole or not at all.
 
         Raises Fatal when it cannot be written: the one before stays good.
         """

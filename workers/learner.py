@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
     from miles_async.adapters.megatron.batch import TrainStep
     from miles_async.adapters.megatron.learner import MegatronLearner
+    from miles_async.adapters.megatron.state_copy import CheckpointCopy
     from miles_async.adapters.weights.writer import WeightWriter
 
 T = TypeVar("T")
 
 
 class LearnerRank:
-    """Megatron in one thread, weight writes in another: staged weights travel while the next step runs.
+    """Megatron in one thread, weight writes in another, checkpoint files in a third: they travel while steps are taken.
 
     Everything that touches the model runs in the step thread, one call after the other. Only rank 0 writes weights:
     staging gathers them whole.
@@ -39,6 +40,9 @@ class LearnerRank:
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
         configure_logging(config.observability.log_format)
+        if config.learner.deterministic_mode:
+            os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+        os.environ |= config.learner.train_env_vars  # before torch is imported
         self._config = config
         self._rank = rank
         self._world_size = world_size
@@ -48,8 +52,10 @@ class LearnerRank:
         # The thread count of an OpenMP team belongs to the thread that starts it.
         self._step = ThreadPoolExecutor(1, "step", initializer=_limit_threads, initargs=(threads,))
         self._weights = ThreadPoolExecutor(1, "weights")
+        self._checkpoint = ThreadPoolExecutor(1, "checkpoint")
         self._learner: MegatronLearner
         self._writer: WeightWriter
+        self._copy: CheckpointCopy
 
     async def warm_start(self, problems: Problems, check: Problems) -> WarmStarted:
         """The checkpoint to start from, taught or found in the cache. Only on one rank, and before `start`."""
@@ -89,7 +95,7 @@ class LearnerRank:
         await self._in_weights(lambda: self._writer.connect(engines))
 
     async def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
-        return await self._in_step(lambda: self._learner.train(rollout_id, steps))
+        return await self._in_step(lambda: self._train(rollout_id, steps))
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         return await self._in_step(lambda: self._learner.logprobs(token_lists))
@@ -106,16 +112,21 @@ class LearnerRank:
         """Rank 0: write the staged version to each engine, one after the other."""
         return await self._in_weights(lambda: [self._writer.write(version, engine) for engine in engines])
 
-    async def save_state(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint into `folder`. All ranks."""
-        await self._in_step(lambda: self._learner.save_state(folder))
+    async def copy_state(self, folder: str | None, hf_path: str | None) -> None:
+        """Copy aside this rank's part of a checkpoint for `folder`, and of an export to `hf_path`. All ranks."""
+        self._copy = await self._in_step(lambda: self._learner.copy_state(folder, hf_path))
+
+    async def write_state(self) -> Any:
+        """Write what was copied aside, while steps are taken; returns what `finish_state` on rank 0 wants of each."""
+        return await self._in_checkpoint(self._copy.write)
+
+    async def finish_state(self, written: list[Any]) -> None:
+        """Rank 0, when all have written."""
+        await self._in_checkpoint(lambda: self._copy.finish(written))
 
     async def load_state(self, folder: str) -> None:
         """Go on from this rank's part of a checkpoint; after `start`, before `connect`. All ranks."""
         await self._in_step(lambda: self._learner.load_state(folder))
-
-    async def save_hf(self, path: str) -> None:
-        await self._in_step(lambda: self._learner.save_hf(path))
 
     async def pid(self) -> int:
         return os.getpid()
@@ -126,12 +137,21 @@ class LearnerRank:
             await self._in_weights(self._writer.close)
         await self._in_step(self._learner.close)
 
+    def _train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
+        from miles_async.adapters.megatron.profile import profiled
+
+        with profiled(self._config.debug, rollout_id, self._rank):
+            return self._learner.train(rollout_id, steps)
+
     def _gather(self, *, keep: bool) -> dict[str, Tensor]:
         """Gathering is collective: the ranks that do not keep the weights take part in it all the same."""
         return {name: tensor.clone() for name, tensor in self._learner.weights() if keep}
 
     async def _in_step(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._step, call)
+
+    async def _in_checkpoint(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._checkpoint, call)
 
     async def _in_weights(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._weights, call)

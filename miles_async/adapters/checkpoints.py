@@ -1,6 +1,7 @@
 """The folder that checkpoints of a run are kept in: whole ones only, the newest named by a marker written last.
 
-<save>/rollout_0000019/        what the learner's ranks wrote, and progress.json
+<save>/rollout_0000019/actor/  what the learner's ranks wrote: a Megatron distributed checkpoint; critic/ likewise
+<save>/rollout_0000019/progress.json
 <save>/latest                  the name of the newest whole one
 """
 
@@ -25,8 +26,9 @@ class CheckpointFolder:
 
     def begin(self, rollout_id: int) -> Path:
         """An empty folder to write the checkpoint after `rollout_id` into; nobody takes it for a whole one."""
+        for left_over in self._root.glob(f".{_PREFIX}*.tmp"):  # by a run that was killed while it wrote
+            shutil.rmtree(left_over, ignore_errors=True)
         draft = self._root / f".{_PREFIX}{rollout_id:07d}.tmp"
-        shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         return draft
 
@@ -36,7 +38,7 @@ class CheckpointFolder:
         Raises OSError when the disk is full; the marker then still names the checkpoint before.
         """
         (draft / "progress.json").write_text(json.dumps(progress))
-        for file in draft.iterdir():
+        for file in draft.rglob("*"):
             _flush(file)
         path = self._root / f"{_PREFIX}{rollout_id:07d}"
         shutil.rmtree(path, ignore_errors=True)  # of a run that was resumed from before it
@@ -79,6 +81,9 @@ def progress_in(checkpoint: Path) -> dict[str, Any]:
 
 
 def _flush(path: Path) -> None:
-    """A power cut after the marker must not find what it names half written."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    """A power cut after the marker must not find what it names half written; of a folder, its list of files."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

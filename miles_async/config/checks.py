@@ -13,9 +13,11 @@ from miles_async.config.derived import (
     GREEDY_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    checkpoint_due,
     data_parallel_ranks,
     evaluation_places,
     generates,
+    hf_export,
     learner_ranks,
     least_tokens_per_gpu,
     micro_batch_tokens,
@@ -167,10 +169,10 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
         )
     policy = config.learner.loss_type == "policy_loss"
     estimator = config.algorithm.advantage_estimator
-    if rollout.n_samples_per_prompt == 1 and estimator != "reinforce_plus_plus" and policy:
+    if rollout.n_samples_per_prompt == 1 and estimator not in ("reinforce_plus_plus", "ppo") and policy:
         yield (
             f"n_samples_per_prompt 1 teaches nothing: advantage_estimator {estimator} compares the samples of a group; "
-            "set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus"
+            "set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus or ppo"
         )
 
 
@@ -271,6 +273,35 @@ def _reference(config: RunConfig) -> Iterator[str]:
         yield "ref_load names a reference model that nothing uses: set use_kl_loss or kl_coef, or unset it"
 
 
+def _critic(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.critic_load is not None and not (Path(algorithm.critic_load).expanduser() / "config.json").is_file():
+        yield f"critic_load {algorithm.critic_load} is no Hugging Face checkpoint: it holds no config.json"
+    if algorithm.advantage_estimator == "ppo":
+        if config.learner.loss_type == "sft_loss":
+            yield "advantage_estimator ppo trains a critic, which loss_type sft_loss has no use for: unset one"
+        return
+    named = algorithm.model_dump(exclude_defaults=True).keys() & _OF_THE_CRITIC
+    if named:
+        yield f"{', '.join(sorted(named))}: only advantage_estimator ppo has a critic; set it, or unset these"
+
+
+_OF_THE_CRITIC = {"value_clip", "num_critic_only_steps", "critic_load", "critic_lr", "critic_lr_warmup_steps"}
+
+
+def _exports(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    if learner.save_hf is None:
+        return
+    if learner.save_interval is not None and "{rollout_id}" not in learner.save_hf:
+        yield f"save_hf {learner.save_hf} would be written again and again: put {{rollout_id}} into its name"
+    rollouts = (rollout for rollout in range(config.rollout.num_rollout) if checkpoint_due(config, rollout))
+    due = {hf_export(learner.save_hf, rollout).resolve() for rollout in rollouts}
+    for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
+        if path is not None and Path(path).expanduser().resolve() in due:
+            yield f"save_hf {learner.save_hf} would overwrite {setting}: name another folder"
+
+
 def _tiny_model(config: RunConfig) -> Iterator[str]:
     model, response = config.model.tiny_model, config.rollout.rollout_max_response_len
     if model.hidden_size % model.num_attention_heads:
@@ -294,6 +325,15 @@ def _engines(config: RunConfig) -> Iterator[str]:
             f"rollout_num_gpus {engine.rollout_num_gpus} is not divisible by rollout_num_gpus_per_engine "
             f"{engine.rollout_num_gpus_per_engine}; set it to a multiple"
         )
+
+
+def _recomputation(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    given = learner.recompute_method is not None, learner.recompute_num_layers is not None
+    if learner.recompute_granularity == "full" and not all(given):
+        yield "recompute_granularity full needs recompute_method and recompute_num_layers: set uniform and 1"
+    if learner.recompute_granularity != "full" and any(given):
+        yield "recompute_method and recompute_num_layers speak of whole layers: set recompute_granularity to full"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
@@ -400,6 +440,9 @@ _CHECKS: tuple[Check, ...] = (
     _debug,
     _checkpoint,
     _reference,
+    _critic,
+    _exports,
+    _recomputation,
     layout_problems,
     _engines,
     _lengths,

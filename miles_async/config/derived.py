@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.core.bounds import Bounds, Schedule
+from miles_async.core.learning_rate import LearningRate
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
@@ -46,6 +49,49 @@ def rollout_file(config: RunConfig) -> str | None:
     if config.debug.save_debug_rollout_data is None and config.debug.dump_details is not None:
         return f"{config.debug.dump_details}/rollout_data/{{rollout_id}}.safetensors"
     return config.debug.save_debug_rollout_data
+
+
+def reference_batching(learner: Learner) -> Learner:
+    """The settings under which the reference model's log-probabilities are computed."""
+    own = {
+        "use_dynamic_batching_in_infer": learner.ref_use_dynamic_batching_in_infer,
+        "max_tokens_per_microbatch_in_infer": learner.ref_max_tokens_per_microbatch_in_infer,
+        "sequence_length_round_in_infer": learner.ref_sequence_length_round_in_infer,
+    }
+    return learner.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+def critic_learning_rate(config: RunConfig) -> LearningRate:
+    peak, warmup = config.algorithm.critic_lr or config.learner.lr, config.algorithm.critic_lr_warmup_steps
+    return replace(learning_rate(config), peak=peak, warmup_steps=warmup)
+
+
+def learning_rate(config: RunConfig) -> LearningRate:
+    """The learner's; unless told otherwise it decays over the whole run."""
+    learner = config.learner
+    decay_steps = learner.lr_decay_steps or config.rollout.num_rollout * learner.num_steps_per_rollout
+    return LearningRate(
+        peak=learner.lr,
+        floor=learner.min_lr,
+        warmup_steps=learner.lr_warmup_steps,
+        style=learner.lr_decay_style,
+        decay_steps=decay_steps,
+        wsd_decay_steps=learner.lr_wsd_decay_steps or max(1, decay_steps // 10),
+        wsd_decay_style=learner.lr_wsd_decay_style,
+    )
+
+
+def checkpoint_due(config: RunConfig, rollout_id: int) -> bool:
+    """Whether a checkpoint or an export follows rollout `rollout_id`."""
+    learner, done = config.learner, rollout_id + 1
+    if learner.save is None and learner.save_hf is None:
+        return False
+    return done == config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
+
+
+def hf_export(template: str, rollout_id: int) -> Path:
+    """Where `save_hf` puts the model after rollout `rollout_id`."""
+    return Path(template.replace("{rollout_id}", str(rollout_id))).expanduser().absolute()
 
 
 def bounds_of(config: RunConfig, entry: str) -> Bounds:

@@ -207,12 +207,28 @@ class Rollout(Section):
 
 
 class Algorithm(Section):
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
-        "grpo"
-    )
+    advantage_estimator: Literal[
+        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+    ] = "grpo"
     """How rewards become advantages, and what is clipped: grpo, gspo and cispo compare the samples of a group and clip
     the ratio of a token, of its sequence, or the weight and not the gradient; reinforce_plus_plus normalizes over the
-    batch, with _baseline after subtracting the group's mean."""
+    batch, with _baseline after subtracting the group's mean; ppo trains a critic and compares with its values."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of later rewards, under ppo."""
+    lambd: float = Field(1.0, ge=0, le=1)
+    """Lambda of generalized advantages, under ppo: 0 trusts the critic, 1 the rewards."""
+    normalize_advantages: bool = False
+    """Move and scale ppo's advantages to mean 0 and variance 1 over the tokens of an optimizer step."""
+    value_clip: float = Field(0.2, gt=0)
+    """How far the critic's values may move within one drained batch before its loss stops pulling."""
+    num_critic_only_steps: int = Field(0, ge=0)
+    """Rollouts at the beginning that train the critic alone."""
+    critic_load: str | None = None
+    """Hugging Face checkpoint that the critic starts from, below its new head. Unset: the one training starts from."""
+    critic_lr: float | None = Field(None, gt=0)
+    """Learning rate of the critic; it falls like the policy's. Unset: lr."""
+    critic_lr_warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which it rises from 0."""
     grpo_std_normalization: bool = True
     """Divide group advantages by the group's standard deviation."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -259,8 +275,16 @@ class Learner(Section):
     """Learning rate."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
-    lr_decay_style: Literal["constant", "linear"] = "constant"
-    """What the learning rate does after the warm-up: stay, or fall in a straight line to 0 at the last rollout."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """What the learning rate does after the warm-up: stay, or fall to min_lr in this shape; WSD stays until the end."""
+    lr_decay_steps: int | None = Field(None, ge=1)
+    """Optimizer step at which min_lr is reached. Unset: the end of the run."""
+    min_lr: float = Field(0.0, ge=0)
+    """What the learning rate falls to."""
+    lr_wsd_decay_steps: int | None = Field(None, ge=1)
+    """Steps over which the learning rate falls at the end under WSD. Unset: a tenth of lr_decay_steps."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """In what shape it falls then."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -289,6 +313,12 @@ class Learner(Section):
     """The same limit there. Unset: max_tokens_per_gpu."""
     sequence_length_round_in_infer: int = Field(64, ge=1)
     """The same multiple there."""
+    ref_use_dynamic_batching_in_infer: bool | None = None
+    """The same for the reference model alone. Unset, as for the next two: what holds for other such work."""
+    ref_max_tokens_per_microbatch_in_infer: int | None = Field(None, ge=1)
+    """Its limit."""
+    ref_sequence_length_round_in_infer: int | None = Field(None, ge=1)
+    """Its multiple."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the learner."""
     tensor_model_parallel_size: int = Field(1, ge=1)
@@ -303,6 +333,13 @@ class Learner(Section):
     """Ranks that the experts of a mixture-of-experts layer are dealt to."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
     """Ranks that share each expert. Unset: tensor_model_parallel_size."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in the backward pass instead of keeping them: of whole layers, or of attention alone.
+    Unset: all are kept."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Under full: all layers in groups of recompute_num_layers, or the first recompute_num_layers of each stage."""
+    recompute_num_layers: int | None = Field(None, ge=1)
+    """See recompute_method."""
     sequence_parallel: bool = False
     """Split activations of tensor-parallel ranks along the sequence."""
     use_distributed_optimizer: bool | None = None
@@ -312,7 +349,11 @@ class Learner(Section):
     save: str | None = None
     """Folder to keep checkpoints in; one is written at the end. Unset: none."""
     save_interval: int | None = Field(None, ge=1)
-    """Rollouts between two checkpoints, besides the last."""
+    """Rollouts between two checkpoints (save, save_hf), besides the last."""
+    async_save: bool = True
+    """Write checkpoints while training goes on; off, the next step waits until they are written."""
+    save_hf: str | None = None
+    """Folder to export the model to in Hugging Face format whenever a checkpoint is due; `{rollout_id}` in its name."""
     save_keep: int = Field(2, ge=1)
     """Newest checkpoints to keep; older ones are removed."""
     load: str | None = None
@@ -321,6 +362,10 @@ class Learner(Section):
     """Nodes of the learner."""
     actor_num_gpus_per_node: int = Field(1, ge=1)
     """Learner ranks per node; on a CPU machine, processes."""
+    train_env_vars: dict[str, str] = {}
+    """Environment variables of the learner's processes, where policy, reference model and critic live."""
+    deterministic_mode: bool = False
+    """Use only algorithms that give the same bits each time, on GPUs too; they may be slower."""
     learner_cpus: list[int] | None = None
     """CPU cores the learner is pinned to. Unset: any."""
     learner_threads: int | None = Field(None, ge=1)
@@ -440,6 +485,14 @@ class Debug(Section):
     """Generate only: no learner, no weight writes."""
     debug_train_only: bool = False
     """Train only, on load_debug_rollout_data: no engine, no router."""
+    use_pytorch_profiler: bool = False
+    """Write a profile of the learner's steps, one file per rollout and rank, for chrome://tracing or Perfetto."""
+    profile_step_start: int = Field(1, ge=0)
+    """The first rollout that is profiled."""
+    profile_step_end: int = Field(2, ge=1)
+    """The first one after it that is not."""
+    profile_dir: str = "profiles"
+    """Folder to write profiles to."""
     dump_details: str | None = None
     """Folder for what is needed to look into a run later: every batch, and the tokenizer."""
 

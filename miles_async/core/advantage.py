@@ -46,23 +46,3 @@ def overlong_penalty(length: int, *, longest: int, buffer: int) -> float:
     Source: soft overlong punishment, DAPO (arXiv 2503.14476), equation 13.
     """
     return -min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
-
-
-def generalized_advantages(
-    rewards: Sequence[float], values: Sequence[float], *, discount: float, decay: float
-) -> tuple[list[float], list[float]]:
-    """Advantage and return of every token of one response, from its token rewards and a critic's values.
-
-    `values[t]` is the critic's estimate before token t; nothing is expected after the last. `discount` is gamma,
-    `decay` lambda: 0 trusts the critic, 1 the rewards.
-    Source: GAE, Schulman et al. 2015 (arXiv 1506.02438), equation 16.
-    """
-    advantages: list[float] = []
-    following, after = 0.0, 0.0
-    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        surprise = reward + discount * after - value
-        following = surprise + discount * decay * following
-        advantages.append(following)
-        after = value
-    advantages.reverse()
-    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]

@@ -11,12 +11,13 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import DataSkipped, Event, RunEnded
+from miles_async.observability.events import DataSkipped, Event, RunEnded, StepEnded
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.progress import Progress
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
+from miles_async.observability.steps import step_facts
 from miles_async.observability.summary import Summary
 from miles_async.observability.trace import TraceWriter
 
@@ -67,6 +68,8 @@ class Onlookers:
         self._progress.observe(event)
         if isinstance(event, DataSkipped):
             self._warn(event)
+        if isinstance(event, StepEnded):
+            log.info("step", **step_facts(event))
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             print(self._summary.text(), flush=True)

@@ -30,7 +30,9 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+from miles_async.config.derived import checkpoint_due
 from miles_async.config.schema import RunConfig
 from miles_async.core.admission import Admission
 from miles_async.core.bounds import Bounds
@@ -108,9 +110,11 @@ class Service:
         self._gate = StalenessGate(config.rollout.max_weight_staleness)
         self._crew: Crew
         self._stopping = asyncio.Event()
-        self._not_finite = 0
-        """Batches in a row."""
+        self._not_finite: list[list[Group]] = []
+        """Batches in a row whose loss or gradient was not finite."""
         self._evaluating = asyncio.Lock()
+        self._checkpoint_written: asyncio.Task[None] | None = None
+        """The newest checkpoint, while it is written and after."""
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
         self.books = Books(ports.clock, ports.events)
@@ -211,9 +215,8 @@ class Service:
                     self._publisher.start(self._crew)
                 elif self._take_turns:
                     await self._publisher.publish()
-            if self._checkpoint_due(rollout_id):
-                await self._ports.learner.save(rollout_id, progress_of(rollout_id, self.books, self._ports.data))
-                self.books.progressed()
+            if checkpoint_due(self._config, rollout_id):
+                await self._checkpoint(rollout_id)
             if self._evaluates_after(rollout_id):
                 evaluation = self._evaluate(rollout_id)
                 if self._take_turns:
@@ -225,12 +228,20 @@ class Service:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
         await self._publisher.idle()
         await self._publisher.publish()
+        if self._checkpoint_written is not None:
+            await self._checkpoint_written
 
-    def _checkpoint_due(self, rollout_id: int) -> bool:
-        learner, done = self._config.learner, rollout_id + 1
-        if learner.save is None:
-            return False
-        return done == self._config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
+    async def _checkpoint(self, rollout_id: int) -> None:
+        """Copied between two steps, written while the next ones are taken unless `async_save` is off; one at a time."""
+        if self._checkpoint_written is not None:
+            await self._checkpoint_written
+        progress = progress_of(rollout_id, self.books, self._ports.data)
+        await self._ports.learner.copy_state(rollout_id)
+        writing = self._ports.learner.write_state(rollout_id, progress)
+        self._checkpoint_written = self._crew.spawn(f"checkpoint-{rollout_id}", writing)
+        if not self._config.learner.async_save:
+            await self._checkpoint_written
+        self.books.progressed()
 
     def _evaluates_after(self, rollout_id: int) -> bool:
         """After the last rollout it is done anyway, once everything is published."""
@@ -289,7 +300,7 @@ class Service:
         if report.finite:
             self.books.advance(groups, State.TRAINED)
             self._trained += groups
-            self._not_finite = 0
+            self._not_finite = []
         else:
             self._skip(rollout_id, groups)
 
@@ -297,15 +308,14 @@ class Service:
         """What was not finite is not in the weights. Raises Fatal when it happens again and again."""
         for group in groups:
             self.books.drop(group, DropReason.NONFINITE)
-        self._not_finite += 1
-        if self._not_finite < self._config.learner.max_nonfinite_batches:
+        self._not_finite.append(groups)
+        times = len(self._not_finite)
+        if times < self._config.learner.max_nonfinite_batches:
             return
-        sentence = f"loss or gradient was not finite in {self._not_finite} batches in a row, up to rollout {rollout_id}"
-        for group in groups:
+        sentence = f"loss or gradient was not finite in {times} batches in a row, up to rollout {rollout_id}"
+        for group in chain.from_iterable(self._not_finite):
             self._ports.dead_letters.bury(group, DropReason.NONFINITE, sentence)
-        raise Fatal(
-            f"{sentence}; the groups of the last one are in the dead letters: look at their rewards, or lower lr"
-        )
+        raise Fatal(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
 
     async def _only_fresh(self, rollout_id: int, groups: list[Group]) -> list[Group]:
         """The batch with what grew too old since its drain recycled and replaced: topped up, never shrunk."""

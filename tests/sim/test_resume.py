@@ -10,6 +10,7 @@ import pytest
 
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.core.bounds import Schedule
+from miles_async.errors import Fatal
 from miles_async.observability.events import StepStarted
 from miles_async.pipeline.progress import resume
 from miles_async.pipeline.source import RolloutSource
@@ -32,6 +33,7 @@ def test_checkpoints_are_written_as_often_as_asked_and_at_the_end() -> None:
     assert written(save="anywhere") == [19]
     assert written(save="anywhere", save_interval=7) == [6, 13, 19]
     assert written(save="anywhere", save_interval=10) == [9, 19]
+    assert written(save_hf="anywhere/{rollout_id}", save_interval=10) == [9, 19]
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
@@ -71,11 +73,26 @@ def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
     assert owed <= set(trained)
 
 
-def test_saving_does_not_stop_generation() -> None:
+def test_training_goes_on_while_a_checkpoint_is_written() -> None:
     plain = World(config=config()).run()
-    saving = World(config=config(save="anywhere", save_interval=1)).run()
-    assert saving.seconds < plain.seconds + ROLLOUTS * saving.train_seconds
+    saving = World(config=config(save="anywhere", save_interval=5), save_seconds=3.0).run()
+    waiting = World(config=config(save="anywhere", save_interval=5, async_save=False), save_seconds=3.0).run()
+    assert list(saving.trainer.saved) == list(waiting.trainer.saved) == [4, 9, 14, 19]
+    assert saving.seconds == pytest.approx(plain.seconds + 3.0, abs=0.5), "only the last one is waited for"
+    assert waiting.seconds > saving.seconds + 2 * 3.0 - 1.0
     assert saving.audit.violations == []
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause() -> None:
+    saving = World(config=config(save="anywhere", save_interval=5), save_error="the disk is full")
+    with pytest.raises(Fatal, match="the disk is full"):
+        saving.run()
+    assert len(saving.trace.of(StepStarted)) < 9, "within the seconds that writing takes"
+
+
+def test_a_checkpoint_that_takes_long_delays_the_next_one_and_loses_none() -> None:
+    saving = World(config=config(save="anywhere", save_interval=1), save_seconds=7.0).run()
+    assert list(saving.trainer.saved) == list(range(ROLLOUTS))
 
 
 def test_an_owed_prompt_starts_afresh_with_its_attempts_counted() -> None:

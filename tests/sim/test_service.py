@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit
     world = World(config=run, finite=lambda rollout_id: rollout_id < 5)
     with pytest.raises(Fatal, match=f"not finite in {limit} batches in a row, up to rollout {4 + limit}"):
         world.run()
-    assert world.graveyard.prompts == set(world.trainer.batches[-1])
+    assert world.graveyard.prompts == set(chain.from_iterable(world.trainer.batches[-limit:])), "of all those batches"
     assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.NONFINITE}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Bounds, Schedule
 from miles_async.core.window import WindowedFIFOCollector
+from miles_async.errors import Fatal
 from miles_async.observability.audit import Audit
 from miles_async.observability.events import Event, RunStarted
 from miles_async.pipeline.progress import resume
@@ -89,6 +90,10 @@ class Trainer:
     keeps_batches: bool
     batches: list[list[str]] = field(default_factory=list)
     """The feed indices of every batch, where it keeps them."""
+    save_seconds: float = 1.0
+    save_error: str | None = None
+    copied: int | None = None
+    """The rollout whose checkpoint is being written."""
     saved: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """What checkpoints remember of the pipeline, by rollout."""
 
@@ -99,9 +104,17 @@ class Trainer:
             self.batches.append([group.feed_index for group in groups])
         return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=self.finite(rollout_id))
 
-    async def save(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
-        await self.clock.sleep(self.seconds)
+    async def copy_state(self, rollout_id: int) -> None:
+        assert self.copied is None, "one checkpoint at a time"
+        self.copied = rollout_id
+
+    async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
+        assert self.copied == rollout_id
+        await self.clock.sleep(self.save_seconds)
+        if self.save_error is not None:
+            raise Fatal(self.save_error)
         self.saved[rollout_id] = json.loads(json.dumps(progress))
+        self.copied = None
 
 
 class Judge:
@@ -131,6 +144,10 @@ class World:
     latency: Latency = lambda group, rng: rng.lognormvariate(0.0, 1.0)
     engines: EngineModel = field(default_factory=EngineModel)
     train_seconds: float = 1.0
+    save_seconds: float = 1.0
+    """Writing a checkpoint takes so long."""
+    save_error: str | None = None
+    """And fails with this."""
     keep: Callable[[Group], bool] = lambda group: True
     prompts: int | None = None
     seed: int = 0
@@ -181,7 +198,14 @@ class World:
     async def _run(self) -> None:
         clock = VirtualClock()
         self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
-        self.trainer = Trainer(clock, self.train_seconds, self.finite, self.keeps_batches)
+        self.trainer = Trainer(
+            clock,
+            self.train_seconds,
+            self.finite,
+            self.keeps_batches,
+            save_seconds=self.save_seconds,
+            save_error=self.save_error,
+        )
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)
         self.service = Service(

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.optimizer import learning_rate
 from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
@@ -280,13 +279,6 @@ def test_greedy_decoding_repeats_what_supervised_steps_taught(learner: MegatronL
     assert losses[-1] < 0.1 < losses[0]
     assert learner.greedy(prompts, 6, EOS_ID) == answers
     assert learner.greedy(prompts, 2, EOS_ID) == [answers[0], answers[1][:2]]
-
-
-def test_the_learning_rate_warms_up_and_falls_to_nothing_at_the_last_rollout() -> None:
-    learner = Learner(lr=1.0, lr_warmup_steps=2, lr_decay_style="linear")
-    assert [learning_rate(learner, step, 4) for step in range(4)] == [0.5, 0.75, 0.5, 0.25]
-    constant = learner.model_copy(update={"lr_decay_style": "constant"})
-    assert [learning_rate(constant, step, 4) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("text", ["12 + 3 =", "  héllo\n\t日本 😀 ", "\x00\x7f", ""])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
+import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
+from tests.stack.saving import save_state
 
 pytestmark = pytest.mark.stack
 
@@ -84,8 +86,9 @@ def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
 ) -> None:
     with learning(tiny) as unbroken:
         train(unbroken, range(stopped))
-        unbroken.save_state(str(tmp_path))
+        copy = unbroken.copy_state(str(tmp_path))
         train(unbroken, range(stopped, stopped + AFTER))
+        copy.finish([copy.write()])
         expected = weights(unbroken)
     with learning(tiny) as resumed:
         resumed.load_state(str(tmp_path))
@@ -96,21 +99,41 @@ def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
     with learning(tiny) as learner:
         train(learner, range(1))
-        learner.save_state(str(tmp_path))
+        save_state(learner, saved)
     create_tiny_model(SHAPE.model_copy(update={"ffn_hidden_size": 64}), tmp_path / "wider", seed=1)
-    with learning(tmp_path / "wider") as other, pytest.raises(UserError, match=r"of another model: .*mlp"):
-        other.load_state(str(tmp_path))
+    create_tiny_model(SHAPE.model_copy(update={"num_layers": 2}), tmp_path / "deeper", seed=1)
+    for other in ("wider", "deeper"):
+        with learning(tmp_path / other) as learner, pytest.raises(UserError, match=r"of another model: .*decoder"):
+            learner.load_state(str(saved))
     with learning(tiny) as learner:
-        before = weights(learner)
-        note = json.loads((tmp_path / "tp0.json").read_text())
-        note["layout"]["tensor_parallel"] = 2
-        (tmp_path / "tp0.json").write_text(json.dumps(note))
-        with pytest.raises(UserError, match=r"written with 2 rank\(s\) per layer .* this run has 1"):
-            learner.load_state(str(tmp_path))
-        whole = (tmp_path / "tp0.safetensors").read_bytes()
-        (tmp_path / "tp0.safetensors").write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(UserError, match=r"part tp0: .*; load another one"):
-            learner.load_state(str(tmp_path))
-        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+        [data] = (saved / "actor").glob("*.distcp")
+        whole = data.read_bytes()
+        data.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=r"cannot be read: .*; load another one"):
+            learner.load_state(str(saved))
+        (saved / "actor" / "common.pt").unlink()
+        with pytest.raises(UserError, match=r"no Megatron distributed checkpoint: .*; load another one"):
+            learner.load_state(str(saved))
+
+
+def test_a_full_disk_is_said_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path) -> None:
+    with learning(tiny) as learner:
+        copy = learner.copy_state(str(tmp_path))
+        with files_at_most(20_000), pytest.raises(OSError, match="is the disk full"):
+            copy.write()
+
+
+@contextmanager
+def files_at_most(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes: what a full disk does, without filling one."""
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)

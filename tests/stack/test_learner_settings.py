@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import CheckpointFunction
 
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
@@ -203,6 +205,47 @@ def test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step(tmp_path
     assert taught(tmp_path, warm_start_check_every=4)[1] == 4
     with pytest.raises(UserError, match="for 6 steps"):
         taught(tmp_path, warm_start_max_steps=6, warm_start_accuracy=[0.99, 1.0], warm_start_lr=1e-5)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    ],
+    ids=["selective", "uniform", "block"],
+)
+def test_recomputed_activations_are_the_same_and_are_not_kept(
+    tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = []
+    backward = CheckpointFunction.backward
+    monkeypatch.setattr(CheckpointFunction, "backward", lambda *args: again.append(args) or backward(*args))
+    assert same(learned(tiny, **setting), usual)
+    assert len(again) == 4, "one layer, in each of the steps"
+
+
+@pytest.mark.usefixtures("free_again")
+def test_the_steps_asked_for_are_profiled(tiny: Path, tmp_path: Path) -> None:
+    asked = {"use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2}
+    run = config(**asked, profile_dir=str(tmp_path / "profiles"), deterministic_mode=True)
+
+    async def train() -> None:
+        rank = LearnerRank(run, 0, 1)
+        await rank.start(str(tiny), "127.0.0.1", free_port())
+        assert torch.are_deterministic_algorithms_enabled()
+        for rollout in range(3):
+            await rank.train(rollout, rank_shares(batch(rollout), run, 1)[0])
+        await rank._in_step(rank._learner.close)
+
+    asyncio.run(train())
+    torch.use_deterministic_algorithms(False)
+    files = list((tmp_path / "profiles").iterdir())
+    assert [file.name for file in files] == ["rollout_0000001_rank_0.json.gz"]
+    assert any(
+        "mm" in event.get("name", "") for event in json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    )
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from miles_async.core.advantage import generalized_advantages, group_advantages, overlong_penalty, whitened
+from miles_async.core.advantage import group_advantages, overlong_penalty, whitened
 
 
 def test_an_advantage_is_the_distance_from_the_groups_mean_reward() -> None:
@@ -33,14 +33,3 @@ def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
 def test_the_overlong_penalty_grows_in_a_straight_line_over_the_buffer() -> None:
     penalties = [overlong_penalty(length, longest=100, buffer=20) for length in (10, 80, 85, 100, 120)]
     assert penalties == [0, 0, -0.25, -1, -1]
-
-
-@pytest.mark.parametrize("discount, decay", [(1.0, 0.95), (0.99, 0.0), (0.9, 1.0)])
-def test_generalized_advantages_are_the_decayed_sums_of_surprises(discount: float, decay: float) -> None:
-    random = np.random.default_rng(1)
-    rewards, values = random.normal(size=7), random.normal(size=7)
-    surprise = rewards + discount * np.append(values[1:], 0) - values
-    expected = [sum((discount * decay) ** (k - t) * surprise[k] for k in range(t, 7)) for t in range(7)]
-    advantages, returns = generalized_advantages(rewards.tolist(), values.tolist(), discount=discount, decay=decay)
-    assert advantages == pytest.approx(expected)
-    assert returns == pytest.approx(np.array(expected) + values)

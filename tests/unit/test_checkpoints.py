@@ -13,7 +13,8 @@ from workers.preflight import checkpoint_to_resume
 def save(root: Path, rollout_id: int, keep: int = 2) -> Path:
     folder = CheckpointFolder(root)
     draft = folder.begin(rollout_id)
-    (draft / "tp0.safetensors").write_text(f"weights of {rollout_id}")
+    (draft / "actor").mkdir()
+    (draft / "actor" / "__0_0.distcp").write_text(f"weights of {rollout_id}")
     return folder.commit(draft, rollout_id, {"rollout": rollout_id}, keep)
 
 
@@ -26,7 +27,7 @@ def test_the_newest_checkpoint_is_the_one_that_is_resumed(tmp_path: Path) -> Non
     newest = save(tmp_path, 9)
     assert CheckpointFolder(tmp_path).latest() == newest
     assert progress_in(newest) == {"rollout": 9}
-    assert (newest / "tp0.safetensors").read_text() == "weights of 9"
+    assert (newest / "actor" / "__0_0.distcp").read_text() == "weights of 9"
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
@@ -40,10 +41,18 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
 def test_a_checkpoint_that_was_not_finished_is_never_resumed(tmp_path: Path) -> None:
     whole, folder = save(tmp_path, 1), CheckpointFolder(tmp_path)
     draft = folder.begin(2)
-    (draft / "tp0.safetensors").write_text("half")
+    (draft / "half").write_text("half")
     assert folder.latest() == whole
     folder.discard(draft)
     assert names(tmp_path) == ["latest", "rollout_0000001"]
+
+
+def test_what_a_killed_run_left_half_written_is_cleared_by_the_next_checkpoint(tmp_path: Path) -> None:
+    whole = save(tmp_path, 1)
+    (CheckpointFolder(tmp_path).begin(2) / "half").write_text("half")
+    assert CheckpointFolder(tmp_path).latest() == whole
+    save(tmp_path, 7)
+    assert names(tmp_path) == ["latest", "rollout_0000001", "rollout_0000007"]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(

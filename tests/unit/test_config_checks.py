@@ -224,6 +224,7 @@ def test_a_loss_that_makes_no_sense_is_refused(settings, complaint):
 
 def test_one_sample_per_prompt_is_enough_where_the_whole_batch_is_compared():
     assert refusals(n_samples_per_prompt=1, advantage_estimator="reinforce_plus_plus") == []
+    assert refusals(n_samples_per_prompt=1, advantage_estimator="ppo") == []
     assert "compares the samples of a group" in refusals(n_samples_per_prompt=1)[0]
 
 
@@ -233,6 +234,36 @@ def test_a_reference_model_must_be_there_and_be_used(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert refusals(ref_load=str(tmp_path), kl_coef=0.1) == []
     assert "nothing uses" in refusals(ref_load=str(tmp_path))[0]
+
+
+def test_settings_of_the_critic_need_the_estimator_that_has_one(tmp_path):
+    assert refusals(advantage_estimator="ppo", critic_lr=1e-5, num_critic_only_steps=2) == []
+    assert refusal(critic_lr=1e-5, value_clip=0.1) == (
+        "critic_lr, value_clip: only advantage_estimator ppo has a critic; set it, or unset these"
+    )
+    assert "is no Hugging Face checkpoint" in refusal(advantage_estimator="ppo", critic_load=str(tmp_path))
+    assert "which loss_type sft_loss has no use for" in refusals(advantage_estimator="ppo", loss_type="sft_loss")[0]
+
+
+def test_exports_overwrite_neither_each_other_nor_the_model_they_came_from(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert refusals(save_hf=str(tmp_path / "out")) == []
+    assert "put {rollout_id} into its name" in refusal(save_hf=str(tmp_path / "out"), save_interval=5)
+    assert refusals(save_hf=str(tmp_path / "{rollout_id}"), save_interval=5) == []
+    own = {"hf_checkpoint": str(tmp_path), "save_hf": f"{tmp_path}/../{tmp_path.name}"}
+    assert "would overwrite hf_checkpoint" in refusals(**own)[0]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"recompute_granularity": "full"}, "set uniform and 1"),
+        ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "set recompute_granularity to full"),
+        ({"recompute_method": "block"}, "set recompute_granularity to full"),
+    ],
+)
+def test_recomputation_is_said_in_full(settings, said):
+    assert said in refusal(**settings)
 
 
 def test_rewards_that_need_another_setting_name_it():

@@ -22,9 +22,11 @@ SERVICE = "sim/test_service.py"
 GENERATE = "unit/test_generate_functions.py"
 HEAD = "sim/test_head_policy.py"
 PLACE = "unit/test_settings_reach_their_place.py"
+RATES = "unit/test_learning_rate.py"
 RESUME = "sim/test_resume.py"
 SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
+CRITIC = "stack/test_learner_critic.py"
 LEARNER = "stack/test_learner_settings.py"
 LAYOUTS = "unit/test_layouts.py"
 PARALLEL = "stack/test_learner_parallel.py"
@@ -134,6 +136,10 @@ PROOF = {
     "num_steps_per_rollout": f"{PLACE}::test_a_batch_is_cut_into_the_steps_asked_for",
     "lr": f"{LEARNER}::test_another_setting_learns_other_weights",
     "lr_warmup_steps": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "lr_decay_steps": f"{RATES}::test_the_schedule_is_the_configurations",
+    "min_lr": f"{RATES}::test_the_schedule_is_the_configurations",
+    "lr_wsd_decay_steps": f"{RATES}::test_the_schedule_is_the_configurations",
+    "lr_wsd_decay_style": f"{RATES}::test_the_schedule_is_the_configurations",
     "lr_decay_style": f"{LEARNER}::test_another_setting_learns_other_weights",
     "weight_decay": f"{LEARNER}::test_another_setting_learns_other_weights",
     "adam_beta1": f"{LEARNER}::test_another_setting_learns_other_weights",
@@ -152,6 +158,28 @@ PROOF = {
     "max_nonfinite_batches": f"{SERVICE}::test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept",
     "save": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
     "save_interval": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
+    "async_save": f"{RESUME}::test_training_goes_on_while_a_checkpoint_is_written",
+    "save_hf": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
+    "train_env_vars": f"{PLACE}::test_the_learners_processes_get_their_environment",
+    "deterministic_mode": f"{PLACE}::test_the_learners_processes_get_their_environment",
+    "ref_use_dynamic_batching_in_infer": f"{PLACE}::test_the_reference_model_is_batched_in_its_own_way",
+    "ref_max_tokens_per_microbatch_in_infer": (f"{PLACE}::test_the_reference_model_is_batched_in_its_own_way"),
+    "ref_sequence_length_round_in_infer": f"{PLACE}::test_the_reference_model_is_batched_in_its_own_way",
+    "use_pytorch_profiler": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
+    "profile_step_start": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
+    "profile_step_end": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
+    "profile_dir": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
+    "gamma": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
+    "lambd": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
+    "normalize_advantages": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
+    "value_clip": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
+    "critic_lr": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
+    "critic_lr_warmup_steps": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
+    "critic_load": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
+    "num_critic_only_steps": f"{CRITIC}::test_the_policy_stands_still_while_the_critic_learns_alone",
+    "recompute_granularity": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
+    "recompute_method": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
+    "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
     "load": "unit/test_checkpoints.py::test_what_cannot_be_resumed_is_said_before_anything_starts",
     "precision": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward,
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.process import ServerProcess, free_port
-from miles_async.config.derived import SFT_FUNCTION, generates, table
+from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
@@ -24,6 +25,7 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
+from workers.learner import LearnerRank
 from workers.specs import engine_spec, eval_sampling_of, greedy_of, ray_arguments, router_spec, sampling_of
 
 LOGS = Path("/logs")
@@ -315,6 +317,10 @@ def test_reinforce_plus_plus_compares_with_the_tokens_of_the_whole_batch() -> No
     assert baseline == [-2.043, 1.671, -0.186, -0.186], "less the group's mean, then normalized over the tokens"
 
 
+def test_ppo_leaves_rewards_to_its_critic() -> None:
+    assert advantages_of([[0.0, 3.0], [3.0, 3.0]], advantage_estimator="ppo") == [0, 3, 3, 3]
+
+
 def test_an_answer_close_to_the_limit_loses_reward() -> None:
     settings = {"rollout_max_response_len": 4, "grpo_std_normalization": False}
     assert advantages_of([[1.0] * 4], **settings) == [0, 0, 0, 0]
@@ -383,8 +389,8 @@ def test_work_without_gradients_has_rows_and_limits_of_its_own() -> None:
 
 
 def test_an_estimator_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match=r"advantage_estimator: input should be 'grpo', .*, got 'ppo'"):
-        config(advantage_estimator="ppo")
+    with pytest.raises(UserError, match=r"advantage_estimator: input should be 'grpo', .*, got 'vpg'"):
+        config(advantage_estimator="vpg")
 
 
 # --- data and pipeline ----------------------------------------------------------------------------------------------
@@ -423,3 +429,25 @@ def test_engines_are_paused_in_the_mode_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Engines, "pause", noting)
     World(config=config(pause_generation_mode=mode, rollout_batch_size=4, num_rollout=2)).run()
     assert modes == [mode] * 3
+
+
+def test_the_learners_processes_get_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "of before")
+    LearnerRank(config(train_env_vars={"NCCL_DEBUG": "WARN"}, deterministic_mode=True), 0, 1)
+    found = [os.environ[name] for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")]
+    assert found == ["WARN", "Ring", ":4096:8"]
+
+
+def test_the_reference_model_is_batched_in_its_own_way() -> None:
+    of_the_actor = {"max_tokens_per_microbatch_in_infer": 100, "sequence_length_round_in_infer": 8}
+    actor = config(**of_the_actor).learner
+    assert reference_batching(actor) == actor
+    of_the_reference = {
+        "ref_use_dynamic_batching_in_infer": True,
+        "ref_max_tokens_per_microbatch_in_infer": 300,
+        "ref_sequence_length_round_in_infer": 16,
+    }
+    own = reference_batching(config(**of_the_actor, **of_the_reference).learner)
+    assert (own.use_dynamic_batching_in_infer, actor.use_dynamic_batching_in_infer) == (True, False)
+    assert (own.max_tokens_per_microbatch_in_infer, own.sequence_length_round_in_infer) == (300, 16)

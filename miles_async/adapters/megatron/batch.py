@@ -40,7 +40,7 @@ class PackedBatch:
     rollout_logprobs: NDArray[np.float32]
     """[m] log-probabilities that the engines reported; empty in supervised batches, like the next three."""
     advantages: NDArray[np.float32]
-    """[m] advantage of each token's sample."""
+    """[m] advantage of each token's sample; under ppo its reward, which becomes advantages where the critic is."""
     shares: NDArray[np.float32]
     """[m] how much each token counts in the loss's sum over tokens; ones make a mean over the step's tokens."""
     versions: NDArray[np.int64]
@@ -118,7 +118,7 @@ def credited(groups: Sequence[Group], algorithm: Algorithm, longest: int) -> lis
     estimator, scored = algorithm.advantage_estimator, []
     for group in groups:
         rewards = [sample.scalar_reward + _shaping(sample, algorithm, longest) for sample in group]
-        if estimator == "reinforce_plus_plus":
+        if estimator in ("reinforce_plus_plus", "ppo"):
             advantages = rewards
         else:
             divided = algorithm.grpo_std_normalization and estimator != "reinforce_plus_plus_baseline"

@@ -31,6 +31,23 @@ def appears_complete(path: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) -> None:
+    """As `write_checkpoint`, but an earlier checkpoint of that name makes room once the new one is written.
+
+    Raises OSError when something else has the name.
+    """
+    if not (path / "config.json").is_file():
+        write_checkpoint(path, tensors, like=like, notes={})
+        return
+    new, old = (path.with_name(f".{path.name}.{which}") for which in ("new", "old"))
+    for left_over in (new, old):
+        shutil.rmtree(left_over, ignore_errors=True)
+    write_checkpoint(new, tensors, like=like, notes={})
+    path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old)
+
+
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, notes: Mapping[str, str]) -> None:
     """Write `tensors` as safetensors; configuration and tokenizer are copied from the checkpoint `like`.
 

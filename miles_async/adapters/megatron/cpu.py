@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
 
@@ -26,6 +27,9 @@ def cuda_means_cpu() -> Iterator[None]:
         return
     # Called by Megatron at every forward too; without CUDA it could only raise, so it may stay replaced.
     torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
+    # Recomputation keeps and restores the generators of both devices.
+    random._get_cuda_rng_state = _no_state
+    random._set_cuda_rng_state = _no_state
     # Called when the stages of a pipeline have met.
     torch.cuda.synchronize = _nothing_to_wait_for
     with _CudaMeansCpu():
@@ -34,6 +38,10 @@ def cuda_means_cpu() -> Iterator[None]:
 
 def _cpu_device() -> torch.device:
     return torch.device("cpu")
+
+
+def _no_state(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _nothing_to_wait_for(device: object = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -36,14 +36,24 @@ def target_logprobs(own: Pass, logits: Tensor, vocab_size: int, temperature: flo
         vocab_start=start,
         group=parallel_state.get_tensor_model_parallel_group() if shared else None,
     )
+    logprobs, entropy = _of_whole_sequences(own, torch.stack([logprobs, entropy])).unbind()
+    return logprobs, entropy
+
+
+def target_values(own: Pass, output: Tensor) -> Tensor:
+    """[m] a critic's value before each target token, on all ranks; `output` [t, 1] is its head's."""
+    return _of_whole_sequences(own, output.index_select(0, own.sources).T)[0]
+
+
+def _of_whole_sequences(own: Pass, found: Tensor) -> Tensor:
+    """[k, m] of all targets, from [k, n] of those that this rank's share of the sequences predicts."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
-        return logprobs, entropy
+        return found
     # Losses look at whole sequences. Each rank computes all of the loss, and its gradient flows back to the rank's own
     # tokens only: added up over the ranks, it is there once.
-    both = logprobs.new_zeros(2, len(targets)).index_copy(1, own.wanted, torch.stack([logprobs, entropy]))
-    logprobs, entropy = reduce_from_tensor_model_parallel_region(both, group=group).unbind()
-    return logprobs, entropy
+    whole = found.new_zeros(len(found), len(own.batch.targets)).index_copy(1, own.wanted, found)
+    return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 
 def batch_logprobs(
@@ -59,6 +69,23 @@ def batch_logprobs(
     def read(own: Pass, logits: Tensor) -> Tensor:
         return target_logprobs(own, logits, model.vocab_size, temperature)[0]
 
+    return _of_every_batch(model, batches, settings, device, read)
+
+
+def batch_values(
+    critic: Model, batches: Sequence[PackedBatch], settings: Learner, device: torch.device
+) -> list[Tensor]:
+    """[m] for each micro-batch, a critic's values without gradients, on the ranks of every stage."""
+    return _of_every_batch(critic, batches, settings, device, target_values)
+
+
+def _of_every_batch(
+    model: Model | Reference,
+    batches: Sequence[PackedBatch],
+    settings: Learner,
+    device: torch.device,
+    read: Callable[[Pass, Tensor], Tensor],
+) -> list[Tensor]:
     found = forward(model, passes_of(batches, settings, device), read)[: len(batches)]
     counts = [len(batch.targets) for batch in batches]
     flat = torch.cat(found) if found else torch.empty(sum(counts), device=device)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -19,14 +21,25 @@ from torch import Tensor
 
 from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
-from miles_async.adapters.megatron.checkpoint import write_checkpoint
+from miles_async.adapters.megatron.checkpoint import replace_checkpoint, write_checkpoint
+from miles_async.adapters.megatron.critic import Critic, Judged
 from miles_async.adapters.megatron.hf_weights import export_weights
 from miles_async.adapters.megatron.model import build_model, build_reference
-from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
+from miles_async.adapters.megatron.optimizer import (
+    Gradients,
+    Snapshot,
+    apply_gradients,
+    clear_gradients,
+    reduce_gradients,
+)
 from miles_async.adapters.megatron.schedule import Pass, forward_backward, passes_of
-from miles_async.adapters.megatron.training_state import load_state, save_state
+from miles_async.adapters.megatron.state_copy import CheckpointCopy, StateCopy
+from miles_async.adapters.megatron.training_state import copy_state, load_state
+from miles_async.adapters.megatron.usage import usage
+from miles_async.config.derived import learning_rate, reference_batching
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.losses.correction import CorrectionSettings
+from miles_async.losses.objectives import kl_penalty
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
@@ -42,6 +55,18 @@ from miles_async.losses.supervised import lesson_loss, supervised_loss
 from miles_async.types import StepReport
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What is known of an optimizer step from before the drain's first one: by micro-batch, [m] each."""
+
+    old_logprobs: list[Tensor] | None
+    """None: those of the step's own forward pass."""
+    reference: list[Tensor] | None
+    """None where no reference model is kept."""
+    judged: Judged | None
+    """None where there is no critic."""
+
+
 class MegatronLearner:
     """Trains, scores and exports one model. All ranks must call the same methods in the same order.
 
@@ -53,6 +78,8 @@ class MegatronLearner:
         self, config: RunConfig, hf_checkpoint: str, rank: int, world_size: int, master_addr: str, master_port: int
     ) -> None:
         self._settings = config.learner
+        self._algorithm = config.algorithm
+        torch.use_deterministic_algorithms(config.learner.deterministic_mode)
         self._loss = _loss_settings(config.algorithm)
         # Greedy decoding, temperature 0, reports log-probabilities at temperature 1.
         self._temperature = config.rollout.rollout_temperature or 1.0
@@ -66,6 +93,10 @@ class MegatronLearner:
             learner=config.learner,
         )
         self._model = build_model(config.learner, hf_checkpoint)
+        self._critic = None
+        self._critic_only = config.algorithm.num_critic_only_steps
+        if config.algorithm.advantage_estimator == "ppo":
+            self._critic = Critic(config, hf_checkpoint, self._device)
         self._reference = None
         if config.algorithm.use_kl_loss or config.algorithm.kl_coef:
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
@@ -73,7 +104,7 @@ class MegatronLearner:
         self._steps_taken = 0
         self.version = 0
         """The weight version that was staged last: what the staleness of tokens is measured from."""
-        self._total_steps = config.rollout.num_rollout * config.learner.num_steps_per_rollout
+        self._lr = learning_rate(config)
 
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         """Take the optimizer steps of one drained batch, of which `steps` are this rank's share.
@@ -82,37 +113,84 @@ class MegatronLearner:
         call. Metrics are global, the same on every rank; `tokens` are this rank's own.
         """
         started = time.time()
-        # With one step, the log-probabilities from before it are those of its own forward pass.
-        old = [self._old_logprobs(step) for step in steps] if len(steps) > 1 else [None]
-        before = Snapshot(self._model) if len(steps) > 1 else None
-        taken = self._steps_taken
+        known = [self._before(step, several=len(steps) > 1) for step in steps]
+        restore = self._restorer() if len(steps) > 1 else None
         metrics: list[Mapping[str, float]] = []
         finite = True
-        for step, old_logprobs in zip(steps, old, strict=True):
-            lr = learning_rate(self._settings, self._steps_taken, self._total_steps)
-            sums, maximum = self._policy_gradients(step, old_logprobs)
-            finite, norm = self._take_step(lr, loss_is_finite=math.isfinite(objective_sum(sums)))
-            metrics.append({**metrics_from(sums, maximum), **_of_packing(step), "grad_norm": norm, "lr": lr})
+        for step, before in zip(steps, known, strict=True):
+            found = [self._policy_step(step, before)] if rollout_id >= self._critic_only else []
+            if self._critic is not None and before.judged is not None:
+                found.append(self._critic.gradients(step, before.judged))
+            metrics.append(dict(chain(*(one.metrics.items() for one in found), _of_packing(step).items())))
+            finite = all(one.finite for one in found)
             if not finite:
                 break
-        if not finite and before is not None:
-            before.restore()
-            self._steps_taken = taken
+            for one in found:
+                one.apply()
+        if not finite and restore is not None:
+            restore()
         tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
+        ended = time.time()
+        of_machine = usage(self._model, steps, ended - started)
         return StepReport(
-            started=started, ended=time.time(), tokens=tokens, finite=finite, metrics=_over_steps(metrics)
+            started=started, ended=ended, tokens=tokens, finite=finite, metrics=_over_steps(metrics) | of_machine
         )
 
-    def _policy_gradients(self, step: TrainStep, old_logprobs: list[Tensor] | None) -> tuple[Tensor, Tensor]:
-        clear_gradients(self._model)
+    def _before(self, step: TrainStep, *, several: bool) -> Before:
+        """What a step needs from before the drain's first one, of which it is one of several."""
         reference = self._reference_logprobs(step)
+        penalized = self._critic is not None and reference is not None
+        # With one step, the log-probabilities from before it are those of its own forward pass.
+        old = self._old_logprobs(step) if several or penalized else None
+        if self._critic is None:
+            return Before(old, reference, None)
+        penalties = None
+        if old is not None and reference is not None:
+            algorithm = self._algorithm
+            penalties = [
+                algorithm.kl_coef * kl_penalty(own, other, algorithm.kl_loss_type)
+                for own, other in zip(old, reference, strict=True)
+            ]
+        return Before(old, reference, self._critic.judge(step, penalties))
+
+    def _restorer(self) -> Callable[[], None]:
+        """Undoes what is done to models, optimizers and step counts from here on."""
+        policy, taken = Snapshot(self._model), self._steps_taken
+        critic = self._critic
+        values = None if critic is None else (critic, Snapshot(critic.model), critic.steps_taken)
+
+        def restore() -> None:
+            policy.restore()
+            self._steps_taken = taken
+            if values is not None:
+                values[1].restore()
+                values[0].steps_taken = values[2]
+
+        return restore
+
+    def _policy_step(self, step: TrainStep, before: Before) -> Gradients:
+        sums, maximum = self._policy_gradients(step, before)
+        metrics = metrics_from(sums, maximum)
+        if not metrics["loss_tokens"]:
+            # A filter took all of it: there is nothing to learn, and Adam would drift on by its momentum.
+            return Gradients(metrics, finite=True, apply=lambda: None)
+        lr, norm = self._lr.at(self._steps_taken), reduce_gradients(self._model)
+
+        def apply() -> None:
+            apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
+            self._steps_taken += 1
+
+        finite = math.isfinite(objective_sum(sums)) and math.isfinite(norm)
+        return Gradients({**metrics, "grad_norm": norm, "lr": lr}, finite, apply)
+
+    def _policy_gradients(self, step: TrainStep, before: Before) -> tuple[Tensor, Tensor]:
+        clear_gradients(self._model)
 
         def loss(number: int, own: Pass, logits: Tensor) -> tuple[Tensor, TokenSums]:
             logprobs, entropy = forward.target_logprobs(own, logits, self._model.vocab_size, self._temperature)
             if self._settings.loss_type == "sft_loss":
                 return lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
-            old = logprobs if old_logprobs is None else old_logprobs[number]
-            columns = self._columns(own.batch, old, None if reference is None else reference[number])
+            columns = self._columns(own.batch, logprobs, before, number)
             return policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
 
         parts = forward_backward(self._model, self._passes(step), loss)
@@ -129,28 +207,21 @@ class MegatronLearner:
     def _passes(self, step: TrainStep) -> list[Pass]:
         return passes_of(step.micro_batches, self._settings, self._device)
 
-    def _columns(self, batch: PackedBatch, old_logprobs: Tensor, reference: Tensor | None) -> TokenColumns:
+    def _columns(self, batch: PackedBatch, logprobs: Tensor, before: Before, number: int) -> TokenColumns:
         def here(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column).to(self._device)
 
         # A token that no span covers counts as fresh: it is here only if a mask says that it is to be trained.
         staleness = np.where(batch.versions == NO_VERSION, 0, self.version - batch.versions)
         return TokenColumns(
-            old_logprobs=old_logprobs,
+            old_logprobs=logprobs if before.old_logprobs is None else before.old_logprobs[number],
             rollout_logprobs=here(batch.rollout_logprobs),
-            advantages=here(batch.advantages),
+            advantages=here(batch.advantages) if before.judged is None else before.judged.advantages[number],
             shares=here(batch.shares),
             sequences=here(batch.sequences),
             staleness=here(staleness),
-            reference_logprobs=reference,
+            reference_logprobs=None if before.reference is None else before.reference[number],
         )
-
-    def _take_step(self, lr: float, *, loss_is_finite: bool) -> tuple[bool, float]:
-        stepped, norm = take_step(
-            self._model, lr=lr, weight_decay=self._settings.weight_decay, loss_is_finite=loss_is_finite
-        )
-        self._steps_taken += stepped
-        return stepped, norm
 
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
         return forward.fixed_logprobs(
@@ -160,8 +231,9 @@ class MegatronLearner:
     def _reference_logprobs(self, step: TrainStep) -> list[Tensor] | None:
         if self._reference is None:
             return None
+        settings = reference_batching(self._settings)
         return forward.fixed_logprobs(
-            self._reference, step.micro_batches, self._settings, self._device, temperature=self._temperature
+            self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
         )
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
@@ -181,7 +253,8 @@ class MegatronLearner:
         losses = forward_backward(self._model, self._passes(step), loss)
         seen = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         total = parallel.from_last_stage(seen).item()
-        take_step(self._model, lr=lr, weight_decay=self._settings.weight_decay, loss_is_finite=math.isfinite(total))
+        if math.isfinite(reduce_gradients(self._model)) and math.isfinite(total):
+            apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
         return total
 
     def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
@@ -206,21 +279,44 @@ class MegatronLearner:
 
         `notes` are further files to put into it: their text by their names. Raises OSError when `path` exists already.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.weights():
-            if self._rank == 0:
-                tensors[name] = tensor.to("cpu", copy=True)
+        tensors = self._whole_weights()
         if self._rank == 0:
             write_checkpoint(Path(path), tensors, like=self._checkpoint, notes=notes)
         dist.barrier()
 
-    def save_state(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint that `load_state` resumes exactly."""
-        save_state(self._model, Path(folder), self._steps_taken)
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """A copy of all weights on rank 0; the others help to gather them."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.weights():
+            if self._rank == 0:
+                tensors[name] = tensor.to("cpu", copy=True)
+        return tensors
+
+    def copy_state(self, folder: str | None, hf_path: str | None = None) -> CheckpointCopy:
+        """Copy aside what `load_state` needs to go on exactly from here, to be written into `folder` later.
+
+        And, for `hf_path`, the weights for an export as `save_hf` makes it, which takes the place of an earlier one.
+        """
+        models = [] if folder is None else self._copied(Path(folder))
+        if hf_path is None:
+            return CheckpointCopy(models)
+        tensors = self._whole_weights()
+        if self._rank > 0:
+            return CheckpointCopy(models)
+        like = self._checkpoint
+        return CheckpointCopy(models, lambda: replace_checkpoint(Path(hf_path), tensors, like=like))
+
+    def _copied(self, folder: Path) -> list[StateCopy]:
+        copies = [copy_state(self._model, folder / "actor", self._steps_taken)]
+        if self._critic is not None:
+            copies.append(copy_state(self._critic.model, folder / "critic", self._critic.steps_taken))
+        return copies
 
     def load_state(self, folder: str) -> None:
-        """Raises UserError when the checkpoint is broken, of another model or of another layout."""
-        self._steps_taken = load_state(self._model, Path(folder))
+        """Go on from a checkpoint of any layout. Raises UserError when it is broken, or of another model."""
+        self._steps_taken = load_state(self._model, Path(folder) / "actor")
+        if self._critic is not None:
+            self._critic.steps_taken = load_state(self._critic.model, Path(folder) / "critic")
 
     def close(self) -> None:
         """Leave the process groups; another learner may then be built in this process."""
@@ -241,7 +337,8 @@ def _loss_settings(algorithm: Algorithm) -> PolicyLossSettings:
         ),
         entropy_coef=algorithm.entropy_coef,
         kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
-        kl_reward_coef=algorithm.kl_coef,
+        # Under ppo it is in the rewards that the critic judges.
+        kl_reward_coef=0.0 if algorithm.advantage_estimator == "ppo" else algorithm.kl_coef,
         kl_estimator=algorithm.kl_loss_type,
     )
 

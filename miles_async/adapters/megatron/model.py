@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from miles_async.adapters.megatron.cpu import cuda_means_cpu, on_cpu
 from miles_async.adapters.megatron.cpu_layers import cpu_layers
 from miles_async.adapters.megatron.hf_weights import load_weights
+from miles_async.adapters.megatron.value_head import put_value_head
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 
@@ -65,15 +66,18 @@ def build_reference(settings: Learner, hf_checkpoint: str) -> Reference:
     return Reference(bridge, [chunk.requires_grad_(False) for chunk in chunks], bridge.hf_config.vocab_size)
 
 
-def build_model(settings: Learner, hf_checkpoint: str) -> Model:
+def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> Model:
     """Load the checkpoint into this rank's part of the model. The process groups must exist.
 
+    With `values` it is a critic, which has a head for values in place of the output layer.
     Raises UserError when mbridge does not know the model family or this machine cannot run the settings.
     """
     if on_cpu() and settings.precision != "fp32":
         raise UserError("the learner computes in fp32 on a CPU; set precision: fp32")
     with cuda_means_cpu():
         bridge, chunks = _built(settings, hf_checkpoint)
+        for chunk in chunks if values else ():
+            put_value_head(chunk)
         sharded = optimizer_is_sharded(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
@@ -127,7 +131,13 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
     head = "model.embed_tokens.weight" if bridge.hf_config.tie_word_embeddings else "lm_head.weight"
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
     # Per-token loss: gradients are sums over ranks, because the loss is already divided by the step's tokens.
-    common: dict[str, Any] = {"sequence_parallel": settings.sequence_parallel, "calculate_per_token_loss": True}
+    common: dict[str, Any] = {
+        "sequence_parallel": settings.sequence_parallel,
+        "calculate_per_token_loss": True,
+        "recompute_granularity": settings.recompute_granularity,
+        "recompute_method": settings.recompute_method,
+        "recompute_num_layers": settings.recompute_num_layers,
+    }
     if on_cpu():
         common |= _CPU_MODEL | (_CPU_EXPERTS if bridge.config.num_moe_experts else {})
     bridge.set_extra_args(**common)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -11,19 +11,6 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.cpu import cuda_means_cpu
 from miles_async.adapters.megatron.model import Model
-from miles_async.config.schema import Learner
-
-
-def learning_rate(settings: Learner, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` of `total_steps`, counted from 0.
-
-    It rises in a straight line over `lr_warmup_steps`; under `linear` decay it falls at the same time towards 0, which
-    it would reach one step after the last.
-    """
-    warmth = min(1.0, (step + 1) / max(1, settings.lr_warmup_steps))
-    if settings.lr_decay_style == "constant":
-        return settings.lr * warmth
-    return settings.lr * warmth * max(0.0, 1 - step / total_steps)
 
 
 def clear_gradients(model: Model) -> None:
@@ -33,23 +20,31 @@ def clear_gradients(model: Model) -> None:
         model.optimizer.zero_grad()
 
 
-def take_step(model: Model, *, lr: float, weight_decay: float, loss_is_finite: bool) -> tuple[bool, float]:
-    """Reduce the gradients over ranks and step. Returns whether it stepped, and the gradient norm before clipping.
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Of one model and optimizer step, reduced over all ranks: nothing has changed yet."""
 
-    Nothing is changed when loss or gradient are not finite; all ranks come to the same verdict, because both are
-    global by then.
-    """
+    metrics: Mapping[str, float]
+    finite: bool
+    """Whether loss and gradients are. All ranks come to the same verdict, because both are global by then."""
+    apply: Callable[[], None]
+
+
+def reduce_gradients(model: Model) -> float:
+    """Add up the gradients over the ranks; returns their norm before clipping."""
     with cuda_means_cpu():
         finalize_model_grads(model.chunks)
         model.optimizer.prepare_grads()
-        norm = float(model.optimizer.get_grad_norm())
-        if not (loss_is_finite and math.isfinite(norm)):
-            return False, norm
-        for group in model.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = weight_decay * group["wd_mult"]
+        return float(model.optimizer.get_grad_norm())
+
+
+def apply_gradients(model: Model, *, lr: float, weight_decay: float) -> None:
+    """Clip what `reduce_gradients` left, and step."""
+    for group in model.optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+    with cuda_means_cpu():
         model.optimizer.step()
-    return True, norm
 
 
 class Snapshot:

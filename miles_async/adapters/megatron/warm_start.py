@@ -16,7 +16,7 @@ from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.warm_starts import NOTE, Problems, WarmStarted, found, place_of
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.errors import UserError
 
 Report = Callable[[int, float, float], None]
@@ -56,7 +56,8 @@ def warm_start(config: RunConfig, problems: Problems, check: Problems, report: R
 def _make(
     config: RunConfig, problems: Problems, check: Problems, place: Path, report: Report
 ) -> tuple[int, float | None]:
-    alone = config.model_copy(update={"learner": config.learner.model_copy(update=_ONE_RANK)})
+    # Lessons need neither a reference model nor a critic.
+    alone = config.model_copy(update={"learner": config.learner.model_copy(update=_ONE_RANK), "algorithm": Algorithm()})
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = config.model.hf_checkpoint
         if checkpoint is None:

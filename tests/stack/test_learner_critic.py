@@ -1,0 +1,164 @@
+"""PPO with a critic, on one rank of the real learner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.parallel import free_port
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.config.schema import RunConfig, TinyModel
+from tests.stack.saving import save_state
+from tests.stack.test_learner_settings import SMALL, batch, config, same
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for seed in (1, 2):
+        create_tiny_model(TinyModel(**SMALL), root / f"tiny-{seed}", seed=seed)
+    return root / "tiny-1"
+
+
+def ppo(**settings: Any) -> RunConfig:
+    return config(**{"advantage_estimator": "ppo", "critic_lr": 3e-3} | settings)
+
+
+@contextmanager
+def learning(tiny: Path, run: RunConfig) -> Iterator[MegatronLearner]:
+    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def train(learner: MegatronLearner, run: RunConfig, rollouts: range, seed: int | None = None) -> list[dict[str, float]]:
+    """The metrics of each; two passes over the same samples, so that values move within a rollout."""
+    metrics = []
+    for rollout in rollouts:
+        [steps] = rank_shares(batch(rollout if seed is None else seed) * 2, run, 1)
+        report = learner.train(rollout, steps)
+        assert report.finite
+        metrics.append({name: value for name, value in report.metrics.items() if name != "memory_gib"})
+    return metrics
+
+
+def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def learned(tiny: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    run = ppo(**settings)
+    with learning(tiny, run) as learner:
+        train(learner, run, range(3))
+        return weights(learner)
+
+
+@pytest.fixture(scope="module")
+def usual(tiny: Path) -> dict[str, torch.Tensor]:
+    return learned(tiny)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"gamma": 0.5},
+        {"lambd": 0.5},
+        {"normalize_advantages": True},
+        {"value_clip": 1e-4},
+        {"critic_lr": 1e-4},
+        {"critic_lr_warmup_steps": 4},
+        {"critic_load": "tiny-2"},
+        {"kl_coef": 1.0},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_another_setting_of_the_critic_learns_other_weights(
+    tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any]
+) -> None:
+    if "critic_load" in setting:
+        setting = {"critic_load": str(tiny.parent / setting["critic_load"])}
+    assert not same(learned(tiny, **setting), usual)
+
+
+def test_the_policy_stands_still_while_the_critic_learns_alone(tiny: Path) -> None:
+    run = ppo(num_critic_only_steps=5, num_rollout=6)
+    with learning(tiny, run) as learner:
+        before = weights(learner)
+        metrics = train(learner, run, range(5), seed=0)
+        assert same(weights(learner), before)
+        assert "grad_norm" not in metrics[0]
+        assert metrics[-1]["value_loss"] < 0.5 * metrics[0]["value_loss"], "the same samples, over and over"
+        assert metrics[-1]["explained_variance"] > metrics[0]["explained_variance"]
+        [after] = train(learner, run, range(5, 6), seed=0)
+        assert not same(weights(learner), before)
+        assert after["grad_norm"] > 0
+
+
+def test_a_fresh_critic_expects_nothing_so_every_token_is_credited_with_the_whole_reward(tiny: Path) -> None:
+    run = ppo()
+    with learning(tiny, run) as learner:
+        assert learner._critic is not None
+        [[step, _]] = rank_shares(batch(0) * 2, run, 1)
+        judged = learner._critic.judge(step, None)
+        for packed, advantages in zip(step.micro_batches, judged.advantages, strict=True):
+            assert torch.equal(advantages, torch.from_numpy(packed.advantages))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_a_batch_that_a_filter_masked_whole_changes_nothing(tiny: Path, estimator: str) -> None:
+    run = config(advantage_estimator=estimator)
+    with learning(tiny, run) as learner:
+        train(learner, run, range(1))
+        before = weights(learner)
+        masked = batch(1) * 2
+        for group in masked:
+            for sample in group:
+                sample.remove_sample = True
+        report = learner.train(1, rank_shares(masked, run, 1)[0])
+        assert report.finite
+        assert report.metrics["loss_tokens"] == 0
+        assert same(weights(learner), before), "not even by the momentum of the step before"
+
+
+def test_a_resumed_run_has_the_critic_it_had(tiny: Path, tmp_path: Path) -> None:
+    run = ppo()
+    with learning(tiny, run) as unbroken:
+        train(unbroken, run, range(2))
+        save_state(unbroken, tmp_path)
+        expected_metrics = train(unbroken, run, range(2, 4))
+        expected = weights(unbroken)
+    with learning(tiny, run) as resumed:
+        resumed.load_state(str(tmp_path))
+        assert train(resumed, run, range(2, 4)) == expected_metrics
+        assert same(weights(resumed), expected)
+
+
+def test_after_a_step_that_is_not_finite_the_critic_is_as_it_was_too(tiny: Path) -> None:
+    run = ppo()
+    with learning(tiny, run) as learner:
+        train(learner, run, range(1))
+        before = weights(learner)
+        poisoned = batch(1) * 2
+        poisoned[0][0].rollout_log_probs[0] = float("nan")
+        [steps] = rank_shares(poisoned, run, 1)
+        assert not learner.train(1, steps).finite
+        assert same(weights(learner), before)
+        found = train(learner, run, range(1, 2))
+    with learning(tiny, run) as undisturbed:
+        assert train(undisturbed, run, range(2))[1:] == found

@@ -1,0 +1,130 @@
+"""A run that goes on under one parallel layout after the other learns what a run on one rank learns, PPO's critic too.
+
+Run as a script this file is one of two learner ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.parallel import free_port
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
+from miles_async.types import Group, Sample
+from tests.stack.saving import save_state
+
+pytestmark = pytest.mark.stack
+
+STAGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "tensor parallel": (2, {"tensor_model_parallel_size": 2}),
+    "distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "data parallel": (2, {}),
+    "context parallel": (2, {"context_parallel_size": 2, "use_distributed_optimizer": True}),
+    "virtual pipeline": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "one rank again": (1, {}),
+}
+"""Ranks and layout, in the order in which they are gone through: a rollout under each."""
+OF_CRITIC = ("value_loss", "return_mean", "explained_variance", "critic_grad_norm", "value_mean")
+
+
+def config(layout: dict[str, Any]) -> RunConfig:
+    return RunConfig(
+        learner=Learner(lr=1e-4, max_tokens_per_gpu=40, **layout),
+        algorithm=Algorithm(advantage_estimator="ppo", normalize_advantages=True, lambd=0.9),
+    )
+
+
+def batch(rollout: int) -> list[Group]:
+    """Samples of uneven lengths, so that ranks carry unequal shares."""
+    draw = random.Random(rollout)
+    return [
+        Group(
+            Sample(
+                index=4 * g + i,
+                tokens=[draw.randrange(256) for _ in range(5 + 3 * i + g)],
+                response_length=3 + i,
+                rollout_log_probs=[-5.5 - draw.random() for _ in range(3 + i)],
+                reward=draw.random(),
+            )
+            for i in range(4)
+        )
+        for g in range(3)
+    ]
+
+
+def train(learner: MegatronLearner, settings: RunConfig, rollout: int, rank: int, ranks: int, out: Path) -> None:
+    """One rollout; what came of it is put down."""
+    report = learner.train(rollout, rank_shares(batch(rollout), settings, ranks)[rank])
+    assert report.finite
+    weights = {name: tensor.clone() for name, tensor in learner.weights()}
+    if rank == 0:
+        out.mkdir()
+        save_file(weights, out / "weights.safetensors")
+        (out / "metrics.json").write_text(json.dumps(dict(report.metrics)))
+
+
+def stage(root: Path, number: int, rank: int, port: int) -> None:
+    """Go on from where the stage before ended."""
+    name, (ranks, layout) = list(STAGES.items())[number]
+    settings = config(layout)
+    learner = MegatronLearner(settings, str(root / "model"), rank, ranks, "127.0.0.1", port)
+    if number:
+        learner.load_state(str(root / f"state-{number - 1}"))
+    train(learner, settings, number, rank, ranks, root / name)
+    save_state(learner, root / f"state-{number}")
+    learner.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per stage, and one per stage of a run that never left its rank."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("reshard")
+    create_tiny_model(TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / "model", seed=1)
+    stage(root, 0, 0, free_port())
+    ports = [str(free_port()) for _ in STAGES]
+    ranks = [subprocess.Popen([sys.executable, __file__, str(root), str(rank), *ports]) for rank in range(2)]
+    try:
+        learner = MegatronLearner(config({}), str(root / "model"), 0, 1, "127.0.0.1", free_port())
+        for rollout, name in enumerate(STAGES):
+            train(learner, config({}), rollout, 0, 1, root / f"unmoved, {name}")
+        learner.close()
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    stage(root, len(STAGES) - 1, 0, free_port())
+    return root
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_run_goes_on_under_another_layout(runs: Path, name: str) -> None:
+    found, expected = (load_file(runs / folder / "weights.safetensors") for folder in (name, f"unmoved, {name}"))
+    assert found.keys() == expected.keys()
+    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
+    metrics, wanted = (
+        json.loads((runs / folder / "metrics.json").read_text()) for folder in (name, f"unmoved, {name}")
+    )
+    assert [metrics[name] for name in OF_CRITIC] == pytest.approx([wanted[name] for name in OF_CRITIC], rel=1e-3)
+
+
+if __name__ == "__main__":
+    folder, own_rank, *meeting_ports = sys.argv[1:]
+    torch.set_num_threads(1)
+    for place, (world_size, _) in enumerate(STAGES.values()):
+        if world_size > 1:
+            stage(Path(folder), place, int(own_rank), int(meeting_ports[place]))

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from miles_async.core.flops import LayerSizes, training_flops
+
+LLAMA_7B = LayerSizes(layers=32, hidden=4096, heads_width=4096, groups_width=4096, feed_forward=11008, vocabulary=32000)
+
+
+def test_short_sequences_take_six_operations_per_weight_and_token() -> None:
+    weights = 6.74e9 - 32000 * 4096  # looking up an embedding is no arithmetic
+    assert training_flops([1] * 1000, LLAMA_7B) == pytest.approx(6 * weights * 1000, rel=0.005)
+
+
+def test_attention_grows_with_the_square_of_the_length_of_each_sequence() -> None:
+    long, short = training_flops([8192], LLAMA_7B), training_flops([1024] * 8, LLAMA_7B)
+    assert long - short == pytest.approx(3 * 4 * 32 * 4096 * (8192**2 - 8 * 1024**2) / 2)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from miles_async.losses.advantages import at_last_tokens, generalized_advantages
+from miles_async.losses.critic import critic_loss, critic_metrics
+
+LENGTHS = (7, 1, 4)
+SEQUENCES = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+
+
+@pytest.mark.parametrize("discount, decay", [(1.0, 0.95), (0.99, 0.0), (0.9, 1.0)])
+def test_generalized_advantages_are_the_decayed_sums_of_surprises(discount: float, decay: float) -> None:
+    random = np.random.default_rng(1)
+    rewards, values = random.normal(size=12), random.normal(size=12)
+    expected = []
+    for reward, value in zip(np.split(rewards, (7, 8)), np.split(values, (7, 8)), strict=True):
+        surprise = reward + discount * np.append(value[1:], 0) - value
+        n = len(reward)
+        expected += [sum((discount * decay) ** (k - t) * surprise[k] for k in range(t, n)) for t in range(n)]
+    advantages, returns = generalized_advantages(
+        torch.from_numpy(rewards), torch.from_numpy(values), SEQUENCES, discount=discount, decay=decay
+    )
+    assert advantages.tolist() == pytest.approx(expected)
+    assert returns.tolist() == pytest.approx(np.array(expected) + values)
+
+
+def test_of_no_tokens_there_are_no_advantages() -> None:
+    none = torch.zeros(0)
+    advantages, returns = generalized_advantages(none, none, none.long(), discount=1.0, decay=1.0)
+    assert len(advantages) == len(returns) == len(at_last_tokens(none, none.long())) == 0
+
+
+def test_the_reward_of_a_response_comes_with_its_last_token() -> None:
+    assert at_last_tokens(torch.full((12,), 2.0), SEQUENCES).nonzero().flatten().tolist() == [6, 7, 11]
+
+
+def test_the_critics_loss_is_the_mean_of_the_larger_errors_and_its_gradient_is_right() -> None:
+    random = np.random.default_rng(2)
+    values, old, returns = (random.normal(size=12) for _ in range(3))
+    near = old + np.clip(values - old, -0.2, 0.2)
+    expected = np.maximum((values - returns) ** 2, (near - returns) ** 2).sum() / 2 / 20
+    tensors = [torch.from_numpy(x) for x in (values, old, returns)]
+    loss, sums = critic_loss(*tensors, total_tokens=20, clip=0.2)
+    assert loss.item() == pytest.approx(expected)
+    free = tensors[0].requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: critic_loss(v, *tensors[1:], total_tokens=20, clip=0.2)[0], (free,))
+    metrics = critic_metrics(sums)
+    assert metrics["value_clip_fraction"] == pytest.approx(np.mean(np.abs(values - old) > 0.2))
+    assert metrics["explained_variance"] == pytest.approx(1 - np.mean((values - returns) ** 2) / returns.var())
+
+
+def test_a_perfect_critic_explains_everything() -> None:
+    returns = torch.tensor([1.0, 2.0, 4.0])
+    loss, sums = critic_loss(returns, returns, returns, total_tokens=3, clip=0.2)
+    assert (loss.item(), critic_metrics(sums)["explained_variance"]) == (0.0, 1.0)
