@@ -15,6 +15,14 @@ class Engine:
         """Start the server and wait until it is healthy. Raises UserError or Fatal with one sentence."""
         return self._server.start()
 
+    def restart(self) -> EngineInfo:
+        """End what is left of the server and start it anew. Raises as `start` does."""
+        return self._server.restart()
+
+    def info(self) -> EngineInfo:
+        """Where the server is now; after `start`."""
+        return self._server.info
+
     def alive(self) -> bool:
         return self._server.alive()
 
