@@ -90,13 +90,14 @@ class EngineServer:
         return self._process is not None and self._process.alive()
 
     def restart(self) -> EngineInfo:
-        """End what is left of it by force and start it anew, at another url. Raises as `start` does."""
-        self.stop(grace=0)
+        """End what is left of it and start it anew, at another url. Raises as `start` does."""
+        self.stop()
         return self.start()
 
-    def stop(self, grace: float = 3.0) -> None:
+    def stop(self) -> None:
         if self._process is not None:
-            self._process.stop(grace)
+            # Asked politely, SGLang drains for seconds what nobody waits for any more, and then kills its own children.
+            self._process.stop(grace=0.0)
         self._release_ports()
 
     def _release_ports(self) -> None:
