@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.adapters.warm_starts import Problems, WarmStarted
 from miles_async.config.schema import RunConfig
 from miles_async.observability.logging import configure_logging
@@ -50,6 +51,7 @@ class LearnerRank:
         self._weights = ThreadPoolExecutor(1, "weights")
         self._learner: MegatronLearner
         self._writer: WeightWriter
+        self._port: ClaimedPort
 
     async def warm_start(self, problems: Problems, check: Problems) -> WarmStarted:
         """The checkpoint to start from, taught or found in the cache. Only on one rank, and before `start`."""
@@ -60,6 +62,11 @@ class LearnerRank:
             self._log.info("warm start", step=step, loss=round(loss, 3), greedy_accuracy=round(accuracy, 3))
 
         return await self._in_step(lambda: warm_start(self._config, problems, check, report))
+
+    def claim_port(self, host: str) -> int:
+        """A port of this node at which the ranks meet; rank 0 holds it."""
+        self._port = claim_port(host)
+        return self._port.number
 
     async def start(self, hf_checkpoint: str, master_addr: str, master_port: int) -> None:
         """Load the checkpoint. Call it on all ranks at once: each waits for the others."""

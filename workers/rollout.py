@@ -58,8 +58,8 @@ class Surroundings:
     router_url: str
     """Empty where no engine was started."""
     engines: Sequence[EngineInfo]
-    engine_actors: Mapping[str, Any]
-    """Handles of their actors, by name."""
+    engine_actors: Mapping[str, Sequence[Any]]
+    """Handles of their actors, by name: one per node that the engine spans."""
     router_actor: Any
     """Handle of the router's actor; None where the router is somebody else's."""
     learner_ranks: Sequence[Any]
@@ -102,15 +102,21 @@ class RolloutWorker:
         self._folder = folder
         self._outbox = Outbox()
         self._service: Service | None = None
+        self._servers: RayServers
+        self._fleet: SGLangFleet
+        self._frontend: SGLangGenerator
 
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
         config = self._config
         tokenizer = CheckpointTokenizer(around.checkpoint)
         args = self._arguments(around.router_url).adding(tokenizer=tokenizer)
-        fleet = SGLangFleet(
+        self._servers = RayServers(
+            around.engine_actors, around.router_actor, config.engine.engine_start_timeout_seconds
+        )
+        fleet = self._fleet = SGLangFleet(
             around.router_url,
-            processes=RayServers(around.engine_actors, around.router_actor, config.engine.engine_start_timeout_seconds),
+            processes=self._servers,
             tell=self._outbox.emit,
             health_timeout=config.engine.engine_health_timeout_seconds,
         )
@@ -132,7 +138,7 @@ class RolloutWorker:
         await endpoint.start(config.rollout.agent_port)
         args = args.adding(trajectories=trajectories)
         generator = partial(self._generator, tokenizer, endpoint, args)
-        frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        frontend = self._frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
         if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             visitors = frontend.sampling.body(frontend.sampling.max_new_tokens)
             endpoint.welcome(Turns(frontend, tokenizer), visitors, live=lambda: self._live_version() >= 0)
@@ -193,6 +199,10 @@ class RolloutWorker:
         try:
             await self._service.run(rollout)
         finally:
+            if around.router_actor is None:
+                # Nobody else would tell somebody else's router.
+                for engine in fleet.routed():
+                    await fleet.fence(engine, "the run has ended")
             await endpoint.close()
             await rewarder.close()
 
@@ -244,6 +254,20 @@ class RolloutWorker:
     async def events(self) -> list[Event]:
         """What happened since the last call; waits up to half a second for something to happen."""
         return await self._outbox.take(0.5)
+
+    async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
+        """Start another engine in the background; it serves once it holds the current weights."""
+        self._servers.add(name, actors)
+        self._fleet.enlist(name)
+        self._make_room()
+
+    async def remove_engine(self, name: str) -> None:
+        """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""
+        await self._fleet.dismiss(name)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        self._frontend.resize(self._config.engine.sglang_server_concurrency * len(self._fleet.members()))
 
     async def stop(self) -> None:
         """End the run after the step being taken."""

@@ -22,6 +22,10 @@ class Router:
         """Start the router anew at its old address, without engines. Raises Fatal with one sentence."""
         return self._server.restart()
 
+    def metrics_url(self) -> str:
+        """Where its own metrics are served; after `start`."""
+        return self._server.metrics_url
+
     def pid(self) -> int:
         """Of the router's process; after `start`."""
         return self._server.pid

@@ -335,8 +335,14 @@ class Engine(Section):
     """Keep fewer groups in flight while the engines report a full KV cache or a long line of requests."""
     sglang_server_args: dict[str, Any] = {}
     """Any other SGLang server argument, by its own name; `--sglang-mem-fraction-static 0.8` sets one."""
-    sglang_router_policy: str = "cache_aware"
-    """How the router picks an engine."""
+    sglang_router_policy: Literal[
+        "cache_aware", "round_robin", "power_of_two", "random", "consistent_hashing", "prefix_hash"
+    ] = "cache_aware"
+    """How the router picks an engine; the hashing ones may send everything to one of them."""
+    sglang_router_ip: str | None = None
+    """Address of an sglang-router of yours, to use instead of starting one; it must reach the engines."""
+    sglang_router_port: int | None = Field(None, ge=1, le=65535)
+    """Its port."""
     sglang_router_request_timeout_secs: float = Field(600.0, gt=0)
     """A request that takes longer is given up and its group retried."""
     engine_cpus: list[int] | None = None
@@ -352,6 +358,8 @@ class Engine(Section):
 class Cluster(Section):
     ray_address: str | None = None
     """An existing Ray cluster. Unset: one is started on this machine and ended with the run."""
+    colocate: bool = False
+    """train.py: engines share the learner's devices; each leaves its memory to the other while it waits."""
 
 
 class SkipRole(Section):

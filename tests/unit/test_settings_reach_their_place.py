@@ -24,7 +24,15 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
-from workers.specs import engine_spec, eval_sampling_of, greedy_of, ray_arguments, router_spec, sampling_of
+from workers.specs import (
+    engine_spec,
+    eval_sampling_of,
+    external_router,
+    greedy_of,
+    ray_arguments,
+    router_spec,
+    sampling_of,
+)
 
 LOGS = Path("/logs")
 
@@ -88,6 +96,14 @@ def test_the_router_gets_its_policy_and_its_patience() -> None:
     settings = config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
     arguments = router.arguments(router_spec(settings, LOGS), 1, 2)
     assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9)
+
+
+def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
+    assert external_router(config()) is None
+    url = external_router(config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
+    assert url == "http://127.0.0.1:9"
+    with pytest.raises(UserError, match=r"name no sglang-router: http://127\.0\.0\.1:9/workers: .*refused"):
+        router.require_router(url)
 
 
 def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -> None:
