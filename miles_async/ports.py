@@ -99,7 +99,7 @@ class WeightChannel(Protocol):
 
     @property
     def name(self) -> str:
-        """`p2p`, `broadcast` or `disk`."""
+        """The way that is taken first, such as `p2p`."""
         ...
 
     async def stage(self, version: int) -> None:
@@ -111,6 +111,10 @@ class WeightChannel(Protocol):
 
     async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
         """Write the staged version to each engine and verify it; one outcome per engine, none raised."""
+        ...
+
+    async def fall_back(self, engine: str) -> str | None:
+        """Write to this engine by the next way from now on; its name, or None when there is no other left."""
         ...
 
 

@@ -210,6 +210,9 @@ class Engines:
         await self._clock.sleep(self._model.write_seconds)
         return [WriteOutcome(engine=engine, seconds=self._model.write_seconds, bytes=1) for engine in engines]
 
+    async def fall_back(self, engine: str) -> str | None:
+        raise AssertionError("nothing fails here")
+
     # Fleet
     def routed(self) -> Sequence[str]:
         return ["engine-0"]
