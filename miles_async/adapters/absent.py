@@ -27,6 +27,9 @@ class NoLearner:
     async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
         return [WriteOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
 
+    async def fall_back(self, engine: str) -> str | None:
+        return None
+
 
 class NoEngines:
     """`ports.Fleet`, `Generator` and `Rewarder`. It names one engine, so that publishes have somewhere to end."""

@@ -112,10 +112,11 @@ class Source:
         try:
             if self._staging.version != version:
                 raise EngineLost(f"version {version} is not staged (version {self._staging.version} is)")
-            self.reach(way, name)
-            self.prepare(way)
-            size = self._ways[way].write(self._staging, self._engines[name])
-            self._check(self._engines[name])
+            if self._staging.placements:  # there may be more sources than tensors
+                self.reach(way, name)
+                self.prepare(way)
+                size = self._ways[way].write(self._staging, self._engines[name])
+                self._check(self._engines[name])
         except (EngineLost, Fatal) as failure:
             error = f"engine {name}: {failure}"
         seconds = time.perf_counter() - started

@@ -31,6 +31,7 @@ class Staging:
         }
         # The widest first: each then starts where its dtype may start, with no gap before it.
         self.placements = sorted(placements, key=lambda placement: -of[placement.name].itemsize)
+        self._by_name = {placement.name: placement for placement in self.placements}
         self.version: int | None = None
         """What is staged here; None while it is being filled."""
         self.fills = 0
@@ -46,22 +47,17 @@ class Staging:
             for name, start in self._starts.items()
         }
 
-    @property
-    def _by_name(self) -> dict[str, Placement]:
-        return {placement.name: placement for placement in self.placements}
-
     @torch.no_grad()
     def fill(self, version: int, named_tensors: NamedTensors) -> None:
         """Copy this share's tensors in, in whatever order they come. Raises Fatal when one did not."""
         self.version = None
         self.fills += 1
-        by_name = self._by_name
-        missing = set(by_name)
+        missing = set(self._by_name)
         for name, tensor in named_tensors:
-            if name not in by_name:
+            if name not in self._by_name:
                 continue  # another source rank's
-            columns = by_name[name].columns
-            if tuple(tensor.shape) != by_name[name].shape:
+            columns = self._by_name[name].columns
+            if tuple(tensor.shape) != self._by_name[name].shape:
                 raise Fatal(f"the learner's {name} changed its shape to {tuple(tensor.shape)}")
             if columns == 1:
                 self._views[name].view(tensor.shape).copy_(tensor)
