@@ -99,14 +99,8 @@ class Publisher:
         return list(await asyncio.gather(*(self._deliver(version, engine) for engine in self._fleet.routed())))
 
     async def _deliver(self, version: int, engine: str) -> WriteOutcome:
-        """Write, once more where that failed, then every other way there is; announce it, or fence the engine."""
-        [outcome] = await self._channel.write(version, [engine])
-        if outcome.error is not None and not outcome.final:
-            self._tell(version, outcome, "retry")
-            [outcome] = await self._channel.write(version, [engine])
-        while outcome.error is not None and not outcome.final and (way := await self._channel.fall_back(engine)):
-            self._tell(version, outcome, "fall_back", way)
-            [outcome] = await self._channel.write(version, [engine])
+        """Write and announce it, or fence the engine."""
+        outcome = await self._send(version, engine)
         if outcome.error is None:
             try:
                 await self._fleet.commit(engine, version)
@@ -115,6 +109,17 @@ class Publisher:
                 outcome = replace(outcome, error=str(lost))
         self._tell(version, outcome, "fence")
         await self._fleet.fence(engine, outcome.error or "")
+        return outcome
+
+    async def _send(self, version: int, engine: str) -> WriteOutcome:
+        """Write, once more where that failed, then by every other way there is."""
+        [outcome] = await self._channel.write(version, [engine])
+        if outcome.error is not None and not outcome.final:
+            self._tell(version, outcome, "retry")
+            [outcome] = await self._channel.write(version, [engine])
+        while outcome.error is not None and not outcome.final and (way := await self._channel.fall_back(engine)):
+            self._tell(version, outcome, "fall_back", way)
+            [outcome] = await self._channel.write(version, [engine])
         return outcome
 
     def _tell(self, version: int, outcome: WriteOutcome, then: str, way: str | None = None) -> None:
