@@ -1,6 +1,6 @@
 """Weights from one process to two real SGLang engines on this machine: which way is how fast, and how long they pause.
 
-    python -m benchmarks.weight_transfer --megabytes 100 [--few-tensors] [--rounds 20]
+    python -m benchmarks.weight_transfer --megabytes 100 [--few-tensors] [--rounds 20] [--only bare|ways|pause]
 
 Three questions, for a model of so many bytes in 200 tensors (or nearly all of them in one):
 - what share of the bytes per second of bare `batch_transfer_sync_write` the p2p way keeps, between the same processes;
@@ -38,6 +38,11 @@ from miles_async.adapters.weights.way import segments
 WAYS = ("memory", "p2p", "broadcast")
 RESULTS = Path(__file__).parent / "results" / "weight-transfer.json"
 STREAMS = 8
+TITLES = {
+    "bare": "GB/s to one engine",
+    "ways": "milliseconds for a checked write to all engines at once",
+    "pause": "milliseconds of a publish under load, one engine",
+}
 
 
 def create_model(path: Path, megabytes: int, *, few_tensors: bool) -> None:
@@ -155,7 +160,7 @@ class Bench:
             streams = [asyncio.create_task(stream(session, engine.url, k, gaps, over)) for k in range(STREAMS)]
             await asyncio.sleep(2.0)
             step = median(gaps)
-            paused: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+            paused: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
             for _ in range(self._rounds):
                 for way in WAYS:
                     paused[way].append(await self._publish(fleet, engine, way))
@@ -163,14 +168,16 @@ class Bench:
             over.set()
             await asyncio.gather(*streams)
         await fleet.close()
-        for way, pairs in paused.items():
-            pause, write = median(p for p, _ in pairs), median(w for _, w in pairs)
+        for way, phases in paused.items():
+            pause, stop, write, commit = (median(values) for values in zip(*phases, strict=True))
             allowed = 1.2 * write + step + 0.020
             rows.append(
                 {
                     "way": way,
                     "pause": 1e3 * pause,
+                    "stop": 1e3 * stop,
                     "write": 1e3 * write,
+                    "commit": 1e3 * commit,
                     "decode step": 1e3 * step,
                     "allowed": 1e3 * allowed,
                     "pause / allowed": pause / allowed,
@@ -178,17 +185,20 @@ class Bench:
             )
         return rows
 
-    async def _publish(self, fleet: SGLangFleet, engine: EngineInfo, way: str) -> tuple[float, float]:
-        """Seconds that the engine stood still, and those of the write with its check."""
+    async def _publish(self, fleet: SGLangFleet, engine: EngineInfo, way: str) -> tuple[float, ...]:
+        """Seconds from the order to stop until the order to go on, and of stopping, writing with its check, committing."""
         await asyncio.to_thread(self._stage)
         began = time.perf_counter()
         await fleet.pause("retract")
+        stopped = time.perf_counter()
         outcome = await asyncio.to_thread(self._source.write, self._version, engine.name, way)
         if outcome.error:
             raise SystemExit(outcome.error)
+        written = time.perf_counter()
         await fleet.commit(engine.name, self._version)
+        committed = time.perf_counter()
         await fleet.resume()
-        return time.perf_counter() - began, outcome.seconds
+        return time.perf_counter() - began, stopped - began, written - stopped, committed - written
 
 
 async def stream(session: aiohttp.ClientSession, url: str, k: int, gaps: list[float], over: asyncio.Event) -> None:
@@ -223,6 +233,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--few-tensors", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=["bare", "ways", "pause"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -238,18 +249,21 @@ def main() -> None:
                 starting = pool.submit(router.start)
                 engines = list(pool.map(EngineServer.start, servers))
             bench = Bench(engines, checkpoint, folder / "weights", arguments.rounds)
-            result: dict[str, Any] = {"bytes": bench.bytes, "bare": [bench.against_bare()]}
-            result["ways"] = [bench.ways(engines[:1]), bench.ways(engines)]
-            result["pause"] = asyncio.run(bench.pauses(starting.result()))
+            questions: dict[str, Callable[[], list[dict[str, Any]]]] = {
+                "bare": lambda: [bench.against_bare()],
+                "ways": lambda: [bench.ways(engines[:1]), bench.ways(engines)],
+                "pause": lambda: asyncio.run(bench.pauses(starting.result())),
+            }
+            result = {name: ask() for name, ask in questions.items() if arguments.only in (None, name)}
         finally:
             router.stop()
             for server in servers:
                 server.stop()
-    show(f"{bench.bytes:,} bytes: GB/s to one engine", result["bare"])
-    show("milliseconds for a checked write to all engines at once", result["ways"])
-    show("milliseconds of a publish under load, one engine", result["pause"])
+    print(f"{bench.bytes:,} bytes")
+    for name, rows in result.items():
+        show(TITLES[name], rows)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known[f"{arguments.megabytes} MB{', one tensor' if arguments.few_tensors else ''}"] = result
+    known.setdefault(f"{arguments.megabytes} MB{', one tensor' if arguments.few_tensors else ''}", {}).update(result)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(known, indent=2) + "\n")
     print(f"wrote {RESULTS}")
