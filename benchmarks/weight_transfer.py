@@ -186,7 +186,7 @@ class Bench:
         return rows
 
     async def _publish(self, fleet: SGLangFleet, engine: EngineInfo, way: str) -> tuple[float, ...]:
-        """Seconds from the order to stop until the order to go on, and of stopping, writing with its check, committing."""
+        """Seconds from the order to stop to that to go on; of stopping, writing with its check, and committing."""
         await asyncio.to_thread(self._stage)
         began = time.perf_counter()
         await fleet.pause("retract")
