@@ -27,6 +27,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from miles_async.adapters.ray.servers import start_engine
+from miles_async.adapters.ray.weights import find_ways
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.warm_starts import found
@@ -123,7 +124,13 @@ class Cluster:
         needed = self._world_size if not debug.debug_rollout_only else 0 if started else 1
         ranks = [
             self._actor(
-                LearnerRank, f"learner-{rank}", self._config, rank, self._world_size, **_of_learner(place, rank)
+                LearnerRank,
+                f"learner-{rank}",
+                self._config,
+                rank,
+                self._world_size,
+                self._folder.path,
+                **_of_learner(place, rank),
             )
             for rank in range(needed)
         ]
@@ -138,7 +145,7 @@ class Cluster:
             _nothing([]) if idle else self._engines(place, started.path),
             _nothing(None) if debug.debug_rollout_only else self._load(place, ranks, started.path),
         )
-        channel = "none" if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
+        ways = ("none",) if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
         self.surroundings = Surroundings(
             checkpoint=started.path,
             router_url=router_url,
@@ -146,12 +153,12 @@ class Cluster:
             engine_actors=self._engine_actors,
             router_actor=self._router_actor,
             learner_ranks=ranks,
-            weight_transfer=channel,
+            weight_ways=ways,
             resume_from=self._resume_from,
         )
         return ClusterReady(
             time=time.time(),
-            weight_transfer=channel,
+            weight_transfer=ways[0],
             warm_start_seconds=started.seconds,
             warm_start_cached=started.cached,
         )
@@ -254,11 +261,10 @@ class Cluster:
         log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
         return info  # type: ignore[no-any-return]
 
-    async def _connect(self, ranks: Sequence[ActorHandle], engines: Sequence[EngineInfo]) -> str:
-        wanted, folder = self._config.weights.weight_transfer, str(self._folder.path / "weights")
-        ways = await _together(*(_call(rank.connect, wanted, engines, folder) for rank in ranks))
+    async def _connect(self, ranks: Sequence[ActorHandle], engines: Sequence[EngineInfo]) -> Sequence[str]:
+        ways = await find_ways(ranks, self._config.weights.weight_transfer, engines)
         log.info("weights travel", by=ways[0], engines=len(engines))
-        return str(ways[0])
+        return ways
 
 
 def _of_learner(place: Placement, rank: int) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.openai.trajectories import Trajectories
-from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
+from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.ray.servers import RayServers
+from miles_async.adapters.ray.weights import RayWeightChannel
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -64,8 +65,8 @@ class Surroundings:
     """Handle of the router's actor; None where the router is somebody else's."""
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
-    weight_transfer: str
-    """The way weights travel."""
+    weight_ways: Sequence[str]
+    """The ways that weights can take, best first."""
     resume_from: Path | None
     """The checkpoint that the learner was resumed from."""
 
@@ -164,7 +165,7 @@ class RolloutWorker:
                     evaluator=generator(greedy_of(config), evaluators(greedy_of(config))),
                     rewarder=rewarder,
                     learner=RayLearner(config, around.learner_ranks),
-                    channel=RayWeightChannel(around.weight_transfer, around.learner_ranks, fleet.address),
+                    channel=RayWeightChannel(around.weight_ways, around.learner_ranks, fleet.address),
                     fleet=fleet,
                     dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                     keep=dynamic_filter(config, args),

@@ -316,8 +316,16 @@ class Learner(Section):
 
 
 class Weights(Section):
-    weight_transfer: Literal["auto", "p2p", "broadcast", "disk"] = "auto"
-    """How weights reach the engines: Mooncake one-sided writes, a collective, or a shared folder."""
+    weight_transfer: Literal["auto", "memory", "p2p", "broadcast", "disk", "disk_delta"] = "auto"
+    """How weights reach the engines: a copy into their memory on the same machine, Mooncake one-sided writes, a
+    collective, or a shared folder with all of them or with what changed. auto tries what is there and takes the
+    fastest."""
+    update_weight_buffer_size: int = Field(512 << 20, ge=1)
+    """Bytes that are sent at a time: what a collective makes an engine hold beside its own weights at most."""
+    check_weight_update_equal: bool = False
+    """Compare every byte of an engine's weights after each write, instead of samples of each tensor."""
+    update_weight_timeout_seconds: float = Field(30.0, gt=0)
+    """A write that has not ended by then counts as torn, and its engine as lost."""
     update_weights_interval: int = Field(1, ge=1)
     """Batches trained between two publishes."""
     pause_generation_mode: Literal["retract", "in_place", "abort"] = "retract"

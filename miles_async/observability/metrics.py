@@ -33,6 +33,7 @@ from miles_async.observability.events import (
     Stalled,
     StepEnded,
     StepStarted,
+    WriteFailed,
 )
 from miles_async.types import DropReason
 
@@ -126,6 +127,8 @@ class Metrics:
                 self._trainer_version.set(event.version)
             case PublishEnded():
                 self._publish_ended(event)
+            case WriteFailed():
+                self._write_failures.labels(event.then).inc()
             case Evaluated():
                 self._eval_accuracy.labels(event.name).set(event.accuracy)
                 self._eval_reward.labels(event.name).set(event.reward)
@@ -291,3 +294,4 @@ class Metrics:
             "publish_seconds", "Publish by phase: staged beside generation; paused, of which write.", _SECONDS, "phase"
         )
         self._publish_bytes = counter("publish_bytes", "Bytes written to engines.")
+        self._write_failures = counter("weight_write_failures", "Weight writes that failed, and what was done.", "then")

@@ -11,7 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import DataSkipped, Event, RunEnded
+from miles_async.observability.events import DataSkipped, Event, RunEnded, WriteFailed
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.progress import Progress
@@ -67,6 +67,15 @@ class Onlookers:
         self._progress.observe(event)
         if isinstance(event, DataSkipped):
             self._warn(event)
+        if isinstance(event, WriteFailed):
+            log.warning(
+                "weight write failed",
+                engine=event.engine,
+                version=event.version,
+                then=event.then,
+                way=event.way,
+                error=event.error,
+            )
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             print(self._summary.text(), flush=True)

@@ -95,6 +95,9 @@ class MortalEngines(Engines):
             for each in outcomes
         ]
 
+    async def fall_back(self, engine: str) -> str | None:
+        return None
+
     def members(self) -> Sequence[str]:
         return tuple(self.servers)
 

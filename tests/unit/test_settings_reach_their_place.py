@@ -24,6 +24,7 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
+from workers.learner import weight_source
 from workers.specs import (
     engine_spec,
     eval_sampling_of,
@@ -71,6 +72,19 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
 
     assert f"{words} " in command_line(**setting)
     assert f"{words} " not in command_line(weight_transfer="disk")
+
+
+def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
+    source = weight_source(
+        config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0),
+        [],
+        tmp_path,
+        0,
+        1,
+    )
+    assert (source.bucket, source.everything, source.timeout) == (7, True, 3.0)
+    usual = weight_source(config(), [], tmp_path, 0, 1)
+    assert (usual.bucket, usual.everything) == (512 << 20, False)
 
 
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
