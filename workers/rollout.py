@@ -120,6 +120,7 @@ class RolloutWorker:
             processes=self._servers,
             tell=self._outbox.emit,
             health_timeout=config.engine.engine_health_timeout_seconds,
+            colocated=config.cluster.colocate,
         )
         for engine in around.engines:
             fleet.introduce(engine)

@@ -30,6 +30,8 @@ class Fate:
     kills: Sequence[tuple[float, str]] = ()
     hangs: Sequence[tuple[float, str]] = ()
     never_back: bool = False
+    added: Sequence[tuple[float, str]] = ()
+    removed: Sequence[tuple[float, str]] = ()
 
 
 @dataclass(slots=True)
@@ -58,6 +60,14 @@ class MortalEngines(Engines):
             loop.call_later(at, self._die, name)
         for at, name in self.fate.hangs:
             loop.call_later(at, self._hang, name)
+        for at, name in self.fate.added:
+            loop.call_later(at, self.servers.__setitem__, name, Server(alive=False, routed=False))
+        for at, name in self.fate.removed:
+            loop.call_later(at, self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        self._die(name)
+        del self.servers[name]
 
     def _die(self, name: str) -> None:
         server = self.servers[name]
@@ -225,6 +235,15 @@ def test_an_engine_that_stays_away_does_not_end_a_run_that_has_another():
     world = play(Fate(kills=[(20.3, "engine-1")], never_back=True))
     check_that_all_is_well(world)
     assert world.fleet.routed() == ("engine-0",)
+
+
+def test_engines_can_be_added_and_removed_while_the_run_goes_on():
+    alone = play(Fate(engines=1))
+    world = play(Fate(engines=1, added=[(10, "engine-1"), (10, "engine-2")], removed=[(40.3, "engine-0")]))
+    check_that_all_is_well(world)
+    assert world.fleet.starts == ["engine-1", "engine-2"], "the removed one is not started anew"
+    assert world.fleet.routed() == ("engine-1", "engine-2")
+    assert lost(alone) == []
 
 
 def kills_of(seed: int) -> list[tuple[float, str]]:

@@ -60,12 +60,15 @@ class SGLangFleet:
         tell: Callable[[EngineChanged], None] = _untold,
         timeout: float = 30.0,
         health_timeout: float = 30.0,
+        colocated: bool = False,
     ) -> None:
+        """`colocated` engines must be idle when they leave their devices, and so are never asked for a token."""
         self._router = router_url
         self._processes = processes or Unowned()
         self._tell = tell
         self._timeout = timeout
         self._health_timeout = health_timeout
+        self._colocated = colocated
         self._client = JsonClient()
         self._members: dict[str, None] = {}
         """In order of their coming."""
@@ -140,6 +143,22 @@ class SGLangFleet:
         await self._all_or_fence(go_on)
         self._paused = False
 
+    async def offload(self) -> None:
+        """See `ports.Fleet.offload`. SGLang gives memory up only where it was started with `enable_memory_saver`."""
+        self._paused, self._pauses = True, self._pauses + 1
+
+        async def release(engine: EngineInfo) -> None:
+            await self._post(engine, "/release_memory_occupation", {})
+
+        await self._all_or_fence(release)
+
+    async def onload(self) -> None:
+        async def take(engine: EngineInfo) -> None:
+            await self._post(engine, "/resume_memory_occupation", {})
+
+        await self._all_or_fence(take)
+        self._paused = False
+
     async def fence(self, engine: str, reason: str) -> None:
         """Take an engine out of the router and wait until it is out."""
         info = self._routed.pop(engine, None)
@@ -169,6 +188,9 @@ class SGLangFleet:
     async def check(self, engine: str) -> None:
         """See `ports.Fleet.check`. SGLang answers for a busy engine by the tokens that it draws anyway."""
         info, pauses = self._known[engine], self._pauses
+        if self._colocated:
+            await self._load_of(info)
+            return
         try:
             await self._client.get(f"{info.url}/health_generate", within=self._health_timeout)
         except EngineLost as lost:

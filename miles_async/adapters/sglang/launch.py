@@ -43,6 +43,8 @@ class EngineSpec:
     """Address to listen at."""
     devices: tuple[int, ...] = ()
     """The GPUs of this node that it uses; none leaves them to SGLang."""
+    colocated: bool = False
+    """A learner shares its devices: it can give its memory up and take it back."""
     nodes: int = 1
     """Servers that make up the engine, one per node."""
     node_rank: int = 0
@@ -145,6 +147,8 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous: int | 
     if spec.p2p:
         arguments["remote-instance-weight-loader-start-seed-via-transfer-engine"] = True
         arguments["engine-info-bootstrap-port"] = bootstrap_port
+    if spec.colocated and has_cuda():
+        arguments["enable-memory-saver"] = True
     if not has_cuda():
         arguments |= {
             "device": "cpu",
