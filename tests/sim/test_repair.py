@@ -52,6 +52,7 @@ class MortalEngines(Engines):
     def __init__(self, clock: VirtualClock, latency: Latency, model: EngineModel, seed: int) -> None:
         super().__init__(clock, latency, model, seed)
         self.servers = {f"engine-{i}": Server() for i in range(self.fate.engines)}
+        self.gone: set[str] = set()
         self.starts: list[str] = []
         self.fences: list[float] = []
         """When engines were taken out."""
@@ -66,8 +67,9 @@ class MortalEngines(Engines):
             loop.call_later(at, self._remove, name)
 
     def _remove(self, name: str) -> None:
+        self.gone.add(name)
+        self.servers[name].routed = False
         self._die(name)
-        del self.servers[name]
 
     def _die(self, name: str) -> None:
         server = self.servers[name]
@@ -109,7 +111,7 @@ class MortalEngines(Engines):
         return None
 
     def members(self) -> Sequence[str]:
-        return tuple(self.servers)
+        return tuple(name for name in self.servers if name not in self.gone)
 
     def routed(self) -> Sequence[str]:
         return tuple(name for name, server in self.servers.items() if server.routed)
