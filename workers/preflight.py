@@ -87,7 +87,7 @@ def whole_checkpoint(folder: Path) -> None:
 
 
 def reachable_ray(address: str | None, within: float = 5.0) -> None:
-    """Raises UserError when nobody listens there; Ray itself would try for a minute. `auto` and the like name no place."""
+    """Raises UserError when nobody listens there; Ray would try for a minute. `auto` and the like name no place."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return

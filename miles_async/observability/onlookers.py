@@ -11,7 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import DataSkipped, Event, RunEnded, WriteFailed
+from miles_async.observability.events import DataSkipped, EngineChanged, Event, RunEnded, WriteFailed
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.progress import Progress
@@ -76,6 +76,9 @@ class Onlookers:
                 way=event.way,
                 error=event.error,
             )
+        if isinstance(event, EngineChanged):
+            tell = log.info if event.state == "routed" else log.warning
+            tell(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             print(self._summary.text(), flush=True)

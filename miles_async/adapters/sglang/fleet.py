@@ -20,7 +20,7 @@ from typing import Protocol
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import BadTrajectory, EngineLost
-from miles_async.observability.events import EngineChanged
+from miles_async.observability.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
 
@@ -46,7 +46,7 @@ class Unowned:
         raise EngineLost("the router does not answer and is not ours to start; it is used again when it is back")
 
 
-def _untold(event: EngineChanged) -> None: ...
+def _untold(event: Event) -> None: ...
 
 
 class SGLangFleet:
@@ -57,7 +57,7 @@ class SGLangFleet:
         router_url: str,
         *,
         processes: Processes | None = None,
-        tell: Callable[[EngineChanged], None] = _untold,
+        tell: Callable[[Event], None] = _untold,
         timeout: float = 30.0,
         health_timeout: float = 30.0,
         colocated: bool = False,
@@ -83,6 +83,8 @@ class SGLangFleet:
         """Of all engines that ever were ours: a router may have others' engines too."""
         self._paused = False
         self._pauses = 0
+        self._seen: tuple[bool, int, int] | None = None
+        """What the router was like: whether it answered, its engines, the healthy ones."""
 
     def members(self) -> Sequence[str]:
         return tuple(self._members)
@@ -215,8 +217,10 @@ class SGLangFleet:
         try:
             workers = await self._workers()
         except EngineLost:
+            self._router_seen(None)
             await self._processes.restart_router()
             workers = await self._workers()
+        self._router_seen(workers)
         listed = {worker["url"]: worker["id"] for worker in workers}
         wanted = {info.url: info for info in self._routed.values()}
         for info in wanted.values():
@@ -247,6 +251,13 @@ class SGLangFleet:
     def _changed(self, engine: str, state: str, reason: str | None) -> None:
         version = self._versions.get(engine)
         self._tell(EngineChanged(time=time.time(), engine=engine, state=state, version=version, reason=reason))
+
+    def _router_seen(self, workers: list[dict[str, str]] | None) -> None:
+        healthy = sum(bool(worker["is_healthy"]) for worker in workers or ())
+        seen = (workers is not None, len(workers or ()), healthy)
+        if seen != self._seen:
+            self._seen = seen
+            self._tell(RouterChanged(time=time.time(), up=seen[0], engines=seen[1], healthy=healthy))
 
     async def _post(self, engine: EngineInfo, path: str, body: object = None) -> None:
         """Raises EngineLost also where the engine refuses: it is not in the state that it should be in."""
