@@ -53,6 +53,7 @@ def engine_spec(
         p2p=config.weights.weight_transfer in ("auto", "p2p"),
         server_args=engine.sglang_server_args,
         start_timeout=engine.engine_start_timeout_seconds,
+        health_timeout=engine.engine_health_timeout_seconds,
     )
 
 
