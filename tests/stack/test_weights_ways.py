@@ -45,7 +45,7 @@ def source(serving: Stack, tmp_path: Path) -> Iterator[Source]:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["memory", "p2p", "broadcast", "disk"])
 def test_after_a_publish_nothing_is_drawn_from_old_weights(serving: Stack, source: Source, way: str, mode: str) -> None:
     """Cached prompts, requests in flight and new ones; under `in_place` running requests keep a mixed KV cache."""
 
