@@ -3,6 +3,8 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 ARGS ?=
 
+# Two processes; whole files, and all tests that share a cluster, go to the same one (tests/conftest.py).
+BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
@@ -27,13 +29,13 @@ run: $(READY) ## The main job: a tiny model learns arithmetic under fully asynch
 	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
 test: $(READY) ## All tests: unit, simulation, then the real engines (at most 10 minutes)
-	@$(PYTHON) -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Unit tests, seconds
-	@$(PYTHON) -m pytest tests/unit $(ARGS)
+	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) ## Tests on the real engines
-	@$(PYTHON) -m pytest tests/stack $(ARGS)
+	@$(PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
 sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
 	@$(PYTHON) -m tests.sim.run --figures docs $(ARGS)
