@@ -37,7 +37,8 @@ from miles_async.adapters.weights.way import segments
 
 WAYS = ("memory", "p2p", "broadcast")
 RESULTS = Path(__file__).parent / "results" / "weight-transfer.json"
-STREAMS = 8
+STREAMS = 4
+NEW_TOKENS = 32
 TITLES = {
     "bare": "GB/s to one engine",
     "ways": "milliseconds for a checked write to all engines at once",
@@ -156,15 +157,19 @@ class Bench:
         await fleet.admit(engine.name)
         rows = []
         async with aiohttp.ClientSession() as session:
-            over, gaps = asyncio.Event(), []
+            over = asyncio.Event()
+            gaps: asyncio.Queue[float] = asyncio.Queue()
             streams = [asyncio.create_task(stream(session, engine.url, k, gaps, over)) for k in range(STREAMS)]
-            await asyncio.sleep(2.0)
-            step = median(gaps)
+            step = median([await gaps.get() for _ in range(20 * STREAMS)])
             paused: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
             for _ in range(self._rounds):
                 for way in WAYS:
                     paused[way].append(await self._publish(fleet, engine, way))
-                    await asyncio.sleep(0.1)
+                    # Until what was retracted is computed anew, the engine is in one long step.
+                    while not gaps.empty():
+                        gaps.get_nowait()
+                    for _ in range(2 * STREAMS):
+                        await gaps.get()
             over.set()
             await asyncio.gather(*streams)
         await fleet.close()
@@ -201,11 +206,13 @@ class Bench:
         return time.perf_counter() - began, stopped - began, written - stopped, committed - written
 
 
-async def stream(session: aiohttp.ClientSession, url: str, k: int, gaps: list[float], over: asyncio.Event) -> None:
+async def stream(
+    session: aiohttp.ClientSession, url: str, k: int, gaps: asyncio.Queue[float], over: asyncio.Event
+) -> None:
     """One request after the other; seconds between two tokens into `gaps`."""
     request = {
         "input_ids": [(3 * k + i) % 250 for i in range(12)],
-        "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": NEW_TOKENS, "ignore_eos": True},
         "stream": True,
     }
     while not over.is_set():
@@ -215,7 +222,7 @@ async def stream(session: aiohttp.ClientSession, url: str, k: int, gaps: list[fl
                 if line.startswith(b"data: {"):
                     now = time.perf_counter()
                     if last is not None:
-                        gaps.append(now - last)
+                        gaps.put_nowait(now - last)
                     last = now
 
 

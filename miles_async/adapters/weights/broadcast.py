@@ -17,7 +17,7 @@ import torch
 from torch.distributed import Backend, BroadcastOptions, PrefixStore, ProcessGroup, TCPStore
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
 
-from miles_async.adapters.weights.engine import Engine, call_engine
+from miles_async.adapters.weights.engine import Engine, address_towards, call_engine
 from miles_async.adapters.weights.layout import Placement
 from miles_async.adapters.weights.staging import Staging
 from miles_async.errors import EngineLost
@@ -39,10 +39,9 @@ class BroadcastWay:
     `source` tells this process' groups from those of other source ranks.
     """
 
-    def __init__(self, *, bucket: int, timeout: float, source: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, *, bucket: int, timeout: float, source: int = 0) -> None:
         self._bucket = bucket
         self._source = source
-        self._host = host
         self._timeout = timeout
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = "nccl" if self._device == "cuda" else "gloo"
@@ -50,12 +49,12 @@ class BroadcastWay:
 
     def connect(self, engine: Engine) -> None:
         """Form the group: the engine is asked to join in one thread while this process joins in another."""
-        size = 1 + engine.info.tp
+        size, host = 1 + engine.info.tp, address_towards(engine.info.url)
         name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self._source}-{next(_generation)}")
         patience = timedelta(seconds=self._timeout)
-        store = TCPStore(self._host, 0, size, is_master=True, timeout=patience, wait_for_workers=False)
+        store = TCPStore(host, 0, size, is_master=True, timeout=patience, wait_for_workers=False)
         invitation = {
-            "master_address": self._host,
+            "master_address": host,
             "master_port": store.port,
             "rank_offset": 1,
             "world_size": size,

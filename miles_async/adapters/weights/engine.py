@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.engine_weights import REGIONS, SUMS
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -80,6 +82,14 @@ def sums(engine: Engine, windows: Sequence[Sequence[Window]], *, timeout: float)
 def _ask(info: EngineInfo, action: str, *, timeout: float) -> list[dict[str, str]]:
     answer = call_engine(info.url, "/weights_checker", {"action": action}, timeout=timeout)
     return [rank["checksums"] for rank in answer["ranks"]]
+
+
+def address_towards(url: str) -> str:
+    """This machine's address on the network that the engine at `url` is reached by."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((urlsplit(url).hostname, 9))  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import os
 
-from miles_async.adapters.weights.engine import Engine, call_engine
+import torch
+
+from miles_async.adapters.weights.engine import Engine, address_towards, call_engine
 from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.way import segments
 from miles_async.errors import EngineLost
 
 
 class P2PWay:
-    """Implements `Way`. `protocol` is `tcp` or `rdma`, `bucket` is in bytes per call.
+    """Implements `Way`. `bucket` is in bytes per call; the protocol is that of the engines, `MOONCAKE_PROTOCOL`.
 
-    Raises ImportError when Mooncake cannot be loaded, EngineLost when it cannot start.
+    Raises ImportError when Mooncake cannot be loaded.
     """
 
-    def __init__(
-        self, *, bucket: int, timeout: float, protocol: str = "tcp", host: str = "127.0.0.1", device: str = ""
-    ) -> None:
+    def __init__(self, *, bucket: int, timeout: float) -> None:
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         os.environ["MC_TRANSFER_TIMEOUT"] = str(max(1, round(timeout)))
         from mooncake.engine import TransferEngine
 
         self._engine = TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0:
-            raise EngineLost(f"Mooncake could not start on {host} with protocol {protocol}")
+        self._running = False
         self._bucket = bucket
         self._timeout = timeout
         self._sessions: dict[str, list[str]] = {}
@@ -37,6 +36,8 @@ class P2PWay:
         """Address and bytes of the staged weights."""
 
     def connect(self, engine: Engine) -> None:
+        if not self._running:
+            self._start(address_towards(engine.info.url))
         told = [
             call_engine(engine.info.url, f"/remote_instance_transfer_engine_info?rank={rank}", timeout=self._timeout)
             for rank in range(engine.info.tp)
@@ -48,7 +49,7 @@ class P2PWay:
 
     def stage(self, staging: Staging) -> None:
         wanted = (staging.buffer.data_ptr(), staging.buffer.numel())
-        if self._registered == wanted:
+        if self._registered == wanted or not self._running:
             return
         self._unregister()
         if self._engine.register_memory(*wanted) != 0:
@@ -76,6 +77,13 @@ class P2PWay:
     def close(self) -> None:
         self._unregister()
         self._sessions = {}
+
+    def _start(self, host: str) -> None:
+        # SGLang's own default, and what it is told on a machine without CUDA.
+        protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma" if torch.cuda.is_available() else "tcp")
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+            raise EngineLost(f"Mooncake could not start on {host} with protocol {protocol}")
+        self._running = True
 
     def _unregister(self) -> None:
         if self._registered is not None:

@@ -22,6 +22,8 @@ from miles_async.adapters.weights.way import Way
 from miles_async.errors import EngineLost, Fatal
 from miles_async.types import WriteOutcome
 
+SIGN_OF_LIFE_SECONDS = 5.0
+
 
 class Source:
     """Calls block; `stage` must not run beside any other, `write` may run for several engines at once.
@@ -121,7 +123,7 @@ class Source:
             error = f"engine {name}: {failure}"
         seconds = time.perf_counter() - started
         # Whatever waits for an engine gives up after the timeout, and may leave something behind that goes on.
-        final = error is not None and seconds > 0.9 * self.timeout
+        final = error is not None and (seconds > 0.9 * self.timeout or not self._answers(name))
         return WriteOutcome(engine=name, seconds=seconds, bytes=size, error=error, final=final)
 
     def close(self) -> None:
@@ -148,6 +150,15 @@ class Source:
             mine = share(place(self._tensors, shapes), self._rank, self._sources)
             self._staging = Staging(mine, engine.ranks[0].dtypes)
         return engine
+
+    def _answers(self, name: str) -> bool:
+        """Whether all ranks of the engine are there; if not, no other way needs to be tried while others wait."""
+        engine = self._engines[name]
+        try:
+            sums(engine, [[] for _ in engine.ranks], timeout=min(SIGN_OF_LIFE_SECONDS, self.timeout))
+        except EngineLost:
+            return False
+        return True
 
     def _check(self, engine: Engine) -> None:
         """Compare what stands in the engine's memory with what was sent. Raises EngineLost where it differs."""
