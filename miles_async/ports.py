@@ -169,6 +169,10 @@ class Fleet(Protocol):
         """Let requests reach an engine that holds the current version. Raises EngineLost when the router refuses it."""
         ...
 
+    async def dismiss(self, engine: str) -> None:
+        """Remove an engine for good: no requests, and it is not started anew."""
+        ...
+
     async def check(self, engine: str) -> None:
         """Return once the engine has drawn a token since the call, for whoever it was; while paused, a sign of life.
 

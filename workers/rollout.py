@@ -266,7 +266,8 @@ class RolloutWorker:
 
     async def remove_engine(self, name: str) -> None:
         """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""
-        await self._fleet.dismiss(name)
+        assert self._service is not None, "only a run has engines"
+        await self._service.remove_engine(name)
         self._make_room()
 
     def _make_room(self) -> None:

@@ -87,6 +87,13 @@ class Publisher:
             await self._fleet.admit(engine)
         self._books.changed.notify()
 
+    async def leave(self, engine: str) -> None:
+        """Remove an engine for good, but not in the middle of a publish; the transfer is planned anew without it."""
+        async with self._turn:
+            await self._fleet.dismiss(engine)
+            if routed := self._fleet.routed():
+                await self._channel.meet(routed)
+
     async def _publish(self, version: int, trained: Sequence[Group], staged_seconds: float) -> None:
         books = self._books
         books.events.emit(PublishStarted(time=books.clock.now(), version=version, queue=self._queue_depth()))

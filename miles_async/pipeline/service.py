@@ -179,6 +179,10 @@ class Service:
     def stopped(self) -> bool:
         return self._stopping.is_set()
 
+    async def remove_engine(self, name: str) -> None:
+        """What it holds is generated elsewhere."""
+        await self._publisher.leave(name)
+
     async def run(self, rollout: RolloutFunction) -> None:
         """Raises UserError, Fatal, or whatever a user's function raised; everything started is ended first."""
         async with Crew() as self._crew:

@@ -241,7 +241,7 @@ class Engines:
     async def admit(self, engine: str) -> None:
         raise AssertionError("nothing fails here")
 
-    check = restart = admit
+    check = restart = dismiss = admit
 
     async def offload(self) -> None:
         raise AssertionError("nothing is shared here")

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -106,5 +107,6 @@ def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, t
     except urllib.error.HTTPError as error:
         text = " ".join(error.read(300).decode(errors="replace").split())
         raise EngineLost(f"{url}{path} answered {error.code}: {text}") from error
-    except OSError as error:
-        raise EngineLost(f"{url}{path}: {error}") from error
+    except (OSError, HTTPException, json.JSONDecodeError) as error:
+        # One that ends in the middle of its answer leaves half of it.
+        raise EngineLost(f"{url}{path}: {error!r}") from error
