@@ -109,4 +109,4 @@ def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, t
         raise EngineLost(f"{url}{path} answered {error.code}: {text}") from error
     except (OSError, HTTPException, json.JSONDecodeError) as error:
         # One that ends in the middle of its answer leaves half of it.
-        raise EngineLost(f"{url}{path}: {error!r}") from error
+        raise EngineLost(f"{url}{path}: {error}") from error
