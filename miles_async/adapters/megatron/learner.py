@@ -217,10 +217,10 @@ class MegatronLearner:
 
     def offload(self) -> None:
         """Leave the GPU's memory to an engine that shares it, until `onload`."""
-        offload(self._model.ddp, self._model.optimizer)
+        offload(self._model.chunks, self._model.optimizer)
 
     def onload(self) -> None:
-        onload(self._model.ddp, self._model.optimizer)
+        onload(self._model.chunks, self._model.optimizer)
 
     def save_state(self, folder: str) -> None:
         """Write this rank's part of a checkpoint that `load_state` resumes exactly."""
