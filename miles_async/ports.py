@@ -86,6 +86,12 @@ class Learner(Protocol):
         """Take the optimizer steps of one batch. Raises Fatal when a rank is lost."""
         ...
 
+    async def offload(self) -> None:
+        """Leave the devices' memory to engines that share them, until `onload`."""
+        ...
+
+    async def onload(self) -> None: ...
+
     async def copy_state(self, rollout_id: int) -> None:
         """Copy aside what a checkpoint needs. Called between two `train`; the next may begin once this returns."""
         ...
@@ -103,7 +109,7 @@ class WeightChannel(Protocol):
 
     @property
     def name(self) -> str:
-        """`p2p`, `broadcast` or `disk`."""
+        """The way that is taken first, such as `p2p`."""
         ...
 
     async def stage(self, version: int) -> None:
@@ -117,12 +123,27 @@ class WeightChannel(Protocol):
         """Write the staged version to each engine and verify it; one outcome per engine, none raised."""
         ...
 
+    async def meet(self, engines: Sequence[str]) -> None:
+        """These are the engines from now on; one that was started since is met anew. What is staged stays staged.
+
+        Raises EngineLost when one of them cannot be reached this way.
+        """
+        ...
+
+    async def fall_back(self, engine: str) -> str | None:
+        """Write to this engine by the next way from now on; its name, or None when there is no other left."""
+        ...
+
 
 class Fleet(Protocol):
     """The engines and the router in front of them."""
 
     def routed(self) -> Sequence[str]:
         """The names of the engines that requests may reach now."""
+        ...
+
+    def members(self) -> Sequence[str]:
+        """The names of all engines that belong to the run, those that are being replaced among them."""
         ...
 
     async def loads(self) -> Sequence[EngineLoad]:
@@ -146,4 +167,41 @@ class Fleet(Protocol):
 
     async def fence(self, engine: str, reason: str) -> None:
         """Take an engine out of the router: nothing reaches it until it holds the current version."""
+        ...
+
+    async def admit(self, engine: str) -> None:
+        """Let requests reach an engine that holds the current version. Raises EngineLost when the router refuses it."""
+        ...
+
+    async def dismiss(self, engine: str) -> None:
+        """Remove an engine for good: no requests, and it is not started anew."""
+        ...
+
+    async def check(self, engine: str) -> None:
+        """Return once the engine has drawn a token since the call, for whoever it was; while paused, a sign of life.
+
+        Raises EngineLost when it is gone, or too slow.
+        """
+        ...
+
+    async def restart(self, engine: str) -> None:
+        """End what is left of the engine and start it anew; nothing reaches it before `admit`.
+
+        Raises EngineLost when it does not come up.
+        """
+        ...
+
+    async def offload(self) -> None:
+        """Leave the devices' memory to the learner that shares them, until `onload`; no request may be under way."""
+        ...
+
+    async def onload(self) -> None:
+        """Take the memory back; weights and cache are then to be written anew."""
+        ...
+
+    async def check_router(self) -> None:
+        """Bring a router that is gone back, and its list of engines in order.
+
+        Raises EngineLost when that cannot be done now.
+        """
         ...

@@ -233,6 +233,8 @@ class WriteOutcome:
     bytes: int
     error: str | None = None
     """None when every byte landed and was verified; otherwise one sentence."""
+    final: bool = False
+    """The engine is not to be written again: it is gone, or a write that did not end in time may still be under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from miles_async.config.derived import bounds_of, table
+from miles_async.config.derived import bounds_of, engines, table
+from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal, MilesError, UserError
 from miles_async.observability.events import RunEnded, RunStarted
@@ -67,7 +68,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
         try:
             async with Cluster(config, folder, entry) as cluster:
                 onlookers.emit(await _unless(stop, cluster.start(lessons)))
-                await _follow(cluster, onlookers, stop)
+                await _follow(cluster, onlookers, stop, entry)
             if stop.is_set():
                 raise Interrupted
         except (Interrupted, asyncio.CancelledError):
@@ -81,9 +82,36 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
     return DONE
 
 
-async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event) -> None:
+class _Resizing:
+    """SIGHUP: the YAML files are read again, and the run gets as many engines as they now ask for."""
+
+    def __init__(self, cluster: Cluster, entry: str) -> None:
+        self._cluster = cluster
+        self._entry = entry
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._resize())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _resize(self) -> None:
+        log = structlog.get_logger(__name__)
+        try:
+            asked = load_config(sys.argv[1:], entry=self._entry)
+            await self._cluster.resize(engines(asked))
+        except MilesError as error:
+            log.warning(f"the number of engines stays: {error}")
+
+
+async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event, entry: str) -> None:
     """Pass the service's events on until it ends. Raises what ended it."""
     run = asyncio.ensure_future(cluster.run())
+    resizing = _Resizing(cluster, entry)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizing.start)
     asked_to_stop = False
     heard_at = time.monotonic()
     events: asyncio.Future[list[Any]] = asyncio.ensure_future(cluster.events())
@@ -106,6 +134,7 @@ async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event) -
                     f"the rollout worker has not answered for {SILENCE_SECONDS:.0f}s; its log is in {cluster.logs}"
                 )
     finally:
+        resizing.cancel()
         run.cancel()
         events.cancel()
 

@@ -11,9 +11,21 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self._server = EngineServer(spec)
 
-    def start(self) -> EngineInfo:
+    def rendezvous(self) -> str:
+        """Where the servers of an engine that spans nodes meet: on the first one's."""
+        return self._server.rendezvous()
+
+    def start(self, rendezvous: str | None = None) -> EngineInfo:
         """Start the server and wait until it is healthy. Raises UserError or Fatal with one sentence."""
-        return self._server.start()
+        return self._server.start(rendezvous)
+
+    def restart(self, rendezvous: str | None = None) -> EngineInfo:
+        """End what is left of the server and start it anew. Raises as `start` does."""
+        return self._server.restart(rendezvous)
+
+    def info(self) -> EngineInfo:
+        """Where the server is now; after `start`."""
+        return self._server.info
 
     def alive(self) -> bool:
         return self._server.alive()

@@ -18,6 +18,18 @@ class Router:
         """Start the router; returns its url. Raises Fatal with one sentence."""
         return self._server.start()
 
+    def restart(self) -> str:
+        """Start the router anew at its old address, without engines. Raises Fatal with one sentence."""
+        return self._server.restart()
+
+    def metrics_url(self) -> str:
+        """Where its own metrics are served; after `start`."""
+        return self._server.metrics_url
+
+    def pid(self) -> int:
+        """Of the router's process; after `start`."""
+        return self._server.pid
+
     def alive(self) -> bool:
         return self._server.alive()
 

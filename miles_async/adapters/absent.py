@@ -28,6 +28,15 @@ class NoLearner:
     async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
         return [WriteOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
 
+    async def meet(self, engines: Sequence[str]) -> None: ...
+
+    async def fall_back(self, engine: str) -> str | None:
+        return None
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
 
 class NoEngines:
     """`ports.Fleet`, `Generator` and `Rewarder`. It names one engine, so that publishes have somewhere to end."""
@@ -46,6 +55,9 @@ class NoEngines:
     def routed(self) -> Sequence[str]:
         return ("no-engine",)
 
+    def members(self) -> Sequence[str]:
+        return ()
+
     async def loads(self) -> Sequence[EngineLoad]:
         return ()
 
@@ -56,5 +68,19 @@ class NoEngines:
     async def resume(self) -> None: ...
 
     async def fence(self, engine: str, reason: str) -> None: ...
+
+    async def admit(self, engine: str) -> None: ...
+
+    async def dismiss(self, engine: str) -> None: ...
+
+    async def check(self, engine: str) -> None: ...
+
+    async def restart(self, engine: str) -> None: ...
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+    async def check_router(self) -> None: ...
 
     async def close(self) -> None: ...

@@ -9,6 +9,7 @@ from pathlib import Path
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.core.bounds import Bounds, Schedule
 from miles_async.core.learning_rate import LearningRate
+from miles_async.core.placement import Demand
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
@@ -173,6 +174,16 @@ def engines(config: RunConfig) -> int:
 def evaluation_places(config: RunConfig) -> int:
     """Samples of evaluations that each engine runs beside those of training; 0 where training never runs meanwhile."""
     return 0 if config.rollout.eval_interval is None else max(1, config.engine.sglang_server_concurrency // 4)
+
+
+def demand_of(config: RunConfig) -> Demand:
+    """The devices that learner and engines ask for; a debugging run asks for none for the half that it leaves out."""
+    return Demand(
+        learner=0 if config.debug.debug_rollout_only else learner_ranks(config),
+        engines=engines(config) if generates(config) else 0,
+        per_engine=config.engine.rollout_num_gpus_per_engine,
+        colocated=config.cluster.colocate and not config.debug.debug_rollout_only,
+    )
 
 
 def table(config: RunConfig, entry: str) -> str:

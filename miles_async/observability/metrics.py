@@ -28,11 +28,13 @@ from miles_async.observability.events import (
     PublishEnded,
     PublishStarted,
     Queue,
+    RouterChanged,
     RunStarted,
     SamplesRemoved,
     Stalled,
     StepEnded,
     StepStarted,
+    WriteFailed,
 )
 from miles_async.types import DropReason
 
@@ -126,6 +128,8 @@ class Metrics:
                 self._trainer_version.set(event.version)
             case PublishEnded():
                 self._publish_ended(event)
+            case WriteFailed():
+                self._write_failures.labels(event.then).inc()
             case Evaluated():
                 self._eval_accuracy.labels(event.name).set(event.accuracy)
                 self._eval_reward.labels(event.name).set(event.reward)
@@ -133,6 +137,10 @@ class Metrics:
                 self._progressed(event.time)
             case EngineChanged():
                 self._engine_changed(event)
+            case RouterChanged():
+                self._router_up.set(event.up)
+                self._router_engines.labels("healthy").set(event.healthy)
+                self._router_engines.labels("unhealthy").set(event.engines - event.healthy)
             case EngineBusy():
                 self._in_flight_requests.set(event.in_flight)
                 if self._engine_idle is not None:
@@ -216,6 +224,7 @@ class Metrics:
         else:
             self._routed.discard(event.engine)
         self._engine_routed.labels(event.engine).set(event.state == "routed")
+        self._engine_changes.labels(event.engine, event.state).inc()
         if event.version is not None:
             self._engine_version.labels(event.engine).set(event.version)
 
@@ -285,9 +294,15 @@ class Metrics:
         self._trainer_version = gauge("trainer_weight_version", "Weight snapshots handed to publishing.")
         self._engine_version = gauge("engine_weight_version", "Weight version each engine holds.", "engine")
         self._engine_routed = gauge("engine_routed", "1 while requests may reach the engine.", "engine")
+        self._engine_changes = counter(
+            "engine_changes", "Times an engine was routed, fenced or lost.", "engine", "state"
+        )
+        self._router_up = gauge("router_up", "1 while the router answers.")
+        self._router_engines = gauge("router_engines", "Engines in the router's list, as it finds them.", "health")
         self._engine_idle_seconds = counter("engine_idle_seconds", "Seconds without a request at any engine.")
         self._publishes = counter("publishes", "Weight publishes.", "outcome")
         self._publish_seconds = histogram(
             "publish_seconds", "Publish by phase: staged beside generation; paused, of which write.", _SECONDS, "phase"
         )
         self._publish_bytes = counter("publish_bytes", "Bytes written to engines.")
+        self._write_failures = counter("weight_write_failures", "Weight writes that failed, and what was done.", "then")

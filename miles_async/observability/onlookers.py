@@ -11,7 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import DataSkipped, Event, RunEnded, StepEnded
+from miles_async.observability.events import DataSkipped, EngineChanged, Event, RunEnded, StepEnded, WriteFailed
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.progress import Progress
@@ -70,6 +70,18 @@ class Onlookers:
             self._warn(event)
         if isinstance(event, StepEnded):
             log.info("step", **step_facts(event))
+        if isinstance(event, WriteFailed):
+            log.warning(
+                "weight write failed",
+                engine=event.engine,
+                version=event.version,
+                then=event.then,
+                way=event.way,
+                error=event.error,
+            )
+        if isinstance(event, EngineChanged):
+            tell = log.info if event.state == "routed" else log.warning
+            tell(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             print(self._summary.text(), flush=True)

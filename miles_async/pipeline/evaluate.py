@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class Evaluator:
     books: Books
     rewarder: Rewarder
     sets: Sequence[EvalSet]
+    serving: Callable[[], bool]
+    """Whether any engine takes requests."""
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
         """Rewards and truncation flags of every sample, by data set. A failed problem scores 0, with one warning.
@@ -108,6 +110,8 @@ class Evaluator:
                 losses += 1
             if losses == LOSSES or interruptions == INTERRUPTIONS:
                 break
+            if isinstance(failure, EngineLost):
+                await self.books.changed.until(self.serving)
             await self.books.clock.sleep(RETRY_SECONDS)
         for sample in group:
             sample.reward = 0.0

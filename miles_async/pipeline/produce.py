@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 
-from miles_async.core.admission import Admission
+from miles_async.core.admission import Admission, Blocked
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.queue import GroupQueue
@@ -53,7 +54,9 @@ class Producer:
         head_policy: HeadPolicy,
         queue_capacity: int,
         partial_rollout: bool,
+        serving: Callable[[], bool],
     ) -> None:
+        """`serving` tells whether any engine takes requests."""
         self._books = books
         self._data = data
         self._generator = generator
@@ -62,6 +65,7 @@ class Producer:
         self._recycler = recycler
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
+        self._serving = serving
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
         self._overdue: set[int] = set()
@@ -92,18 +96,29 @@ class Producer:
         self._closing = True
         try:
             if counts[State.IN_FLIGHT]:
-                await self._generator.abort()
+                # What a lost engine held ends by itself, when the engine is ended.
+                with suppress(EngineLost):
+                    await self._generator.abort()
             await self._books.changed.until(lambda: counts[State.FED] + counts[State.IN_FLIGHT] == 0)
         finally:
             self._closing = False
 
     async def _feed(self, crew: Crew, admission: Admission) -> None:
-        """Waits for a free place in flight, a slot and room; unblocked by a group that ends, a publish, a drain."""
+        """Waits for an engine, a place in flight, a slot and room; unblocked by one that joins, an end, a publish, a
+        drain."""
         books = self._books
+
+        def blocked() -> Blocked | None:
+            return admission.blocked_by(books.ledger) if self._serving() else Blocked.NO_ENGINE
+
+        def moved_on(cause: Blocked) -> bool:
+            """No longer blocked, or by the engines now and not before, or the other way round."""
+            return (now := blocked()) is None or (now is Blocked.NO_ENGINE) is not (cause is Blocked.NO_ENGINE)
+
         while True:
-            if cause := admission.blocked_by(books.ledger):
+            if cause := blocked():
                 blocked_at = books.clock.now()
-                await books.changed.until(lambda: admission.blocked_by(books.ledger) is None)
+                await books.changed.until(partial(moved_on, cause))
                 books.events.emit(
                     AdmissionBlocked(time=books.clock.now(), cause=cause, seconds=books.clock.now() - blocked_at)
                 )
@@ -135,7 +150,8 @@ class Producer:
                 pass
             if group := self._generating.get(head):
                 self._overdue.add(head)
-                await self._generator.abort(group)
+                with suppress(EngineLost):
+                    await self._generator.abort(group)
             await books.changed.until(partial(self._moved_past, head))
 
     def _moved_past(self, head: int) -> bool:

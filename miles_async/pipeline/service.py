@@ -11,6 +11,7 @@
     group     produce.py  one admitted group    the engines, the reward            the engines, the reward
     train     here        the queue             a full batch of fresh groups       the window releasing groups
     publish   publish.py  staged weights        the engines to pause and resume    the engines
+    repair    repair.py   engines out of line   their signs of life, their starts  the engines, the router
     watch     watch.py    -                     nothing                            -
     feedback  feedback.py -                     the engines' loads (if asked for)  the engines
 
@@ -51,6 +52,7 @@ from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.progress import progress_of
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.repair import Repair
 from miles_async.pipeline.source import RolloutSource
 from miles_async.pipeline.watch import Watch
 from miles_async.ports import (
@@ -133,6 +135,7 @@ class Service:
             ),
             queue_capacity=config.rollout.queue_capacity,
             partial_rollout=config.rollout.partial_rollout,
+            serving=self._serving,
         )
         self._drain = Drain(
             books=self.books,
@@ -152,6 +155,13 @@ class Service:
             queue_depth=lambda: len(self._producer.queue),
             on_live=self._drain.sweep,
         )
+        self._repair = Repair(
+            books=self.books,
+            fleet=ports.fleet,
+            publisher=self._publisher,
+            crew=lambda: self._crew,
+            interval_seconds=config.engine.engine_health_interval_seconds,
+        )
         self._watch = Watch(
             books=self.books,
             producer=self._producer,
@@ -161,7 +171,7 @@ class Service:
             abort_seconds=config.observability.no_progress_abort_seconds,
         )
         held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
-        self._evaluator = Evaluator(self.books, ports.rewarder, [held_out, *ports.eval_sets])
+        self._evaluator = Evaluator(self.books, ports.rewarder, [held_out, *ports.eval_sets], self._serving)
         self._source = RolloutSource(ports.data, self._drain, self._evaluator)
 
     def stop(self) -> None:
@@ -173,6 +183,10 @@ class Service:
     def stopped(self) -> bool:
         return self._stopping.is_set()
 
+    async def remove_engine(self, name: str) -> None:
+        """What it holds is generated elsewhere."""
+        await self._publisher.leave(name)
+
     async def run(self, rollout: RolloutFunction) -> None:
         """Raises UserError, Fatal, or whatever a user's function raised; everything started is ended first."""
         async with Crew() as self._crew:
@@ -180,12 +194,19 @@ class Service:
             if self._adaptive is not None:
                 self._crew.forever("feedback", follow_engines(self.books, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
+            if self._config.cluster.colocate:
+                # Both have started on the same devices; the engines come first.
+                await self._ports.learner.offload()
+            self._crew.forever("repair", self._repair.run())
             await self._publisher.publish()
             await self._evaluate(self._first_rollout - 1)
             await self._train(rollout)
             await self._producer.close()
             if not self.stopped:
                 await self._evaluate(self._config.rollout.num_rollout - 1)
+
+    def _serving(self) -> bool:
+        return bool(self._ports.fleet.routed())
 
     async def _train(self, rollout: RolloutFunction) -> None:
         """The finite clock: one batch, one step, one version (every `update_weights_interval` batches)."""
@@ -205,6 +226,7 @@ class Service:
             groups = await self._only_fresh(rollout_id, groups)
             if prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+            await self._devices_to_learner()
             await self._step(rollout_id, groups)
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
             # After steps that were not finite alone there are no new weights, and so no new version.
@@ -213,10 +235,11 @@ class Service:
                 self._trained = []
                 if continuous:
                     self._publisher.start(self._crew)
-                elif self._take_turns:
-                    await self._publisher.publish()
             if checkpoint_due(self._config, rollout_id):
                 await self._checkpoint(rollout_id)
+            if self._take_turns:
+                await self._devices_to_engines()
+                await self._publisher.publish()
             if self._evaluates_after(rollout_id):
                 evaluation = self._evaluate(rollout_id)
                 if self._take_turns:
@@ -242,6 +265,18 @@ class Service:
         if not self._config.learner.async_save:
             await self._checkpoint_written
         self.books.progressed()
+
+    async def _devices_to_learner(self) -> None:
+        """Colocated, the engines leave their memory to the learner for its step; nothing is generated meanwhile."""
+        if self._config.cluster.colocate:
+            await self._ports.fleet.offload()
+            await self._ports.learner.onload()
+
+    async def _devices_to_engines(self) -> None:
+        """The other way round, before a publish: what is staged is beside the devices."""
+        if self._config.cluster.colocate:
+            await self._ports.learner.offload()
+            await self._ports.fleet.onload()
 
     def _evaluates_after(self, rollout_id: int) -> bool:
         """After the last rollout it is done anyway, once everything is published."""

@@ -104,6 +104,11 @@ class Trainer:
             self.batches.append([group.feed_index for group in groups])
         return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=self.finite(rollout_id))
 
+    async def offload(self) -> None:
+        raise AssertionError("nothing is shared here")
+
+    onload = offload
+
     async def copy_state(self, rollout_id: int) -> None:
         assert self.copied is None, "one checkpoint at a time"
         self.copied = rollout_id
@@ -165,6 +170,7 @@ class World:
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """A rival window, made from W, to compare with."""
     engine_kind: type[Engines] = Engines
+    trainer_kind: type[Trainer] = Trainer
     choose: Callable[[list[Group]], list[Group]] | None = None
     """An over-sampling filter of the batch functions."""
 
@@ -198,7 +204,7 @@ class World:
     async def _run(self) -> None:
         clock = VirtualClock()
         self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
-        self.trainer = Trainer(
+        self.trainer = self.trainer_kind(
             clock,
             self.train_seconds,
             self.finite,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,16 @@ class Stack:
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
 
-    def play(self, entry: str, *flags: str, resume_from: Path | None = None) -> Played:
+    def play(
+        self, entry: str, *flags: str, resume_from: Path | None = None, watch: Callable[[Event], None] | None = None
+    ) -> Played:
+        """`watch` sees each event when it happens, or at most half a second later."""
         config = settings(entry, "--run-dir", str(self._folder), *flags)
-        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from))
+        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from, watch))
 
-    async def _play(self, played: Played, entry: str, resume_from: Path | None) -> Played:
+    async def _play(
+        self, played: Played, entry: str, resume_from: Path | None, watch: Callable[[Event], None] | None
+    ) -> Played:
         surroundings = replace(self.cluster.surroundings, resume_from=resume_from)
         if resume_from is not None:
             for rank in surroundings.learner_ranks:
@@ -76,9 +81,15 @@ class Stack:
         played.events.append(run_started(played.config, played.folder, entry))
         run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
         while not run.done():
-            played.events += await worker.events.remote()
+            events = await worker.events.remote()
+            played.events += events
+            for event in events if watch else ():
+                watch(event)
         played.events += await worker.events.remote()
         ray.kill(worker)
+        # Engines that were replaced meanwhile have another address.
+        engines = [await parts[0].info.remote() for parts in surroundings.engine_actors.values()]
+        self.cluster.surroundings = replace(self.cluster.surroundings, engines=engines)
         await run
         return played
 

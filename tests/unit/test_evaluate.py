@@ -77,7 +77,7 @@ def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
         books = Books(VirtualClock(), trace)
         problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
         sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
-        scores = await Evaluator(books, Judge(), sets).evaluate(0)
+        scores = await Evaluator(books, Judge(), sets, lambda: True).evaluate(0)
         rewards.extend(scores["held_out"]["rewards"])
 
     run_virtual(story())

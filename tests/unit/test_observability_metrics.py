@@ -20,6 +20,7 @@ from miles_async.observability.events import (
     PublishEnded,
     PublishStarted,
     Queue,
+    RouterChanged,
     RunStarted,
     SamplesRemoved,
     StepEnded,
@@ -234,3 +235,16 @@ def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -
     assert see("filtered_groups_total", reason="over_sampling") == 1
     assert see("removed_samples_total") == 5
     assert see("skipped_data_total", reason="bad_row") == 1
+
+
+def test_engines_that_come_and_go_and_the_routers_health_are_shown() -> None:
+    watched = Watched(
+        EngineChanged(time=101.0, engine="a", state="fenced", version=3, reason="it drew no token"),
+        RouterChanged(time=101.0, up=True, engines=3, healthy=2),
+    )
+    assert watched("engine_changes_total", engine="a", state="fenced") == 1
+    assert watched("router_up") == 1
+    assert watched("router_engines", health="healthy") == 2
+    assert watched("router_engines", health="unhealthy") == 1
+    watched.observe(RouterChanged(time=102.0, up=False, engines=0, healthy=0))
+    assert watched("router_up") == 0

@@ -25,8 +25,16 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
-from workers.learner import LearnerRank
-from workers.specs import engine_spec, eval_sampling_of, greedy_of, ray_arguments, router_spec, sampling_of
+from workers.learner import LearnerRank, weight_source
+from workers.specs import (
+    engine_spec,
+    eval_sampling_of,
+    external_router,
+    greedy_of,
+    ray_arguments,
+    router_spec,
+    sampling_of,
+)
 
 LOGS = Path("/logs")
 
@@ -63,10 +71,23 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
 
     def command_line(**settings: Any) -> str:
-        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2)) + " "
+        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2, 3)) + " "
 
     assert f"{words} " in command_line(**setting)
     assert f"{words} " not in command_line(weight_transfer="disk")
+
+
+def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
+    source = weight_source(
+        config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0),
+        [],
+        tmp_path,
+        0,
+        1,
+    )
+    assert (source.bucket, source.everything, source.timeout) == (7, True, 3.0)
+    usual = weight_source(config(), [], tmp_path, 0, 1)
+    assert (usual.bucket, usual.everything) == (512 << 20, False)
 
 
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +113,14 @@ def test_the_router_gets_its_policy_and_its_patience() -> None:
     settings = config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
     arguments = router.arguments(router_spec(settings, LOGS), 1, 2)
     assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9)
+
+
+def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
+    assert external_router(config()) is None
+    url = external_router(config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
+    assert url == "http://127.0.0.1:9"
+    with pytest.raises(UserError, match=r"name no sglang-router: http://127\.0\.0\.1:9/workers: .*refused"):
+        router.require_router(url)
 
 
 def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -> None:
@@ -434,7 +463,7 @@ def test_engines_are_paused_in_the_mode_asked_for(monkeypatch: pytest.MonkeyPatc
 def test_the_learners_processes_get_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "of before")
-    LearnerRank(config(train_env_vars={"NCCL_DEBUG": "WARN"}, deterministic_mode=True), 0, 1)
+    LearnerRank(config(train_env_vars={"NCCL_DEBUG": "WARN"}, deterministic_mode=True), 0, 1, Path("run"))
     found = [os.environ[name] for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")]
     assert found == ["WARN", "Ring", ":4096:8"]
 

@@ -25,6 +25,7 @@ from miles_async.adapters.megatron.checkpoint import replace_checkpoint, write_c
 from miles_async.adapters.megatron.critic import Critic, Judged
 from miles_async.adapters.megatron.hf_weights import export_weights
 from miles_async.adapters.megatron.model import build_model, build_reference
+from miles_async.adapters.megatron.offload import offload, onload
 from miles_async.adapters.megatron.optimizer import (
     Gradients,
     Snapshot,
@@ -311,6 +312,13 @@ class MegatronLearner:
         if self._critic is not None:
             copies.append(copy_state(self._critic.model, folder / "critic", self._critic.steps_taken))
         return copies
+
+    def offload(self) -> None:
+        """Leave the GPU's memory to an engine that shares it, until `onload`."""
+        offload(self._model.chunks, self._model.optimizer)
+
+    def onload(self) -> None:
+        onload(self._model.chunks, self._model.optimizer)
 
     def load_state(self, folder: str) -> None:
         """Go on from a checkpoint of any layout. Raises UserError when it is broken, or of another model."""

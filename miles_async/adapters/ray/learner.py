@@ -1,4 +1,4 @@
-"""The learner and its weight channel, as the pipeline sees them, over the Ray actors of all ranks."""
+"""The learner as the pipeline sees it, over the Ray actors of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.config.derived import data_parallel_rank, hf_export
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal
-from miles_async.types import Group, StepReport, WriteOutcome
+from miles_async.types import Group, StepReport
 
 T = TypeVar("T")
 Rank = Any
@@ -56,6 +56,12 @@ class RayLearner:
             },
         )
 
+    async def offload(self) -> None:
+        await _of_all(rank.offload.remote() for rank in self._ranks)
+
+    async def onload(self) -> None:
+        await _of_all(rank.onload.remote() for rank in self._ranks)
+
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
         results = await _of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)
@@ -92,25 +98,6 @@ class RayLearner:
                 f"the checkpoint of rollout {rollout_id} could not be written to "
                 f"{self._config.learner.save or self._config.learner.save_hf}: {error}; the one before it is whole"
             ) from error
-
-
-class RayWeightChannel:
-    """`ports.WeightChannel`: all ranks gather, rank 0 writes."""
-
-    def __init__(self, name: str, ranks: Sequence[Rank]) -> None:
-        self._name = name
-        self._ranks = ranks
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    async def stage(self, version: int) -> None:
-        await _of_all(rank.stage.remote(version) for rank in self._ranks)
-
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        [outcomes] = await _of_all([self._ranks[0].write.remote(version, list(engines))])
-        return outcomes  # type: ignore[no-any-return]
 
 
 def _of_machine(reports: Sequence[StepReport]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from miles_async.adapters.sglang.process import PortTaken, ServerProcess, free_port
+from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
+from miles_async.adapters.sglang.process import PortTaken, ServerProcess
 from miles_async.errors import Fatal, UserError
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
@@ -40,6 +42,18 @@ class EngineSpec:
     """Any other argument of `sglang.launch_server` by its own name, dashes or underscores; these win."""
     start_timeout: float = 300.0
     """Seconds until it must be healthy."""
+    health_timeout: float = 30.0
+    """Seconds without a token after which it says itself, when asked, that it is not well."""
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+    devices: tuple[int, ...] = ()
+    """The GPUs of this node that it uses; none leaves them to SGLang."""
+    colocated: bool = False
+    """A learner shares its devices: it can give its memory up and take it back."""
+    nodes: int = 1
+    """Servers that make up the engine, one per node."""
+    node_rank: int = 0
+    """Which of them this is; requests go to the first alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +67,32 @@ class EngineInfo:
 
 
 class EngineServer:
-    """One SGLang server process on loopback."""
+    """One SGLang server process, on loopback unless its engine spans machines."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._process: ServerProcess | None = None
+        self._ports: list[ClaimedPort] = []
+        self.info: EngineInfo
+        """Of the server that was started last."""
 
-    def start(self) -> EngineInfo:
+    def rendezvous(self) -> str:
+        """A fresh address for the servers of an engine that spans nodes; this is the first of them."""
+        self._meeting = claim_port(self.spec.host)
+        return f"{self.spec.host}:{self._meeting.number}"
+
+    def start(self, rendezvous: str | None = None) -> EngineInfo:
         """Start it and wait until it is healthy.
 
         Raises UserError for a model folder that is none, Fatal with the last cause in the log when it dies or is late.
         """
         _require_checkpoint(self.spec.model_path)
         for _ in range(PORT_ATTEMPTS):
-            port, bootstrap_port = free_port(), free_port()
-            url = f"http://127.0.0.1:{port}"
-            arguments = command(self.spec, port, bootstrap_port)
+            self._release_ports()
+            self._ports = [claim_port(self.spec.host) for _ in range(3)]
+            port, bootstrap_port, rendezvous_port = (claimed.number for claimed in self._ports)
+            url = f"http://{self.spec.host}:{port}"
+            arguments = command(self.spec, port, bootstrap_port, rendezvous or rendezvous_port)
             self._process = ServerProcess(
                 f"engine {self.spec.name}", "sglang.launch_server", arguments, f"{url}/health", self.spec.log_path
             )
@@ -76,7 +100,8 @@ class EngineServer:
                 self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout)
             except PortTaken:
                 continue
-            return EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp)
+            self.info = EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp)
+            return self.info
         raise Fatal(
             f"engine {self.spec.name} found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})"
         )
@@ -84,17 +109,31 @@ class EngineServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
+    def restart(self, rendezvous: str | None = None) -> EngineInfo:
+        """End what is left of it and start it anew, at another url. Raises as `start` does."""
+        self.stop()
+        return self.start(rendezvous)
+
     def stop(self) -> None:
         if self._process is not None:
             # Asked politely, SGLang drains for seconds what nobody waits for any more, and then kills its own children.
             self._process.stop(grace=0.0)
+        self._release_ports()
+
+    def _release_ports(self) -> None:
+        while self._ports:
+            self._ports.pop().release()
 
 
-def command(spec: EngineSpec, port: int, bootstrap_port: int) -> list[str]:
-    """Arguments of `sglang.launch_server`. `bootstrap_port` is where the addresses of the weights are told."""
+def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous: int | str) -> list[str]:
+    """Arguments of `sglang.launch_server`.
+
+    `bootstrap_port` is where the addresses of the weights are told, `rendezvous` where its ranks meet: a port, or for
+    an engine that spans nodes an address.
+    """
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
-        "host": "127.0.0.1",
+        "host": spec.host,
         "port": port,
         "tp-size": spec.tp,
         "max-running-requests": spec.concurrency + spec.evaluation_places,
@@ -109,9 +148,15 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int) -> list[str]:
     if spec.evaluation_places:
         # Places of their own, so that neither waits for the other; where memory is short, evaluations make room.
         arguments |= {"enable-priority-scheduling": True, "default-priority-value": 0, "retraction-policy": "priority"}
+    if spec.nodes > 1:
+        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank, "dist-init-addr": rendezvous}
+    else:
+        arguments["nccl-port"] = rendezvous
     if spec.p2p:
         arguments["remote-instance-weight-loader-start-seed-via-transfer-engine"] = True
         arguments["engine-info-bootstrap-port"] = bootstrap_port
+    if spec.colocated and has_cuda():
+        arguments["enable-memory-saver"] = True
     if not has_cuda():
         arguments |= {
             "device": "cpu",
@@ -128,16 +173,19 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int) -> list[str]:
 def environment(spec: EngineSpec) -> dict[str, str]:
     """What the server needs beside our own environment."""
     values = {
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "HOST_IP": "127.0.0.1",
+        "SGLANG_HOST_IP": spec.host,
+        "HOST_IP": spec.host,
         "HF_HUB_OFFLINE": "1",
-        "NO_PROXY": "127.0.0.1",
+        "NO_PROXY": f"127.0.0.1,{spec.host}",
         # A health check that generates a token would hang while the engine is paused for a publish.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         # Longer than the router keeps an idle connection, or it sends a request into one that is being closed.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
+        "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout)),
         "PYTHONUNBUFFERED": "1",
     }
+    if spec.devices:
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
     if not has_cuda():
         cores = spec.cpus or tuple(sorted(os.sched_getaffinity(0)))
         values |= {
