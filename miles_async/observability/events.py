@@ -200,6 +200,60 @@ class LoopLag(Event, frozen=True):
     seconds: float
 
 
+class TrainerTurned(Event, frozen=True):
+    """The trainer turns to something else."""
+
+    to: str
+    """`batch` (waits for one), `step`, `publish` (waits for or makes one), `save` or `evaluate`."""
+
+
+class Pulse(Event, frozen=True):
+    """Where the rollout side stands, twice a second, whether anything happens or not."""
+
+    generating: int
+    """Groups at the engines."""
+    rewarding: int
+    """Groups that are generated and wait for their reward."""
+    oldest: int | None
+    """Sequence number of the group that is at the engines for longest."""
+    oldest_seconds: float
+    waits_for: str | None
+    """What admission waits for now (`core.admission.Blocked`)."""
+    waits_seconds: float
+    head: int
+    """Head of the window: its sequence number."""
+    head_state: str | None
+    """None where it is not admitted yet."""
+    head_seconds: float
+    """How long it has been the head."""
+    queue: int
+    blocked: int
+    """Finished groups that the window holds back."""
+    collected: int
+    wanted: int
+    """Groups the trainer waits for now; 0 while it does not wait."""
+    trainer_version: int
+    live_version: int
+
+
+class Silent(Event, frozen=True):
+    """A process of the run leaves the question whether it is there unanswered; 0 seconds: it answers again."""
+
+    process: str
+    """Such as `learner-0`, `engine-1`, `router` or `rollout`."""
+    seconds: float
+
+
+class BottleneckFound(Event, frozen=True):
+    """The verdict (`verdict.py`) is another one."""
+
+    verdict: str
+    why: str
+    knob: str
+    shares: dict[str, float]
+    """Of the trainer's recent time, by what it did or waited for."""
+
+
 class Warned(Event, frozen=True):
     """Something the user should know, after which the run goes on."""
 
@@ -231,6 +285,10 @@ AnyEvent = (
     | EngineBusy
     | Stalled
     | LoopLag
+    | TrainerTurned
+    | Pulse
+    | Silent
+    | BottleneckFound
     | Warned
     | RunEnded
 )

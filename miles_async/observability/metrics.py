@@ -7,6 +7,7 @@ so they keep moving while either hangs. What grows with time alone (idle seconds
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -34,6 +35,7 @@ from miles_async.observability.events import (
     StepEnded,
     StepStarted,
 )
+from miles_async.observability.verdict import Bottleneck
 from miles_async.types import DropReason
 
 _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -153,6 +155,13 @@ class Metrics:
         if self._engine_idle is not None:
             self._raise_to(self._engine_idle_seconds, self._engine_idle.at(now))
 
+    def judged(self, verdict: Bottleneck, trainer_seconds: Mapping[str, float]) -> None:
+        """Take over the verdict, and what the trainer's time went into since the run began."""
+        for kind in Bottleneck:
+            self._verdict.labels(kind).set(kind is verdict)
+        for doing, seconds in trainer_seconds.items():
+            self._raise_to(self._trainer_seconds.labels(doing), seconds)
+
     def _raise_to(self, counter: Counter, total: float) -> None:
         # Events arrive a little late, so a tick can count seconds that an event then takes back; a counter must not
         # fall, so it waits until the true total has caught up.
@@ -257,6 +266,10 @@ class Metrics:
         )
         self._truncated_samples = counter("truncated_samples", "Samples cut at the response limit.")
         self._loop_lag_seconds = histogram("loop_lag_seconds", "How late the event loop wakes.", _LAG_SECONDS)
+        self._verdict = gauge("verdict", "1 for what holds the run back now, 0 for the others.", "verdict")
+        self._trainer_seconds = counter(
+            "trainer_seconds", "The trainer's time, by what it did, or what kept it waiting.", "doing"
+        )
         self._stalls = counter("stalls", "Warnings that no group was collected for too long.")
         self._last_progress_timestamp = gauge(
             "last_progress_timestamp_seconds", "When a group was queued, a step, publish or evaluation ended."

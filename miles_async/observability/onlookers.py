@@ -11,7 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import DataSkipped, Event, RunEnded
+from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.progress import Progress
@@ -19,6 +19,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
 from miles_async.observability.summary import Summary
 from miles_async.observability.trace import TraceWriter
+from miles_async.observability.verdict import Verdicts
 
 PASSED_OVER_SHOWN = 10
 """Rows that are named on the terminal when they are passed over; a file that is broken throughout must not flood it."""
@@ -36,6 +37,7 @@ class Onlookers:
         self._server = MetricsServer(registry, config.observability.metrics_port)
         self._trace = TraceWriter(folder.events)
         self._summary = Summary()
+        self._verdicts = Verdicts()
         self._lines = Lines(sys.stdout)
         self._progress = Progress(sys.stderr, enabled=config.observability.progress_bar)
         self._folder = folder
@@ -63,10 +65,13 @@ class Onlookers:
         self._trace.observe(event)
         self._metrics.observe(event)
         self._summary.observe(event)
+        self._verdicts.observe(event)
         self._lines.observe(event)
         self._progress.observe(event)
         if isinstance(event, DataSkipped):
             self._warn(event)
+        if isinstance(event, BottleneckFound):
+            log.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             print(self._summary.text(), flush=True)
@@ -81,5 +86,9 @@ class Onlookers:
     def tick(self) -> None:
         """Move on what grows with time alone."""
         now = time.time()
+        self._verdicts.tick(now)
+        if found := self._verdicts.announced(now):
+            self._show(found)
+        self._metrics.judged(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
         self._metrics.tick(now)
         self._trace.tick(now)

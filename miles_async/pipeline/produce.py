@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 
-from miles_async.core.admission import Admission
+from miles_async.core.admission import Admission, Blocked
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.queue import GroupQueue
@@ -64,6 +64,12 @@ class Producer:
         self._partial_rollout = partial_rollout
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
+        self.at_engines_since: dict[int, float] = {}
+        """The same groups: when they went there, oldest first."""
+        self.rewarding = 0
+        """Groups that are generated and wait for their reward."""
+        self.waits_for: tuple[Blocked, float] | None = None
+        """What admission waits for now, and since when."""
         self._overdue: set[int] = set()
         """Groups that the head policy aborted and that have not come back yet."""
         self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
@@ -88,6 +94,7 @@ class Producer:
         """Stop admitting; what is in flight is aborted and goes back to the feed. Returns when nothing is in flight."""
         while self._loops:
             self._loops.pop().cancel()
+        self.waits_for = None
         counts = self._books.ledger.counts
         self._closing = True
         try:
@@ -103,7 +110,9 @@ class Producer:
         while True:
             if cause := admission.blocked_by(books.ledger):
                 blocked_at = books.clock.now()
-                await books.changed.until(lambda: admission.blocked_by(books.ledger) is None)
+                self.waits_for = cause, blocked_at
+                await books.changed.until(partial(self._no_longer_blocked_by, cause, admission))
+                self.waits_for = None
                 books.events.emit(
                     AdmissionBlocked(time=books.clock.now(), cause=cause, seconds=books.clock.now() - blocked_at)
                 )
@@ -119,6 +128,9 @@ class Producer:
                 crew.spawn(f"group-{group.sequence}", self._produce(group))
             # A generator that never suspends (a replayed cache) must not starve the other loops.
             await asyncio.sleep(0)
+
+    def _no_longer_blocked_by(self, cause: Blocked, admission: Admission) -> bool:
+        return admission.blocked_by(self._books.ledger) is not cause
 
     async def _hurry_head(self) -> None:
         """Waits for a head at the engines to overstay its deadline; unblocked by time, or by the head moving on."""
@@ -178,14 +190,19 @@ class Producer:
             return Outcome.ABORTED
         started = clock.now()
         self._generating[sequence] = group
+        self.at_engines_since[sequence] = started
         try:
             await self._generator.generate(group)
         finally:
-            del self._generating[sequence]
+            del self._generating[sequence], self.at_engines_since[sequence]
         if any(sample.status is SampleStatus.ABORTED for sample in group):
             return Outcome.ABORTED
         generated = clock.now()
-        await self._rewarder.score(group)
+        self.rewarding += 1
+        try:
+            await self._rewarder.score(group)
+        finally:
+            self.rewarding -= 1
         verdict = self._keep(group)
         if not verdict:
             reason = verdict.reason if isinstance(verdict, Verdict) else Verdict(False).reason

@@ -104,8 +104,16 @@ class Trainer:
         self.saved[rollout_id] = json.loads(json.dumps(progress))
 
 
+@dataclass
 class Judge:
+    """Takes `seconds` per group."""
+
+    clock: VirtualClock
+    seconds: float
+
     async def score(self, group: Group) -> None:
+        if self.seconds:
+            await self.clock.sleep(self.seconds)
         for sample in group:
             sample.reward = 1.0
 
@@ -131,6 +139,7 @@ class World:
     latency: Latency = lambda group, rng: rng.lognormvariate(0.0, 1.0)
     engines: EngineModel = field(default_factory=EngineModel)
     train_seconds: float = 1.0
+    reward_seconds: float = 0.0
     keep: Callable[[Group], bool] = lambda group: True
     prompts: int | None = None
     seed: int = 0
@@ -193,7 +202,7 @@ class World:
                 data=self.feed,
                 generator=self._generator(clock),
                 evaluator=engines,
-                rewarder=Judge(),
+                rewarder=Judge(clock, self.reward_seconds),
                 learner=self.trainer,
                 channel=engines,
                 fleet=engines,
@@ -211,7 +220,7 @@ class World:
             RunStarted(
                 time=clock.now(),
                 run="sim",
-                entry="sim",
+                entry="train.py" if self.schedule is Schedule.TURNS else "train_async.py",
                 rollouts=self.config.rollout.num_rollout,
                 groups_per_rollout=self.config.rollout.rollout_batch_size,
                 samples_per_group=self.config.rollout.n_samples_per_prompt,
