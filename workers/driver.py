@@ -154,4 +154,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
         queue_capacity=config.rollout.queue_capacity,
         window=bounds.window,
         slots=bounds.slots,
+        staleness_limit=config.rollout.max_weight_staleness,
     )
