@@ -5,6 +5,7 @@ Never waits for another loop, so that it speaks when the others are stuck.
 
 from __future__ import annotations
 
+from miles_async.core.stall import StallClock
 from miles_async.errors import Fatal
 from miles_async.observability.events import EngineBusy, EngineChanged, LoopLag, Pulse, Stalled
 from miles_async.pipeline.books import Books
@@ -33,14 +34,13 @@ class Watch:
         self._generator = generator
         self._fleet = fleet
         self._routed: set[str] = set()
-        self._warn_seconds = warn_seconds
+        self._stall = StallClock(warn_seconds)
         self._abort_seconds = abort_seconds
         self._head = 0, books.clock.now()
         """Head of the window, and when it was first seen there."""
 
     async def run(self) -> None:
         books = self._books
-        warnings = 0
         while True:
             asleep_at = books.clock.now()
             await books.clock.sleep(TICK_SECONDS)
@@ -52,10 +52,7 @@ class Watch:
             books.events.emit(self._pulse(now))
             self._tell_engines(now)
             still = now - books.last_progress
-            if still < self._warn_seconds:
-                warnings = 0
-            elif still >= self._warn_seconds * (warnings + 1):
-                warnings += 1
+            if self._stall.due(still):
                 self._warn(now, still)
             if still >= self._abort_seconds:
                 raise Fatal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
@@ -318,7 +319,7 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics(
     folder = RunFolder.create(config_in(tmp_path))
     with Onlookers(config_in(tmp_path), folder) as onlookers:
         onlookers.emit(*WHOLE_RUN[:-1])
-        onlookers.tick()
+        onlookers.tick(time.time())
         with urlopen(onlookers.metrics_url, timeout=5) as response:
             assert "miles_async_eval_accuracy_ratio" in response.read().decode()
         assert not folder.summary.exists()
