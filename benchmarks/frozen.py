@@ -1,14 +1,15 @@
 """What a user sees when a part of the run freezes: seconds until line, metrics, verdict and alert speak of it.
 
-    python -m benchmarks.frozen
+    python -m benchmarks.frozen [PART ...]
 
-Starts the main job three times, each time with a real Prometheus beside it, stops (SIGSTOP) the learner, then every
+Starts the main job once for each part, each time with a real Prometheus beside it, stops (SIGSTOP) the learner, then every
 engine, then the rollout worker, and looks from outside: the lines on stdout, `/metrics`, and Prometheus' alerts.
 Prints a table and writes benchmarks/results/frozen.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from tests.stack.job import Job, job
 WITHIN_SECONDS = 15.0
 WARN_SECONDS = 5
 FLAGS = (
-    "--warm-start-max-steps 0 --eval-size 64 --num-rollout 5000 --progress-bar false --engine-health-interval-seconds 3600 "
+    "--warm-start-max-steps 0 --eval-size 64 --num-rollout 5000 --progress-bar false "
     f"--no-progress-warn-seconds {WARN_SECONDS}"
 ).split()
 FROZEN = {
@@ -65,9 +66,11 @@ def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict:
     lines = running.out.count("Warning: No progress")
     before = metrics(url)["miles_async_since_progress_seconds"]
     signs: dict[str, Callable[[], bool]] = {
-        "metrics": lambda: metrics(url).get(f'miles_async_process_silent_seconds{{process="{culprit}"}}', 0) > 0,
-        "verdict": lambda: metrics(url)[f'miles_async_verdict{{verdict="{verdict}"}}'] == 1
-        and f"{culprit} has not answered" in running.err,
+        "metrics": lambda: metrics(url).get(f'miles_async_process_silent_seconds{{name="{culprit}"}}', 0) > 0,
+        "verdict": lambda: (
+            metrics(url)[f'miles_async_verdict{{verdict="{verdict}"}}'] == 1
+            and f"{culprit} has not answered" in running.err
+        ),
         "stall line": lambda: running.out.count("Warning: No progress") > lines,
         "no progress": lambda: metrics(url)["miles_async_since_progress_seconds"] > before + 2,
         "alert": lambda: "ProcessSilent" in prometheus.firing(),
@@ -84,23 +87,26 @@ def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(FROZEN), metavar="PART", help=f"of {', '.join(FROZEN)}")
     seen: dict[str, dict[str, Any]] = {}
-    for part, (command, verdict, culprit) in FROZEN.items():
+    for part in parser.parse_args().parts:
+        command, verdict, culprit = FROZEN[part]
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             running = stack.enter_context(job(Path(folder), *FLAGS))
             running.says("Staleness stats", within=120)
             found = re.search(r"http://127.0.0.1:\d+/metrics", running.err)
             assert found is not None, running.err
-            prometheus = stack.enter_context(Prometheus(Path(folder) / "runs", scrape_seconds=1))
+            prometheus = stack.enter_context(Prometheus(Path(folder) / "runs"))
             time.sleep(8)  # a verdict needs something to speak of
             seen[part] = watch(running, found[0], prometheus, command, verdict, culprit)
-            print(part, seen[part], flush=True)
     print(f"{'frozen':16}" + "".join(f"{name:>14}" for name in next(iter(seen.values()))))
     for part, signs in seen.items():
         print(f"{part:16}" + "".join(f"{seconds!s:>14}" for seconds in signs.values()))
     target = Path(__file__).parent / "results" / "frozen.json"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(seen, indent=2) + "\n")
+    before = json.loads(target.read_text()) if target.exists() else {}
+    target.write_text(json.dumps(before | seen, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Cluster:
     def processes(self) -> list[psutil.Process]:
         """All processes that this one started, on this machine, which run Python."""
         started = psutil.Process().children(recursive=True)
-        return [process for process in started if "python" in _executable(process)]
+        return [process for process in started if Path(_executable(process)).name.startswith("python")]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -26,8 +26,8 @@ Question = Callable[[], Awaitable[Any]]
 class _Heartbeat:
     heard: float
     asked: float = 0.0
-    told: float = 0.0
-    """When its silence was last told of; 0 while it answers."""
+    told: float = -1.0
+    """When its silence was last told of; 0 while it answers, and below 0 before anything was told of it."""
     pending: asyncio.Future[Any] | None = None
 
 
@@ -60,8 +60,8 @@ class Heartbeats:
             beat.pending = asyncio.ensure_future(self._ask(process))
         silence = now - beat.heard
         if silence < SILENT_FROM_SECONDS:
-            revived, beat.told = beat.told > 0, 0.0
-            return [Silent(time=now, process=process, seconds=0.0)] if revived else []
+            news, beat.told = beat.told != 0, 0.0
+            return [Silent(time=now, process=process, seconds=0.0)] if news else []
         if now - beat.told < ASK_SECONDS:
             return []
         beat.told = now

@@ -78,7 +78,7 @@ class Instruments:
         self.stalls = counter("stalls", "Warnings that nothing moved for too long.")
         self.loop_lag_seconds = self._histogram("loop_lag_seconds", "How late the event loop wakes.", LAG_SECONDS)
         self.process_silent_seconds = gauge(
-            "process_silent_seconds", "How long a process has not answered; 0 while it does.", "process"
+            "process_silent_seconds", "How long a process has not answered; 0 while it does.", "name"
         )
 
     def _declare_queue_and_window(self) -> None:

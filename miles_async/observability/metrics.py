@@ -134,6 +134,8 @@ class Metrics:
             case ClusterReady():
                 self._set.cluster.info({"weight_transfer": event.weight_transfer})
                 self._set.warm_start_seconds.set(event.warm_start_seconds)
+                # A start may take long; only from here on is standing still a stall.
+                self._progressed("start", event.time)
             case GroupFiltered():
                 self._set.filtered_groups.labels(event.reason).inc()
             case SamplesRemoved():
@@ -188,7 +190,6 @@ class Metrics:
         self._samples_per_group = event.samples_per_group
         self._learner_idle.since = event.time
         self._engine_idle = _EngineIdle(began=event.time, heard=event.time)
-        self._progressed("start", event.time)
 
     def _group_moved(self, event: GroupMoved) -> None:
         counts = event.counts

@@ -66,7 +66,8 @@ class Staleness:
         ]
 
     def _parts(self, group: _Generated, step: StepStarted) -> list[Part]:
-        at_start, at_end = self._version_at(group.started), self._version_at(group.ended)
+        # A group may wait for a place, or out a pause, and be sampled from newer weights than there were when it began.
+        at_start, at_end = max(self._version_at(group.started), group.oldest), self._version_at(group.ended)
         # Where a group continues tokens of an earlier attempt, all that happened before this one counts as lag.
         behind_since = self._when_staged(group.oldest + 1)
         lag = max(0.0, group.started - behind_since) if behind_since is not None else 0.0

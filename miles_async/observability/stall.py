@@ -9,6 +9,7 @@ from typing import Any
 
 from miles_async.core.stall import StallClock
 from miles_async.observability.events import (
+    ClusterReady,
     EngineBusy,
     EngineChanged,
     Evaluated,
@@ -17,7 +18,6 @@ from miles_async.observability.events import (
     PublishEnded,
     PublishStarted,
     Pulse,
-    RunStarted,
     Silent,
     Stalled,
     StepEnded,
@@ -49,7 +49,7 @@ class StallReport:
                 self._pulse = event
             case EngineBusy():
                 self._requests = event.in_flight
-            case RunStarted() | Evaluated():
+            case ClusterReady() | Evaluated():
                 self._progress = event.time
             case TrainerTurned():
                 self._doing = event.to

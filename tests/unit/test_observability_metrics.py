@@ -329,13 +329,13 @@ def test_the_series_of_a_lost_engine_go_away() -> None:
         return EngineChanged(time=101.0, engine="a", state=state, version=0, reason=None)
 
     see = Watched(engine("routed"), Silent(time=102.0, process="a", seconds=3.0))
-    assert see("process_silent_seconds", process="a") == 3.0
+    assert see("process_silent_seconds", name="a") == 3.0
     see.observe(engine("fenced"))
     assert see("engine_routed", engine="a") == 0
     see.observe(engine("lost"))
     assert see("engine_routed", engine="a") is None
     assert see("engine_weight_version", engine="a") is None
-    assert see("process_silent_seconds", process="a") is None
+    assert see("process_silent_seconds", name="a") is None
 
 
 def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:

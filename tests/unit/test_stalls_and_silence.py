@@ -11,23 +11,13 @@ import pytest
 
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.core.stall import StallClock, dumps_stacks
-from miles_async.observability.events import EngineChanged, GroupMoved, Pulse, RunStarted, Silent, TrainerTurned
+from miles_async.observability.events import ClusterReady, EngineChanged, GroupMoved, Pulse, Silent, TrainerTurned
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.stall import StallReport
 from miles_async.observability.targets import Targets
 from workers.heartbeats import Heartbeats, Question
 
-RUN = RunStarted(
-    time=100.0,
-    run="r",
-    entry="train_async.py",
-    rollouts=10,
-    groups_per_rollout=4,
-    samples_per_group=2,
-    queue_capacity=1000,
-    window=3,
-    slots=8,
-)
+READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
 PULSE = Pulse(
     time=110.0,
     generating=3,
@@ -65,7 +55,7 @@ def test_stacks_are_dumped_with_the_second_warning_or_the_last_before_the_end(
 
 def test_a_stall_that_the_rollout_worker_cannot_tell_of_is_told_in_its_place() -> None:
     report = StallReport(warn_seconds=5.0)
-    for event in (RUN, PULSE):
+    for event in (READY, PULSE):
         report.observe(event)
     assert report.overdue(120.0) is None
     report.observe(Silent(time=121.0, process="rollout", seconds=3.0))
@@ -81,7 +71,7 @@ def test_the_report_says_where_everything_stands() -> None:
     report = StallReport(warn_seconds=5.0)
     moved = {"sequence": 0, "feed_index": "f", "attempt": 0, "before": None, "after": "fed", "reason": None}
     for event in (
-        RUN,
+        READY,
         EngineChanged(time=101.0, engine="engine-0", state="routed", version=2, reason=None),
         GroupMoved(time=102.0, counts={"in_flight": 4, "queued": 2, "leased": 0}, **moved),  # type: ignore[arg-type]
         TrainerTurned(time=103.0, to="batch"),
@@ -130,7 +120,7 @@ def looks(process: Question, *times: float) -> tuple[Heartbeats, list[tuple[floa
 
 def test_a_process_that_answers_is_never_silent_and_says_where_its_metrics_are() -> None:
     beats, told = looks(Process("127.0.0.1:8").ask, *[100.0 + i / 4 for i in range(40)])
-    assert told == []
+    assert told == [(100.0, 0.0)]  # so that its series is there from the start
     assert beats.addresses == {"p": "127.0.0.1:8"}
 
 
@@ -142,7 +132,7 @@ def test_a_process_that_hangs_is_told_of_every_second_until_it_answers_again() -
 
     process.running.clear()
     _, told = looks(ask, 100.0, 101.0, 102.0, 102.5, 103.0, 104.0)
-    assert told == [(102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
+    assert told == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
 
 
 def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
@@ -151,7 +141,7 @@ def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
 
     for process in (Process(False).ask, died):
         beats, told = looks(process, 100.0, 101.0, 102.0, 103.0)
-        assert [seconds for _, seconds in told] == [2.0, 3.0]
+        assert [seconds for _, seconds in told] == [0.0, 2.0, 3.0]
         assert beats.addresses == {}
 
 
