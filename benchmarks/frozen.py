@@ -2,8 +2,8 @@
 
     python -m benchmarks.frozen [PART ...]
 
-Starts the main job once for each part, each time with a real Prometheus beside it, stops (SIGSTOP) the learner, then every
-engine, then the rollout worker, and looks from outside: the lines on stdout, `/metrics`, and Prometheus' alerts.
+Starts the main job once for each part, each time with a real Prometheus beside it, stops (SIGSTOP) the learner, then
+every engine, then the rollout worker, and looks from outside: the lines on stdout, `/metrics`, and Prometheus' alerts.
 Prints a table and writes benchmarks/results/frozen.json.
 """
 

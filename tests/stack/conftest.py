@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,21 @@ class Stack:
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
 
-    def play(self, entry: str, *flags: str, resume_from: Path | None = None) -> Played:
+    def play(
+        self,
+        entry: str,
+        *flags: str,
+        resume_from: Path | None = None,
+        watched: Callable[[Played], Callable[[Sequence[Event]], None]] = lambda played: lambda events: None,
+    ) -> Played:
+        """`watched` makes of the run what is told its events while it goes on."""
         config = settings(entry, "--run-dir", str(self._folder), *flags)
-        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from))
+        played = Played(config, RunFolder.create(config))
+        return self.do(self._play(played, entry, resume_from, watched(played)))
 
-    async def _play(self, played: Played, entry: str, resume_from: Path | None) -> Played:
+    async def _play(
+        self, played: Played, entry: str, resume_from: Path | None, tell: Callable[[Sequence[Event]], None]
+    ) -> Played:
         surroundings = replace(self.cluster.surroundings, resume_from=resume_from)
         if resume_from is not None:
             for rank in surroundings.learner_ranks:
@@ -75,8 +85,11 @@ class Stack:
         worker = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
         played.events.append(run_started(played.config, played.folder, entry))
         run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
+        tell(played.events)
         while not run.done():
-            played.events += await worker.events.remote()
+            events = await worker.events.remote()
+            played.events += events
+            tell(events)
         played.events += await worker.events.remote()
         ray.kill(worker)
         await run

@@ -1,0 +1,143 @@
+"""A real Prometheus: our configuration and rules, a real run scraped while it goes on, and one that has ended."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dashboards.build import FOLDER, write
+from dashboards.content import ALL
+from dashboards.prometheus import Prometheus, binary, load_recorded
+from miles_async.observability.events import Event
+from miles_async.observability.onlookers import Onlookers
+from tests.stack.conftest import Played, Stack
+from workers.heartbeats import Heartbeats
+
+RULES = FOLDER.parent / "rules"
+ALERTS = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]
+RECORDED = yaml.safe_load((RULES / "recording.yml").read_text())["groups"][0]["rules"]
+EXPRESSIONS = [
+    (f"{dashboard.name}: {panel.title}", expression)
+    for dashboard in ALL
+    for panel in dashboard.panels
+    for expression in panel.queries.values()
+]
+PATIENCE_SECONDS = 20.0
+
+
+def promtool(*arguments: str) -> str:
+    ended = subprocess.run([binary("promtool"), *arguments], capture_output=True, text=True, check=False, cwd=RULES)
+    return "" if ended.returncode == 0 else ended.stdout + ended.stderr
+
+
+def as_grafana_asks(expression: str) -> str:
+    return expression.replace("$run", ".*").replace("$__rate_interval", "1m")
+
+
+def empty(prometheus: Prometheus, expressions: Sequence[tuple[str, str]], at: float | None = None) -> list[str]:
+    """Which of the expressions, by what they are for, return nothing."""
+    return [f"{what}: {expression}" for what, expression in expressions if not prometheus.query(expression, at)]
+
+
+def asked() -> list[tuple[str, str]]:
+    """Every panel's expression, every recording rule, and every series that an alert looks at."""
+    panels = [(what, as_grafana_asks(expression)) for what, expression in EXPRESSIONS]
+    rules = [(rule["record"], rule["record"]) for rule in RECORDED]
+    alerts = [
+        (rule["alert"], series) for rule in ALERTS for series in re.findall(r"miles_async[\w:]+|\bup\b", rule["expr"])
+    ]
+    return panels + rules + alerts
+
+
+def test_configuration_and_rules_are_valid() -> None:
+    assert promtool("check", "config", "../prometheus.yml") == ""
+    assert promtool("check", "rules", "recording.yml", "alerts.yml") == ""
+
+
+def test_every_alert_fires_when_it_should_and_only_then() -> None:
+    assert promtool("test", "rules", "alerts_test.yml") == ""
+    tested = [case["name"] for case in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]]
+    assert sorted(tested) == sorted(f"{rule['alert']} {does}" for rule in ALERTS for does in ("fires", "stays calm"))
+
+
+def test_every_alert_says_what_to_do() -> None:
+    assert [rule["alert"] for rule in ALERTS if not rule["annotations"].get("runbook", "").endswith(".")] == []
+
+
+def test_the_committed_dashboards_are_those_of_the_code(tmp_path: Path) -> None:
+    for path in write(tmp_path):
+        assert path.read_text() == (FOLDER / path.name).read_text(), f"{path.name} is old: run `make dashboards`"
+
+
+@pytest.fixture(scope="module")
+def monitored(stack: Stack) -> Iterator[tuple[Played, Prometheus, Onlookers]]:
+    """A run that Prometheus scraped while it went on; its metrics are still served."""
+    with ExitStack() as until_the_end:
+        opened: list[tuple[Prometheus, Onlookers]] = []
+
+        def watched(played: Played) -> Callable[[Sequence[Event]], None]:
+            onlookers = until_the_end.enter_context(Onlookers(played.config, played.folder))
+            prometheus = until_the_end.enter_context(Prometheus(played.folder.path.parent, scrape_seconds=1))
+            heartbeats = Heartbeats(stack.cluster.questions, time.time())
+            until_the_end.callback(heartbeats.close)
+            opened.append((prometheus, onlookers))
+
+            def tell(events: Sequence[Event]) -> None:
+                now = time.time()
+                onlookers.emit(*events, *heartbeats.look(now))
+                onlookers.found_at(heartbeats.addresses)
+                onlookers.tick(now)
+
+            return tell
+
+        played = stack.play("train_async.py", "--num-rollout", "12", watched=watched)
+        yield played, *opened[0]
+
+
+def test_prometheus_finds_driver_engine_and_router_of_the_run(
+    monitored: tuple[Played, Prometheus, Onlookers],
+) -> None:
+    _, prometheus, _ = monitored
+    assert prometheus.up() == {"driver": True, "engine-0": True, "router": True}
+
+
+def test_every_panel_rule_and_alert_has_data(monitored: tuple[Played, Prometheus, Onlookers]) -> None:
+    _, prometheus, onlookers = monitored
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (missing := empty(prometheus, asked())) and time.monotonic() < deadline:
+        time.sleep(1)
+        onlookers.tick(time.time())
+    assert missing == []
+
+
+def test_the_metrics_of_the_run_agree_with_its_events(monitored: tuple[Played, Prometheus, Onlookers]) -> None:
+    played, prometheus, _ = monitored
+    assert played.violations == []
+    (batches,) = prometheus.query("miles_async_rollout_batches")
+    assert batches["value"][1] == str(played.config.rollout.num_rollout)
+    parts = {
+        part["metric"]["part"]: float(part["value"][1])
+        for part in prometheus.query("miles_async_staleness_part_versions_sum")
+    }
+    (whole,) = prometheus.query('miles_async_staleness_versions_sum{groups="trained"}')
+    assert sum(parts.values()) == float(whole["value"][1])
+    assert min(parts.values()) >= 0
+
+
+def test_a_run_that_has_ended_shows_the_same(monitored: tuple[Played, Prometheus, Onlookers], tmp_path: Path) -> None:
+    played, _, onlookers = monitored
+    onlookers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
+    ended = load_recorded(played.folder.path, tmp_path)
+    with Prometheus(tmp_path, storage=tmp_path) as prometheus:
+        (batches,) = prometheus.query("miles_async_rollout_batches", ended)
+        assert batches["value"][1] == str(played.config.rollout.num_rollout)
+        ours = [(what, expression) for what, expression in asked() if "sglang:" not in expression]
+        ours = [(what, expression) for what, expression in ours if not re.search(r"smg_|\bup\b", expression)]
+        assert empty(prometheus, ours, ended) == []
