@@ -47,6 +47,8 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.skip_replay
 	@$(PYTHON) -m benchmarks.jsonl_start
 	@$(PYTHON) -m benchmarks.rollout_worker
+	@$(PYTHON) -m benchmarks.instrumentation
+	@$(PYTHON) -m benchmarks.frozen
 
 dashboards: $(READY) ## Write Grafana's dashboards as JSON from dashboards/content.py
 	@$(PYTHON) -m dashboards.build

@@ -81,6 +81,9 @@ class Cluster:
         others = set(psutil.Process().children())
         ray.init(**ray_arguments(self._config))
         self._daemons = set(psutil.Process().children()) - others
+        # Ray cannot be told to write anywhere else: sockets lie in the same folder, and their paths may not be long.
+        session = ray.get_runtime_context()
+        (self.logs / "ray").symlink_to(Path(session.get_temp_dir()) / session.get_session_name() / "logs")
         log.info("ray is up", seconds=round(time.monotonic() - started, 1))
         return self
 
@@ -112,6 +115,8 @@ class Cluster:
             for rank in range(1 if debug.debug_rollout_only else self._world_size)
         ]
         self._worker = self._actor(RolloutWorker, "rollout", self._config, self._entry, self._folder)
+        named = {f"learner-{rank}": ranks[rank] for rank in range(len(ranks))} | {"rollout": self._worker}
+        await _together(*(_call(actor.log_to, self.logs, name) for name, actor in named.items()))
         self.questions |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
         self.questions["rollout"] = self._worker.answers.remote
         started = await self._warm_start(ranks[0], lessons)

@@ -14,7 +14,7 @@ import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.config.schema import RunConfig
-from miles_async.observability.logging import configure_logging
+from miles_async.observability.logging import configure_logging, configure_worker_logging
 from miles_async.types import StepReport, WriteOutcome
 
 # The driver names this class and must not wait for torch and Megatron, which take ten seconds to import: the actor's
@@ -50,6 +50,10 @@ class LearnerRank:
         self._weights = ThreadPoolExecutor(1, "weights")
         self._learner: MegatronLearner
         self._writer: WeightWriter
+
+    async def log_to(self, logs: Path, process: str) -> None:
+        """Write log and output into files there from now on."""
+        configure_worker_logging(logs, process, logs.parent.name)
 
     async def warm_start(self, problems: Problems, check: Problems) -> WarmStarted:
         """The checkpoint to start from, taught or found in the cache. Only on one rank, and before `start`."""
@@ -89,6 +93,7 @@ class LearnerRank:
         await self._in_weights(lambda: self._writer.connect(engines))
 
     async def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
+        structlog.contextvars.bind_contextvars(rollout=rollout_id)
         return await self._in_step(lambda: self._learner.train(rollout_id, steps))
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
@@ -97,6 +102,7 @@ class LearnerRank:
     async def stage(self, version: int) -> None:
         """Copy the weights aside as `version`; all ranks take part, rank 0 keeps them."""
         self._learner.version = version
+        structlog.contextvars.bind_contextvars(version=version)
         if self._rank == 0:
             await self._in_step(lambda: self._writer.stage(version, self._learner.weights()))
         else:

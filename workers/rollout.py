@@ -30,6 +30,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
 from miles_async.observability.events import DataSkipped, Event, Warned
+from miles_async.observability.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.progress import resume
@@ -97,6 +98,10 @@ class RolloutWorker:
         self._folder = folder
         self._outbox = Outbox()
         self._service: Service | None = None
+
+    async def log_to(self, logs: Path, process: str) -> None:
+        """Write log and output into files there from now on."""
+        configure_worker_logging(logs, process, logs.parent.name)
 
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""

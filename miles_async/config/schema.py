@@ -409,6 +409,18 @@ class Observability(Section):
     """Log lines for people or for machines."""
     progress_bar: bool = True
     """Show the progress bar on stderr."""
+    use_tensorboard: bool = False
+    """Write the curves of the run into its folder for TensorBoard, too."""
+    use_wandb: bool = False
+    """Send the curves of the run to Weights & Biases, too."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline keeps them in the run folder; `wandb sync` sends them later."""
+    wandb_project: str | None = None
+    """Project there. Unset: project_name."""
+    wandb_group: str | None = None
+    """Group there. Unset: experiment_name."""
+    wandb_always_use_train_step: bool = False
+    """Plot rollouts and evaluations over optimizer steps, not over rollouts."""
     no_progress_warn_seconds: float = Field(30.0, gt=0)
     """Warn each time this long passes without a collected group."""
     no_progress_abort_seconds: float = Field(600.0, gt=0)

@@ -14,10 +14,13 @@ from miles_async.config.schema import RunConfig
 from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded, Stalled
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
+from miles_async.observability.noise import Noise
 from miles_async.observability.progress import Progress
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
+from miles_async.observability.sinks import Sinks
 from miles_async.observability.stall import StallReport
+from miles_async.observability.steps import Steps
 from miles_async.observability.summary import Summary
 from miles_async.observability.targets import Targets
 from miles_async.observability.trace import TraceWriter
@@ -41,6 +44,9 @@ class Onlookers:
         self._summary = Summary()
         self._verdicts = Verdicts()
         self._stall = StallReport(config.observability.no_progress_warn_seconds)
+        self._steps = Steps()
+        self._noise = Noise(folder.logs)
+        self._sinks = Sinks(config, folder)
         self._targets = Targets(folder, self._server.url)
         self._targets.write({})
         self._lines = Lines(sys.stdout)
@@ -56,6 +62,7 @@ class Onlookers:
     ) -> None:
         self._progress.close()
         self._trace.close()
+        self._sinks.close()
         self._targets.remove()
         self._server.close()
 
@@ -73,6 +80,8 @@ class Onlookers:
         self._summary.observe(event)
         self._verdicts.observe(event)
         self._stall.observe(event)
+        self._steps.observe(event)
+        self._sinks.observe(event)
         self._lines.observe(event)
         self._progress.observe(event)
         if isinstance(event, DataSkipped):
@@ -110,3 +119,4 @@ class Onlookers:
         self._metrics.judged(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
         self._metrics.tick(now)
         self._trace.tick(now)
+        self._noise.look(now)

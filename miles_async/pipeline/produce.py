@@ -11,6 +11,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 
+import structlog
+
 from miles_async.core.admission import Admission, Blocked
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
@@ -156,6 +158,8 @@ class Producer:
     async def _produce(self, group: Group) -> None:
         """One attempt, from admission to its end: in the window, or out of it."""
         books, sequence = self._books, sequence_of(group)
+        # The task is the group's own: whatever is logged on the way, by a user's function too, names it.
+        structlog.contextvars.bind_contextvars(group=sequence, feed_index=group.feed_index)
         books.advance([group], State.IN_FLIGHT)
         try:
             outcome = await self._attempt(group)

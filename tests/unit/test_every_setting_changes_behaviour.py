@@ -24,6 +24,7 @@ PLACE = "unit/test_settings_reach_their_place.py"
 RESUME = "sim/test_resume.py"
 SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
+LOGS = "unit/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
 
 PROOF = {
@@ -194,6 +195,12 @@ PROOF = {
     "metrics_port": "unit/test_observability_metrics.py::test_a_port_in_use_is_one_sentence_that_names_it",
     "log_format": f"{RUN}::test_json_log_lines_carry_what_is_bound",
     "progress_bar": f"{RUN}::test_the_bar_is_silent_without_a_terminal_or_when_switched_off",
+    "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",
+    "use_wandb": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_mode": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_project": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_group": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_always_use_train_step": f"{LOGS}::test_everything_is_plotted_over_optimizer_steps_if_asked_for",
     "no_progress_warn_seconds": f"{SERVICE}::test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause",
     "no_progress_abort_seconds": f"{SERVICE}::test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause",
 }
