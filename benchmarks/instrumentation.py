@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
-import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, redirect_stdout
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import median
 
@@ -36,6 +36,7 @@ from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.sglang.process import free_port
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.observability.events import Event, EventSink
+from miles_async.observability.logging import configure_logging
 from miles_async.observability.onlookers import Onlookers
 from miles_async.observability.run_folder import RunFolder
 from workers.driver import run_started
@@ -68,7 +69,8 @@ async def to_the_driver() -> AsyncIterator[EventSink]:
 
 @asynccontextmanager
 async def all_here() -> AsyncIterator[EventSink]:
-    with tempfile.TemporaryDirectory() as runs, open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+    with tempfile.TemporaryDirectory() as runs, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        configure_logging("console")
         config = RunConfig(observability=Observability(run_dir=runs, progress_bar=False))
         folder = RunFolder.create(config)
         with Onlookers(config, folder) as onlookers:
