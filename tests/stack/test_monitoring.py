@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 import yaml
 
 from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
-from miles_async.observability.events import Event
+from miles_async.observability.events import Event, Silent, TrainerTurned
 from miles_async.observability.onlookers import Onlookers
+from miles_async.observability.verdict import SILENT_SECONDS, Bottleneck, Verdicts
 from tests.stack.conftest import Played, Stack
 from workers.heartbeats import Heartbeats
+from workers.stacks import dump_stacks
 
 RULES = FOLDER.parent / "rules"
 ALERTS = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]
@@ -141,3 +148,41 @@ def test_a_run_that_has_ended_shows_the_same(monitored: tuple[Played, Prometheus
         ours = [(what, expression) for what, expression in asked() if "sglang:" not in expression]
         ours = [(what, expression) for what, expression in ours if not re.search(r"smg_|\bup\b", expression)]
         assert empty(prometheus, ours, ended) == []
+
+
+def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: Stack, tmp_path: Path) -> None:
+    learner = ray.get(stack.cluster.surroundings.learner_ranks[0].pid.remote())
+    (engine,) = stack.cluster.surroundings.engines
+    told = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
+    for process, verdict in (("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT)):
+        verdicts = Verdicts()
+        verdicts.observe(TrainerTurned(time=told[0].time, to="publish"))
+        for silent in told:
+            if silent.process == process:
+                verdicts.observe(silent)
+        assert verdicts.finding.verdict is verdict
+        assert verdicts.finding.why.startswith(f"{process} has not answered for")
+    assert {silent.process for silent in told if silent.seconds} == {"learner-0", "engine-0"}
+    (stacks,) = tmp_path.glob("stacks-*.txt")
+    learners = stacks.read_text().split("==== ")[1]
+    assert f"pid {learner}, stopped" in learners
+    assert "run_actor_task" in learners or "Thread" in learners
+
+
+async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[Silent]:
+    """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
+    heartbeats = Heartbeats(stack.cluster.questions, time.time())
+    told: list[Silent] = []
+    try:
+        os.kill(learner, signal.SIGSTOP)
+        os.killpg(engine, signal.SIGSTOP)
+        dump_stacks([psutil.Process(learner)], folder)
+        deadline = time.time() + 30
+        while len({silent.process for silent in told if silent.seconds > SILENT_SECONDS}) < 2 and time.time() < deadline:
+            told += heartbeats.look(time.time())
+            await asyncio.sleep(0.25)
+    finally:
+        os.kill(learner, signal.SIGCONT)
+        os.killpg(engine, signal.SIGCONT)
+        heartbeats.close()
+    return told
