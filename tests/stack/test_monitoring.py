@@ -178,7 +178,7 @@ async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folde
         os.killpg(engine, signal.SIGSTOP)
         dump_stacks([psutil.Process(learner)], folder)
         deadline = time.time() + 30
-        while len({silent.process for silent in told if silent.seconds > SILENT_SECONDS}) < 2 and time.time() < deadline:
+        while len(_silent_for(told, SILENT_SECONDS)) < 2 and time.time() < deadline:
             told += heartbeats.look(time.time())
             await asyncio.sleep(0.25)
     finally:
@@ -186,3 +186,7 @@ async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folde
         os.killpg(engine, signal.SIGCONT)
         heartbeats.close()
     return told
+
+
+def _silent_for(told: Sequence[Silent], seconds: float) -> set[str]:
+    return {silent.process for silent in told if silent.seconds > seconds}
