@@ -27,7 +27,7 @@ run: $(READY) ## The main job: a tiny model learns arithmetic under fully asynch
 	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
 test: $(READY) ## All tests: unit, simulation, then the real engines (at most 10 minutes)
-	@$(PYTHON) -m pytest tests/unit tests/sim tests/stack $(ARGS)
+	@$(PYTHON) -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-unit: $(READY) ## Unit tests, seconds
 	@$(PYTHON) -m pytest tests/unit $(ARGS)

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import psutil
 import ray
@@ -27,6 +27,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.process import free_port
+from miles_async.adapters.warm_starts import found
 from miles_async.config import derived
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal, MilesError
@@ -39,9 +40,6 @@ from workers.preflight import Lessons, checkpoint_to_resume
 from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
 from workers.specs import engine_spec, ray_arguments, router_spec
-
-if TYPE_CHECKING:
-    from miles_async.adapters.megatron.warm_start import WarmStarted
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -110,16 +108,21 @@ class Cluster:
     async def start(self, lessons: Lessons) -> ClusterReady:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
         debug, idle = self._config.debug, derived.trains_only(self._config)
+        # Where the model is known, engines start beside the learner: both import for ten seconds, on a core each.
+        started = found(self._config, lessons.problems, lessons.check)
+        needed = self._world_size if not debug.debug_rollout_only else 0 if started else 1
         ranks = [
-            self._actor(LearnerRank, f"learner-{rank}", self._config, rank, self._world_size)
-            for rank in range(1 if debug.debug_rollout_only else self._world_size)
+            self._actor(LearnerRank, f"learner-{rank}", self._config, rank, self._world_size) for rank in range(needed)
         ]
         self._worker = self._actor(RolloutWorker, "rollout", self._config, self._entry, self._folder)
         named = {f"learner-{rank}": ranks[rank] for rank in range(len(ranks))} | {"rollout": self._worker}
-        await _together(*(_call(actor.log_to, self.logs, name) for name, actor in named.items()))
+        for name, actor in named.items():
+            actor.log_to.remote(self.logs, name)  # carried out first, and nobody has to wait for it
         self.questions |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
         self.questions["rollout"] = self._worker.answers.remote
-        started = await self._warm_start(ranks[0], lessons)
+        if started is None:
+            started = await _call(ranks[0].warm_start, lessons.problems, lessons.check)
+        log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
         router_url, engines, _ = await _together(
             _nothing("") if idle else self._router(),
             _nothing([]) if idle else self._engines(started.path),
@@ -167,11 +170,6 @@ class Cluster:
         self.questions[name] = server.answers.remote
         self._servers.append(server)
         return server
-
-    async def _warm_start(self, rank: ActorHandle, lessons: Lessons) -> WarmStarted:
-        started: WarmStarted = await _call(rank.warm_start, lessons.problems, lessons.check)
-        log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
-        return started
 
     async def _load(self, ranks: Sequence[ActorHandle], checkpoint: str) -> None:
         port = free_port()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.warm_starts import Problems, WarmStarted
 from miles_async.config.schema import RunConfig
 from miles_async.observability.logging import configure_logging, configure_worker_logging
 from miles_async.types import StepReport, WriteOutcome
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from miles_async.adapters.megatron.batch import TrainStep
     from miles_async.adapters.megatron.learner import MegatronLearner
-    from miles_async.adapters.megatron.warm_start import Problems, WarmStarted
     from miles_async.adapters.weights.writer import WeightWriter
 
 T = TypeVar("T")

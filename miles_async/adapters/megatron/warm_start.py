@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +15,15 @@ from transformers import AutoTokenizer
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.warm_starts import NOTE, Problems, WarmStarted, found, place_of
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-
-Problems = Sequence[tuple[str, str]]
-"""Prompts and their answers."""
 
 Report = Callable[[int, float, float], None]
 """Step, loss in nats per token, greedy accuracy."""
 
-_RECIPE = 4
-"""Raise when a change here makes other models from the same settings."""
 _LR_WARMUP_STEPS = 20
 _GLANCE = 64
-_NOTE = "warm_start.json"
-
-
-@dataclass(frozen=True, slots=True)
-class WarmStarted:
-    path: str
-    """Folder of the Hugging Face checkpoint."""
-    cached: bool
-    """It was made before; nothing was trained now."""
-    accuracy: float | None
-    """Greedy accuracy on the check problems when it was made; None where nothing was taught."""
-    steps: int
-    seconds: float
-    """Spent now: next to nothing when cached."""
 
 
 def warm_start(config: RunConfig, problems: Problems, check: Problems, report: Report) -> WarmStarted:
@@ -56,30 +35,18 @@ def warm_start(config: RunConfig, problems: Problems, check: Problems, report: R
 
     Raises UserError when the accuracy jumps over the range or does not reach it.
     """
+    made_before = found(config, problems, check)
+    if made_before is not None:
+        return made_before
     started = time.monotonic()
-    if config.model.hf_checkpoint is not None and config.warm_start.warm_start_max_steps == 0:
-        return WarmStarted(config.model.hf_checkpoint, True, None, 0, 0.0)
-    place = Path(config.warm_start.cache_dir).expanduser() / _key(config, problems, check)
-    cached = place.exists()
-    if not cached:
-        _make(config, problems, check, place, report)
-    made = json.loads((place / _NOTE).read_text())
-    return WarmStarted(str(place), cached, made["accuracy"], made["steps"], time.monotonic() - started)
+    place = place_of(config, problems, check)
+    steps, accuracy = _make(config, problems, check, place, report)
+    return WarmStarted(str(place), False, accuracy, steps, time.monotonic() - started)
 
 
-def _key(config: RunConfig, problems: Problems, check: Problems) -> str:
-    what = {
-        "recipe": _RECIPE,
-        "model": config.model.model_dump(mode="json"),
-        "warm_start": config.warm_start.model_dump(mode="json", exclude={"cache_dir"}),
-        "learner": config.learner.model_dump(include={"adam_beta1", "adam_beta2", "weight_decay", "clip_grad", "seed"}),
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "mbridge", "transformers")},
-        "problems": [list(problems), list(check)],
-    }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def _make(config: RunConfig, problems: Problems, check: Problems, place: Path, report: Report) -> None:
+def _make(
+    config: RunConfig, problems: Problems, check: Problems, place: Path, report: Report
+) -> tuple[int, float | None]:
     one_rank = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
     alone = config.model_copy(update={"learner": config.learner.model_copy(update=one_rank)})
     with tempfile.TemporaryDirectory() as scratch:
@@ -90,7 +57,8 @@ def _make(config: RunConfig, problems: Problems, check: Problems, place: Path, r
         learner = MegatronLearner(alone, checkpoint, 0, 1, "127.0.0.1", free_port())
         try:
             steps, accuracy = _teach(config, learner, checkpoint, problems, check, report)
-            learner.save_hf(str(place), {_NOTE: json.dumps({"accuracy": accuracy, "steps": steps})})
+            learner.save_hf(str(place), {NOTE: json.dumps({"accuracy": accuracy, "steps": steps})})
+            return steps, accuracy
         finally:
             learner.close()
 
