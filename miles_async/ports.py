@@ -113,12 +113,23 @@ class WeightChannel(Protocol):
         """Write the staged version to each engine and verify it; one outcome per engine, none raised."""
         ...
 
+    async def meet(self, engines: Sequence[str]) -> None:
+        """These are the engines from now on; one that was started since is met anew. What is staged stays staged.
+
+        Raises EngineLost when one of them cannot be reached this way.
+        """
+        ...
+
 
 class Fleet(Protocol):
     """The engines and the router in front of them."""
 
     def routed(self) -> Sequence[str]:
         """The names of the engines that requests may reach now."""
+        ...
+
+    def members(self) -> Sequence[str]:
+        """The names of all engines that belong to the run, those that are being replaced among them."""
         ...
 
     async def loads(self) -> Sequence[EngineLoad]:
@@ -142,4 +153,29 @@ class Fleet(Protocol):
 
     async def fence(self, engine: str, reason: str) -> None:
         """Take an engine out of the router: nothing reaches it until it holds the current version."""
+        ...
+
+    async def admit(self, engine: str) -> None:
+        """Let requests reach an engine that holds the current version. Raises EngineLost when the router refuses it."""
+        ...
+
+    async def check(self, engine: str) -> None:
+        """Return once the engine has drawn a token since the call, for whoever it was; while paused, a sign of life.
+
+        Raises EngineLost when it is gone, or too slow.
+        """
+        ...
+
+    async def restart(self, engine: str) -> None:
+        """End what is left of the engine and start it anew; nothing reaches it before `admit`.
+
+        Raises EngineLost when it does not come up.
+        """
+        ...
+
+    async def check_router(self) -> None:
+        """Bring a router that is gone back, and its list of engines in order.
+
+        Raises EngineLost when that cannot be done now.
+        """
         ...

@@ -60,7 +60,8 @@ class Cluster:
         self._entry = entry
         self._actors: list[ActorHandle] = []
         self._resume_from = checkpoint_to_resume(config)
-        self._servers: list[ActorHandle] = []
+        self._engine_actors: dict[str, ActorHandle] = {}
+        self._router_actor: ActorHandle | None = None
         self._daemons: set[psutil.Process] = set()
         """Ray's own processes, where we started them; all actors and servers descend from them."""
         self.questions: dict[str, Question] = {}
@@ -97,8 +98,9 @@ class Cluster:
         ours = [process for daemon in self._daemons for process in (daemon, *daemon.children(recursive=True))]
         # Servers first: an actor that is killed cannot say goodbye to its server, only take it along.
         with suppress(TimeoutError):
+            servers = [*self._engine_actors.values(), *([self._router_actor] if self._router_actor else [])]
             async with asyncio.timeout(GOODBYE_SECONDS):
-                await asyncio.gather(*(server.stop.remote() for server in self._servers), return_exceptions=True)
+                await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
         ray.shutdown()
         # Ray does not wait for its workers; a busy one lives on for a while.
         for process in psutil.wait_procs(ours, GOODBYE_SECONDS)[1]:
@@ -133,6 +135,8 @@ class Cluster:
             checkpoint=started.path,
             router_url=router_url,
             engines=engines,
+            engine_actors=self._engine_actors,
+            router_actor=self._router_actor,
             learner_ranks=ranks,
             weight_transfer=channel,
             resume_from=self._resume_from,
@@ -165,10 +169,12 @@ class Cluster:
         return ray.remote(kind).options(name=name, num_cpus=0, **options).remote(*arguments)
 
     def _server(self, kind: type[Any], name: str, spec: Any) -> ActorHandle:
-        """Several calls at once, so that it can be stopped, and asked whether it answers, while it starts."""
-        server = self._actor(kind, name, spec, max_concurrency=4)
+        """Several calls at once, so that it can be stopped, and asked whether it answers, while it starts.
+
+        Ray starts its process anew when it dies.
+        """
+        server = self._actor(kind, name, spec, max_concurrency=4, max_restarts=-1)
         self.questions[name] = server.answers.remote
-        self._servers.append(server)
         return server
 
     async def _load(self, ranks: Sequence[ActorHandle], checkpoint: str) -> None:
@@ -180,7 +186,8 @@ class Cluster:
         log.info("learner is up", ranks=len(ranks))
 
     async def _router(self) -> str:
-        url: str = await _call(self._server(Router, "router", router_spec(self._config, self.logs)).start)
+        self._router_actor = self._server(Router, "router", router_spec(self._config, self.logs))
+        url: str = await _call(self._router_actor.start)
         log.info("router is up", url=url)
         return url
 
@@ -190,7 +197,8 @@ class Cluster:
     async def _engine(self, name: str, checkpoint: str) -> EngineInfo:
         spec = engine_spec(self._config, name, checkpoint, self.logs)
         began = time.monotonic()
-        info: EngineInfo = await _call(self._server(Engine, name, spec).start)
+        self._engine_actors[name] = self._server(Engine, name, spec)
+        info: EngineInfo = await _call(self._engine_actors[name].start)
         log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
         return info
 

@@ -17,9 +17,17 @@ class Engine:
         """Start the server and wait until it is healthy. Raises UserError or Fatal with one sentence."""
         return self._server.start()
 
+    def restart(self) -> EngineInfo:
+        """End what is left of the server and start it anew. Raises as `start` does."""
+        return self._server.restart()
+
     def answers(self) -> str | Literal[False]:
         """Where the server serves its metrics; False where it does not answer."""
         return self._server.answers()
+
+    def info(self) -> EngineInfo:
+        """Where the server is now; after `start`."""
+        return self._server.info
 
     def alive(self) -> bool:
         return self._server.alive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.openai.trajectories import Trajectories
 from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
+from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -58,6 +59,10 @@ class Surroundings:
     router_url: str
     """Empty where no engine was started."""
     engines: Sequence[EngineInfo]
+    engine_actors: Mapping[str, Any]
+    """Handles of their actors, by name."""
+    router_actor: Any
+    """Handle of the router's actor; None where the router is somebody else's."""
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
     weight_transfer: str
@@ -108,7 +113,12 @@ class RolloutWorker:
         config = self._config
         tokenizer = CheckpointTokenizer(around.checkpoint)
         args = self._arguments(around.router_url).adding(tokenizer=tokenizer)
-        fleet = SGLangFleet(around.router_url)
+        fleet = SGLangFleet(
+            around.router_url,
+            processes=RayServers(around.engine_actors, around.router_actor, config.engine.engine_start_timeout_seconds),
+            tell=self._outbox.emit,
+            health_timeout=config.engine.engine_health_timeout_seconds,
+        )
         for engine in around.engines:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
@@ -153,7 +163,7 @@ class RolloutWorker:
                     evaluator=generator(greedy_of(config), evaluators(greedy_of(config))),
                     rewarder=rewarder,
                     learner=RayLearner(config, around.learner_ranks),
-                    channel=RayWeightChannel(around.weight_transfer, around.learner_ranks),
+                    channel=RayWeightChannel(around.weight_transfer, around.learner_ranks, fleet.address),
                     fleet=fleet,
                     dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                     keep=dynamic_filter(config, args),

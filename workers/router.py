@@ -20,9 +20,17 @@ class Router:
         """Start the router; returns its url. Raises Fatal with one sentence."""
         return self._server.start()
 
+    def restart(self) -> str:
+        """Start the router anew at its old address, without engines. Raises Fatal with one sentence."""
+        return self._server.restart()
+
     def answers(self) -> str | Literal[False]:
         """Where the server serves its metrics; False where it does not answer."""
         return self._server.answers()
+
+    def pid(self) -> int:
+        """Of the router's process; after `start`."""
+        return self._server.pid
 
     def alive(self) -> bool:
         return self._server.alive()

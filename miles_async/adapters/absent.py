@@ -27,6 +27,8 @@ class NoLearner:
     async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
         return [WriteOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
 
+    async def meet(self, engines: Sequence[str]) -> None: ...
+
 
 class NoEngines:
     """`ports.Fleet`, `Generator` and `Rewarder`. It names one engine, so that publishes have somewhere to end."""
@@ -45,6 +47,9 @@ class NoEngines:
     def routed(self) -> Sequence[str]:
         return ("no-engine",)
 
+    def members(self) -> Sequence[str]:
+        return ()
+
     async def loads(self) -> Sequence[EngineLoad]:
         return ()
 
@@ -55,5 +60,13 @@ class NoEngines:
     async def resume(self) -> None: ...
 
     async def fence(self, engine: str, reason: str) -> None: ...
+
+    async def admit(self, engine: str) -> None: ...
+
+    async def check(self, engine: str) -> None: ...
+
+    async def restart(self, engine: str) -> None: ...
+
+    async def check_router(self) -> None: ...
 
     async def close(self) -> None: ...

@@ -343,6 +343,10 @@ class Engine(Section):
     """CPU cores the engines are pinned to. Unset: any."""
     engine_start_timeout_seconds: float = Field(300.0, gt=0)
     """An engine that is not healthy by then stops the run with the end of its log."""
+    engine_health_interval_seconds: float = Field(1.0, gt=0)
+    """Between two looks at an engine that serves, and at the router."""
+    engine_health_timeout_seconds: float = Field(30.0, gt=0)
+    """An engine that draws no token for so long, when it could, is taken for hung and replaced."""
 
 
 class Cluster(Section):

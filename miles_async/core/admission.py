@@ -16,6 +16,8 @@ from miles_async.core.ledger import Ledger, State
 class Blocked(StrEnum):
     """What admission waits for, and who unblocks it."""
 
+    NO_ENGINE = "no_engine"
+    """No engine serves; one that joins unblocks."""
     IN_FLIGHT = "in_flight"
     """N groups are being generated; one that ends unblocks."""
     ENGINES = "engines"

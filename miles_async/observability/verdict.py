@@ -89,6 +89,8 @@ class Finding:
     why: str
     shares: dict[str, float]
     """Of the trainer's time within the horizon: `step`, `save`, `evaluate` and the keys of WAITING."""
+    silent: str | None = None
+    """The process that does not answer, where that is the reason."""
 
     @property
     def knob(self) -> str:
@@ -142,7 +144,7 @@ class Verdicts:
         self._step_ended: float | None = None
         self._horizon = HORIZON_SECONDS
         self._recent = _Shares()
-        self._announced: Bottleneck | None = None
+        self._announced: tuple[Bottleneck, str | None] | None = None
         self._other_since: float | None = None
         self.seconds: dict[Bottleneck, float] = {}
         """How long each verdict held since the first batch was asked for."""
@@ -190,20 +192,20 @@ class Verdicts:
         if self._silent:
             process, since = min(self._silent.items(), key=lambda item: item[1])
             kind = Bottleneck.TRAINER if process.startswith("learner") else Bottleneck.ROLLOUT
-            return Finding(kind, f"{process} has not answered for {self._settled_at - since:.0f}s", shares)
+            return Finding(kind, f"{process} has not answered for {self._settled_at - since:.0f}s", shares, process)
         kind, share = self._judged(shares)
         return Finding(kind, REASONS[kind].format(share=share), shares)
 
     def announced(self, now: float) -> BottleneckFound | None:
         """The verdict as an event, where it is a new one that has held for a while."""
         finding = self.finding
-        if self._doing is None or finding.verdict is self._announced:
+        if self._doing is None or (finding.verdict, finding.silent) == self._announced:
             self._other_since = None
             return None
         self._other_since = self._other_since or now
         if now - self._other_since < SETTLE_SECONDS and not self._silent:
             return None
-        self._announced, self._other_since = finding.verdict, None
+        self._announced, self._other_since = (finding.verdict, finding.silent), None
         return BottleneckFound(
             time=now, verdict=finding.verdict, why=finding.why, knob=finding.knob, shares=finding.shares
         )

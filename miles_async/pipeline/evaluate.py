@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from miles_async.types import Group, Sample, SampleStatus
 CORRECT = 0.999
 """A reward from here on counts as correct; below it, partial credit does not."""
 ATTEMPTS = 3
-"""Of a problem whose engine is lost or whose answer is aborted under it."""
+"""Of a problem whose engine is lost or whose answer is aborted under it; the next waits until an engine serves."""
 RETRY_SECONDS = 1.0
 
 Scores = Mapping[str, Mapping[str, Sequence[Any]]]
@@ -37,6 +37,8 @@ class Evaluator:
     books: Books
     rewarder: Rewarder
     sets: Sequence[EvalSet]
+    serving: Callable[[], bool]
+    """Whether any engine takes requests."""
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
         """Rewards and truncation flags of every sample, by data set. A failed problem scores 0.
@@ -91,6 +93,7 @@ class Evaluator:
                 break
             except EngineLost:
                 await self.books.clock.sleep(RETRY_SECONDS)
+                await self.books.changed.until(self.serving)
         for sample in group:
             sample.reward = 0.0
 

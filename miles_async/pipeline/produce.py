@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 
@@ -55,7 +56,9 @@ class Producer:
         head_policy: HeadPolicy,
         queue_capacity: int,
         partial_rollout: bool,
+        serving: Callable[[], bool],
     ) -> None:
+        """`serving` tells whether any engine takes requests."""
         self._books = books
         self._data = data
         self._generator = generator
@@ -64,6 +67,7 @@ class Producer:
         self._recycler = recycler
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
+        self._serving = serving
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
         self.at_engines_since: dict[int, float] = {}
@@ -101,19 +105,29 @@ class Producer:
         self._closing = True
         try:
             if counts[State.IN_FLIGHT]:
-                await self._generator.abort()
+                # What a lost engine held ends by itself, when the engine is ended.
+                with suppress(EngineLost):
+                    await self._generator.abort()
             await self._books.changed.until(lambda: counts[State.FED] + counts[State.IN_FLIGHT] == 0)
         finally:
             self._closing = False
 
     async def _feed(self, crew: Crew, admission: Admission) -> None:
-        """Waits for a free place in flight, a slot and room; unblocked by a group that ends, a publish, a drain."""
+        """Waits for an engine, a place in flight, a slot and room; unblocked by one that joins, an end, a publish, a
+        drain."""
         books = self._books
+
+        def blocked() -> Blocked | None:
+            return admission.blocked_by(books.ledger) if self._serving() else Blocked.NO_ENGINE
+
+        def moved_on(cause: Blocked) -> bool:
+            return blocked() is not cause
+
         while True:
-            if cause := admission.blocked_by(books.ledger):
+            if cause := blocked():
                 blocked_at = books.clock.now()
                 self.waits_for = cause, blocked_at
-                await books.changed.until(partial(self._no_longer_blocked_by, cause, admission))
+                await books.changed.until(partial(moved_on, cause))
                 self.waits_for = None
                 books.events.emit(
                     AdmissionBlocked(time=books.clock.now(), cause=cause, seconds=books.clock.now() - blocked_at)
@@ -131,9 +145,6 @@ class Producer:
             # A generator that never suspends (a replayed cache) must not starve the other loops.
             await asyncio.sleep(0)
 
-    def _no_longer_blocked_by(self, cause: Blocked, admission: Admission) -> bool:
-        return admission.blocked_by(self._books.ledger) is not cause
-
     async def _hurry_head(self) -> None:
         """Waits for a head at the engines to overstay its deadline; unblocked by time, or by the head moving on."""
         books, window = self._books, self.window
@@ -149,7 +160,8 @@ class Producer:
                 pass
             if group := self._generating.get(head):
                 self._overdue.add(head)
-                await self._generator.abort(group)
+                with suppress(EngineLost):
+                    await self._generator.abort(group)
             await books.changed.until(partial(self._moved_past, head))
 
     def _moved_past(self, head: int) -> bool:

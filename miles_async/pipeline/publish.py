@@ -1,8 +1,9 @@
 """New weights onto the engines, in two phases: stage while generation runs, then pause, write, commit, resume.
 
 A version is announced only on an engine whose every byte was written and verified. An engine that fails is fenced:
-the router sends it nothing until it holds the current version. `stage` waits for the publish before it (there is one
-staging buffer); it is unblocked by that publish ending. Nothing here waits for the next batch.
+the router sends it nothing until it holds the current version, which `join` gives it once it was started anew. `stage`
+waits for the publish before it (there is one staging buffer); it is unblocked by that publish ending, and a publish
+that finds no engine by one that joins. Nothing here waits for the next batch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from miles_async.core.ledger import State
-from miles_async.errors import EngineLost, Fatal
+from miles_async.errors import EngineLost
 from miles_async.observability.events import PublishEnded, PublishStarted
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
@@ -37,15 +38,18 @@ class Publisher:
         self._queue_depth = queue_depth
         self._on_live = on_live
         self._running: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        """Held by whoever uses the staging buffer: fills it, publishes from it or brings an engine up to it."""
         self._staged: tuple[int, Sequence[Group], float] | None = None
 
     async def stage(self, version: int, trained: Sequence[Group]) -> None:
         """Set the learner's present weights aside as `version`; `trained` are the groups that helped make it."""
         await self.idle()
-        started = self._books.clock.now()
-        await self._channel.stage(version)
-        self._books.trainer_version = version
-        self._staged = (version, trained, self._books.clock.now() - started)
+        async with self._turn:
+            started = self._books.clock.now()
+            await self._channel.stage(version)
+            self._books.trainer_version = version
+            self._staged = (version, trained, self._books.clock.now() - started)
 
     def start(self, crew: Crew) -> None:
         """Publish what is staged beside whatever else goes on."""
@@ -57,10 +61,32 @@ class Publisher:
             await asyncio.wait([self._running])
 
     async def publish(self) -> None:
-        """Make the staged version live on every routed engine; nothing staged, nothing done."""
-        if self._staged is None:
-            return
-        (version, trained, staged_seconds), self._staged = self._staged, None
+        """Make the staged version live on every routed engine; nothing staged, nothing done.
+
+        Where no engine takes it, it stays staged until one has joined.
+        """
+        while self._staged is not None:
+            await self._books.changed.until(lambda: bool(self._fleet.routed()))
+            async with self._turn:
+                await self._publish(*self._staged)
+
+    async def join(self, engine: str) -> None:
+        """Write the weights that are staged or live to an engine that was started anew, then let requests reach it.
+
+        Raises EngineLost where any of it fails; nothing reaches the engine then.
+        """
+        async with self._turn:
+            await self._channel.meet([*self._fleet.routed(), engine])
+            # Versions are counted as they are staged, and the buffer keeps the last one.
+            version = self._books.trainer_version
+            [outcome] = await self._channel.write(version, [engine])
+            if outcome.error is not None:
+                raise EngineLost(outcome.error)
+            await self._fleet.commit(engine, version)
+            await self._fleet.admit(engine)
+        self._books.changed.notify()
+
+    async def _publish(self, version: int, trained: Sequence[Group], staged_seconds: float) -> None:
         books = self._books
         books.events.emit(PublishStarted(time=books.clock.now(), version=version, queue=self._queue_depth()))
         paused_at = books.clock.now()
@@ -70,12 +96,12 @@ class Publisher:
         finally:
             await self._fleet.resume()
         paused_seconds = books.clock.now() - paused_at
-        live = self._fleet.routed()
+        live = bool(self._fleet.routed())
         books.events.emit(
             PublishEnded(
                 time=books.clock.now(),
                 version=version,
-                live=bool(live),
+                live=live,
                 staged_seconds=staged_seconds,
                 paused_seconds=paused_seconds,
                 write_seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
@@ -85,8 +111,8 @@ class Publisher:
             )
         )
         if not live:
-            causes = "; ".join(f"{outcome.engine}: {outcome.error}" for outcome in outcomes) or "no engine is left"
-            raise Fatal(f"version {version} reached no engine ({causes}); the engines' logs are in the run folder")
+            return
+        self._staged = None
         books.live_version = version
         books.advance(trained, State.PUBLISHED)
         books.progressed()

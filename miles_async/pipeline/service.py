@@ -11,6 +11,7 @@
     group     produce.py  one admitted group    the engines, the reward            the engines, the reward
     train     here        the queue             a full batch of fresh groups       the window releasing groups
     publish   publish.py  staged weights        the engines to pause and resume    the engines
+    repair    repair.py   engines out of line   their signs of life, their starts  the engines, the router
     watch     watch.py    -                     nothing                            -
     feedback  feedback.py -                     the engines' loads (if asked for)  the engines
 
@@ -49,6 +50,7 @@ from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.progress import progress_of
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.repair import Repair
 from miles_async.pipeline.source import RolloutSource
 from miles_async.pipeline.watch import Watch
 from miles_async.ports import (
@@ -129,6 +131,7 @@ class Service:
             ),
             queue_capacity=config.rollout.queue_capacity,
             partial_rollout=config.rollout.partial_rollout,
+            serving=self._serving,
         )
         self._drain = Drain(
             books=self.books,
@@ -148,17 +151,23 @@ class Service:
             queue_depth=lambda: len(self._producer.queue),
             on_live=self._drain.sweep,
         )
+        self._repair = Repair(
+            books=self.books,
+            fleet=ports.fleet,
+            publisher=self._publisher,
+            crew=lambda: self._crew,
+            interval_seconds=config.engine.engine_health_interval_seconds,
+        )
         self._watch = Watch(
             books=self.books,
             producer=self._producer,
             drain=self._drain,
             generator=ports.generator,
-            fleet=ports.fleet,
             warn_seconds=config.observability.no_progress_warn_seconds,
             abort_seconds=config.observability.no_progress_abort_seconds,
         )
         held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
-        self._evaluator = Evaluator(self.books, ports.rewarder, [held_out, *ports.eval_sets])
+        self._evaluator = Evaluator(self.books, ports.rewarder, [held_out, *ports.eval_sets], self._serving)
         self._source = RolloutSource(ports.data, self._drain, self._evaluator)
 
     def stop(self) -> None:
@@ -177,12 +186,16 @@ class Service:
             if self._adaptive is not None:
                 self._crew.forever("feedback", follow_engines(self.books, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
+            self._crew.forever("repair", self._repair.run())
             await self._publisher.publish()
             await self._evaluate(self._first_rollout - 1)
             await self._train(rollout)
             await self._producer.close()
             if not self.stopped:
                 await self._evaluate(self._config.rollout.num_rollout - 1)
+
+    def _serving(self) -> bool:
+        return bool(self._ports.fleet.routed())
 
     async def _train(self, rollout: RolloutFunction) -> None:
         """The finite clock: one batch, one step, one version (every `update_weights_interval` batches)."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from miles_async.core.stall import StallClock
 from miles_async.errors import Fatal
-from miles_async.observability.events import EngineBusy, EngineChanged, LoopLag, Pulse, Stalled
+from miles_async.observability.events import EngineBusy, LoopLag, Pulse, Stalled
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.drain import Drain
 from miles_async.pipeline.produce import Producer
-from miles_async.ports import Fleet, Generator
+from miles_async.ports import Generator
 
 TICK_SECONDS = 0.5
 
@@ -24,7 +24,6 @@ class Watch:
         producer: Producer,
         drain: Drain,
         generator: Generator,
-        fleet: Fleet,
         warn_seconds: float,
         abort_seconds: float,
     ) -> None:
@@ -32,8 +31,6 @@ class Watch:
         self._producer = producer
         self._drain = drain
         self._generator = generator
-        self._fleet = fleet
-        self._routed: set[str] = set()
         self._stall = StallClock(warn_seconds)
         self._abort_seconds = abort_seconds
         self._head = 0, books.clock.now()
@@ -50,7 +47,6 @@ class Watch:
                 EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
             )
             books.events.emit(self._pulse(now))
-            self._tell_engines(now)
             still = now - books.last_progress
             if self._stall.due(still):
                 self._warn(now, still)
@@ -86,16 +82,6 @@ class Watch:
             trainer_version=books.trainer_version,
             live_version=books.live_version,
         )
-
-    def _tell_engines(self, now: float) -> None:
-        routed = set(self._fleet.routed())
-        version = self._books.live_version
-        for engine in routed - self._routed:
-            held = version if version >= 0 else None
-            self._books.events.emit(EngineChanged(time=now, engine=engine, state="routed", version=held, reason=None))
-        for engine in self._routed - routed:
-            self._books.events.emit(EngineChanged(time=now, engine=engine, state="fenced", version=None, reason=None))
-        self._routed = routed
 
     def _warn(self, now: float, still: float) -> None:
         self._books.events.emit(

@@ -210,7 +210,13 @@ class Engines:
         await self._clock.sleep(self._model.write_seconds)
         return [WriteOutcome(engine=engine, seconds=self._model.write_seconds, bytes=1) for engine in engines]
 
+    async def meet(self, engines: Sequence[str]) -> None: ...
+
     # Fleet
+    def members(self) -> Sequence[str]:
+        """None to watch over: nothing fails here."""
+        return ()
+
     def routed(self) -> Sequence[str]:
         return ["engine-0"]
 
@@ -227,4 +233,12 @@ class Engines:
         self._go_on()
 
     async def fence(self, engine: str, reason: str) -> None:
+        raise AssertionError("nothing fails here")
+
+    async def admit(self, engine: str) -> None:
+        raise AssertionError("nothing fails here")
+
+    check = restart = admit
+
+    async def check_router(self) -> None:
         raise AssertionError("nothing fails here")

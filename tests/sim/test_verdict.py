@@ -100,6 +100,16 @@ def test_a_process_that_does_not_answer_is_the_verdict_at_once(process: str, ver
     assert judging.verdicts.finding.verdict is Bottleneck.PUBLISH
 
 
+def test_a_process_that_falls_silent_is_announced_even_where_the_verdict_stays_the_same() -> None:
+    judging = Judging()
+    judging.emit(TrainerTurned(time=100.0, to="batch"))
+    for second in range(1, 20):
+        judging.verdicts.tick(100.0 + second)
+        judging.emit(Silent(time=100.0 + second, process="engine-0", seconds=max(0.0, second - 8.0)))
+    assert [found.verdict for found in judging.announced] == [Bottleneck.ROLLOUT] * 2
+    assert judging.announced[1].why == "engine-0 has not answered for 5s"
+
+
 def test_shares_add_up_and_the_time_after_the_run_is_not_judged() -> None:
     judging = judged(latency=lambda group, rng: 1.0)
     assert sum(judging.verdicts.finding.shares.values()) == pytest.approx(1.0)

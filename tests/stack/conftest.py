@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,19 +64,14 @@ class Stack:
         return self._runner.run(work)
 
     def play(
-        self,
-        entry: str,
-        *flags: str,
-        resume_from: Path | None = None,
-        watched: Callable[[Played], Callable[[Sequence[Event]], None]] = lambda played: lambda events: None,
+        self, entry: str, *flags: str, resume_from: Path | None = None, watch: Callable[[Event], None] | None = None
     ) -> Played:
-        """`watched` makes of the run what is told its events while it goes on."""
+        """`watch` sees each event when it happens, or at most half a second later."""
         config = settings(entry, "--run-dir", str(self._folder), *flags)
-        played = Played(config, RunFolder.create(config))
-        return self.do(self._play(played, entry, resume_from, watched(played)))
+        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from, watch))
 
     async def _play(
-        self, played: Played, entry: str, resume_from: Path | None, tell: Callable[[Sequence[Event]], None]
+        self, played: Played, entry: str, resume_from: Path | None, watch: Callable[[Event], None] | None
     ) -> Played:
         surroundings = replace(self.cluster.surroundings, resume_from=resume_from)
         if resume_from is not None:
@@ -85,13 +80,16 @@ class Stack:
         worker = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
         played.events.append(run_started(played.config, played.folder, entry))
         run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
-        tell(played.events)
         while not run.done():
             events = await worker.events.remote()
             played.events += events
-            tell(events)
+            for event in events if watch else ():
+                watch(event)
         played.events += await worker.events.remote()
         ray.kill(worker)
+        # Engines that were replaced meanwhile have another address.
+        engines = [await actor.info.remote() for actor in surroundings.engine_actors.values()]
+        self.cluster.surroundings = replace(self.cluster.surroundings, engines=engines)
         await run
         return played
 

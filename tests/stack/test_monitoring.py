@@ -8,8 +8,9 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,10 +21,12 @@ import yaml
 from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
-from miles_async.observability.events import Event, Silent, TrainerTurned
+from miles_async.observability.events import ClusterReady, EngineChanged, Event, Silent, TrainerTurned
 from miles_async.observability.onlookers import Onlookers
+from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.verdict import SILENT_SECONDS, Bottleneck, Verdicts
-from tests.stack.conftest import Played, Stack
+from tests.stack.conftest import Played, Stack, settings
+from workers.driver import run_started
 from workers.heartbeats import Heartbeats
 from workers.stacks import dump_stacks
 
@@ -37,6 +40,7 @@ EXPRESSIONS = [
     for expression in panel.queries.values()
 ]
 PATIENCE_SECONDS = 20.0
+RUN = ("train_async.py", "--num-rollout", "12")
 
 
 def promtool(*arguments: str) -> str:
@@ -83,40 +87,47 @@ def test_the_committed_dashboards_are_those_of_the_code(tmp_path: Path) -> None:
         assert path.read_text() == (FOLDER / path.name).read_text(), f"{path.name} is old: run `make dashboards`"
 
 
+@dataclass
+class Monitored:
+    played: Played
+    folder: RunFolder
+    """Of those who look on."""
+    prometheus: Prometheus
+    onlookers: Onlookers
+
+
 @pytest.fixture(scope="module")
-def monitored(stack: Stack) -> Iterator[tuple[Played, Prometheus, Onlookers]]:
+def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     """A run that Prometheus scraped while it went on; its metrics are still served."""
     with ExitStack() as until_the_end:
-        opened: list[tuple[Prometheus, Onlookers]] = []
+        config = settings(*RUN, "--run-dir", str(tmp_path_factory.mktemp("monitored")))
+        folder = RunFolder.create(config)
+        onlookers = until_the_end.enter_context(Onlookers(config, folder))
+        prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=1))
+        heartbeats = Heartbeats(stack.cluster.questions, time.time())
+        until_the_end.callback(heartbeats.close)
 
-        def watched(played: Played) -> Callable[[Sequence[Event]], None]:
-            onlookers = until_the_end.enter_context(Onlookers(played.config, played.folder))
-            prometheus = until_the_end.enter_context(Prometheus(played.folder.path.parent, scrape_seconds=1))
-            heartbeats = Heartbeats(stack.cluster.questions, time.time())
-            until_the_end.callback(heartbeats.close)
-            opened.append((prometheus, onlookers))
+        def watch(event: Event) -> None:
+            now = time.time()
+            onlookers.emit(event, *heartbeats.look(now))
+            onlookers.found_at(heartbeats.addresses)
+            onlookers.tick(now)
 
-            def tell(events: Sequence[Event]) -> None:
-                now = time.time()
-                onlookers.emit(*events, *heartbeats.look(now))
-                onlookers.found_at(heartbeats.addresses)
-                onlookers.tick(now)
-
-            return tell
-
-        played = stack.play("train_async.py", "--num-rollout", "12", watched=watched)
-        yield played, *opened[0]
+        for engine in stack.cluster.surroundings.engines:
+            watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
+        watch(run_started(config, folder, RUN[0]))
+        watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
+        played = stack.play(*RUN, watch=watch)
+        yield Monitored(played, folder, prometheus, onlookers)
 
 
-def test_prometheus_finds_driver_engine_and_router_of_the_run(
-    monitored: tuple[Played, Prometheus, Onlookers],
-) -> None:
-    _, prometheus, _ = monitored
+def test_prometheus_finds_driver_engine_and_router_of_the_run(monitored: Monitored) -> None:
+    prometheus = monitored.prometheus
     assert prometheus.up() == {"driver": True, "engine-0": True, "router": True}
 
 
-def test_every_panel_rule_and_alert_has_data(monitored: tuple[Played, Prometheus, Onlookers]) -> None:
-    _, prometheus, onlookers = monitored
+def test_every_panel_rule_and_alert_has_data(monitored: Monitored) -> None:
+    prometheus, onlookers = monitored.prometheus, monitored.onlookers
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (missing := empty(prometheus, asked())) and time.monotonic() < deadline:
         time.sleep(1)
@@ -124,8 +135,8 @@ def test_every_panel_rule_and_alert_has_data(monitored: tuple[Played, Prometheus
     assert missing == []
 
 
-def test_the_metrics_of_the_run_agree_with_its_events(monitored: tuple[Played, Prometheus, Onlookers]) -> None:
-    played, prometheus, _ = monitored
+def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> None:
+    played, prometheus = monitored.played, monitored.prometheus
     assert played.violations == []
     (batches,) = prometheus.query("miles_async_rollout_batches")
     assert batches["value"][1] == str(played.config.rollout.num_rollout)
@@ -138,10 +149,10 @@ def test_the_metrics_of_the_run_agree_with_its_events(monitored: tuple[Played, P
     assert min(parts.values()) >= 0
 
 
-def test_a_run_that_has_ended_shows_the_same(monitored: tuple[Played, Prometheus, Onlookers], tmp_path: Path) -> None:
-    played, _, onlookers = monitored
-    onlookers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
-    ended = load_recorded(played.folder.path, tmp_path)
+def test_a_run_that_has_ended_shows_the_same(monitored: Monitored, tmp_path: Path) -> None:
+    played = monitored.played
+    monitored.onlookers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
+    ended = load_recorded(monitored.folder.path, tmp_path)
     with Prometheus(tmp_path, storage=tmp_path) as prometheus:
         (batches,) = prometheus.query("miles_async_rollout_batches", ended)
         assert batches["value"][1] == str(played.config.rollout.num_rollout)

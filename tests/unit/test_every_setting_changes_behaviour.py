@@ -21,6 +21,8 @@ SERVICE = "sim/test_service.py"
 GENERATE = "unit/test_generate_functions.py"
 HEAD = "sim/test_head_policy.py"
 PLACE = "unit/test_settings_reach_their_place.py"
+REPAIR = "sim/test_repair.py"
+FLEET = "unit/test_sglang_fleet.py"
 RESUME = "sim/test_resume.py"
 SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
@@ -172,6 +174,8 @@ PROOF = {
     "sglang_router_request_timeout_secs": f"{PLACE}::test_the_router_gets_its_policy_and_its_patience",
     "engine_cpus": f"{PLACE}::test_engines_are_pinned_to_their_cores",
     "engine_start_timeout_seconds": f"{PLACE}::test_a_server_that_is_late_is_ended_with_a_sentence",
+    "engine_health_interval_seconds": f"{REPAIR}::test_a_kill_is_noticed_at_the_next_look",
+    "engine_health_timeout_seconds": f"{FLEET}::test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused",
     "ray_address": f"{PLACE}::test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here",
     "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
     # skip

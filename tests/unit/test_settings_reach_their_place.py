@@ -59,7 +59,7 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
 
     def command_line(**settings: Any) -> str:
-        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2)) + " "
+        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2, 3)) + " "
 
     assert f"{words} " in command_line(**setting)
     assert f"{words} " not in command_line(weight_transfer="disk")

@@ -41,7 +41,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 
 def test_the_users_own_server_arguments_win(spec: EngineSpec, cuda: bool) -> None:
-    words = launch.command(spec, 30000, 30001)
+    words = launch.command(spec, 30000, 30001, 30002)
     assert words[words.index("--mem-fraction-static") + 1] == "0.8"
     assert words.count("--mem-fraction-static") == 1
     assert "--disable-radix-cache" in words
@@ -51,7 +51,7 @@ def test_the_users_own_server_arguments_win(spec: EngineSpec, cuda: bool) -> Non
 
 
 def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> None:
-    words, values = launch.command(spec, 30000, 30001), launch.environment(spec)
+    words, values = launch.command(spec, 30000, 30001, 30002), launch.environment(spec)
     assert ("torch_native" in words) is not cuda
     assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
 
@@ -65,7 +65,7 @@ def test_cores_are_shared_out_among_the_ranks(spec: EngineSpec, monkeypatch: pyt
 
 def test_the_kv_cache_holds_every_request_at_full_length(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
-    words = launch.command(spec, 30000, 30001)
+    words = launch.command(spec, 30000, 30001, 30002)
     assert words[words.index("--max-total-tokens") + 1] == str(64 * 512)
 
 

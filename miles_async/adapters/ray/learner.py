@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from miles_async.adapters.checkpoints import CheckpointFolder
 from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.config.schema import RunConfig
-from miles_async.errors import Fatal
+from miles_async.errors import EngineLost, Fatal
 from miles_async.types import Group, StepReport, WriteOutcome
 
 Rank = Any
@@ -73,9 +74,11 @@ class RayLearner:
 class RayWeightChannel:
     """`ports.WeightChannel`: all ranks gather, rank 0 writes."""
 
-    def __init__(self, name: str, ranks: Sequence[Rank]) -> None:
+    def __init__(self, name: str, ranks: Sequence[Rank], address: Callable[[str], EngineInfo]) -> None:
+        """`address` tells where the engine of a name is now."""
         self._name = name
         self._ranks = ranks
+        self._address = address
 
     @property
     def name(self) -> str:
@@ -87,6 +90,16 @@ class RayWeightChannel:
     async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
         [outcomes] = await _of_all([self._ranks[0].write.remote(version, list(engines))])
         return outcomes  # type: ignore[no-any-return]
+
+    async def meet(self, engines: Sequence[str]) -> None:
+        try:
+            await self._ranks[0].reconnect.remote([self._address(engine) for engine in engines])
+        except RayTaskError as error:
+            if isinstance(error.cause, EngineLost):
+                raise error.cause from None
+            raise Fatal(f"a learner rank failed: {_cause(error)}") from error
+        except RayError as error:
+            raise Fatal(f"a learner rank failed: {_cause(error)}") from error
 
 
 async def _of_all(calls: Any) -> list[Any]:

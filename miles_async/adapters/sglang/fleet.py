@@ -3,28 +3,83 @@
 What belongs to a publish goes to each engine's own url, all engines at once; the router is only told who may get
 requests. SGLang answers `/pause_generation` when the request to pause is sent, not when the scheduler has stopped, so
 each pause is followed by a message that the scheduler answers in order.
+
+The router adds and drops workers in the background, and forgets them all when it dies: `check_router` brings its list
+in line with the engines that are routed here. An engine that is started anew has another url, so that whatever still
+knows the old one reaches nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
 
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.observability.events import EngineChanged
 from miles_async.types import EngineLoad
 
 
-class SGLangFleet:
-    """Implements `ports.Fleet`. Create it inside the running loop."""
+class Processes(Protocol):
+    """Whoever owns the servers."""
 
-    def __init__(self, router_url: str, *, timeout: float = 30.0) -> None:
+    async def restart_engine(self, engine: str) -> EngineInfo:
+        """End what is left of it, start it anew. Raises EngineLost when it does not come up."""
+        ...
+
+    async def restart_router(self) -> None:
+        """Start it anew at its old address. Raises EngineLost when it does not come up or is not ours."""
+        ...
+
+
+class Unowned:
+    """`Processes` of somebody else."""
+
+    async def restart_engine(self, engine: str) -> EngineInfo:
+        raise EngineLost(f"engine {engine} is not ours to start")
+
+    async def restart_router(self) -> None:
+        raise EngineLost("the router does not answer and is not ours to start; it is used again when it is back")
+
+
+def _untold(event: EngineChanged) -> None: ...
+
+
+class SGLangFleet:
+    """Implements `ports.Fleet`. Create it inside the running loop; `tell` hears when an engine comes or goes."""
+
+    def __init__(
+        self,
+        router_url: str,
+        *,
+        processes: Processes | None = None,
+        tell: Callable[[EngineChanged], None] = _untold,
+        timeout: float = 30.0,
+        health_timeout: float = 30.0,
+    ) -> None:
         self._router = router_url
+        self._processes = processes or Unowned()
+        self._tell = tell
         self._timeout = timeout
+        self._health_timeout = health_timeout
         self._client = JsonClient()
         self._known: dict[str, EngineInfo] = {}
         self._routed: dict[str, EngineInfo] = {}
+        self._joining: dict[str, EngineInfo] = {}
+        """Told to the router, which has not taken them yet."""
+        self._versions: dict[str, int] = {}
+        """What each engine was last given."""
+        self._urls: set[str] = set()
+        """Of all engines that ever were ours: a router may have others' engines too."""
+        self._paused = False
+        self._pauses = 0
+
+    def members(self) -> Sequence[str]:
+        return tuple(self._known)
 
     def routed(self) -> Sequence[str]:
         return tuple(self._routed)
@@ -36,9 +91,14 @@ class SGLangFleet:
     def introduce(self, engine: EngineInfo) -> None:
         """Make an engine known under its name, anew after a restart; requests reach it only after `admit`."""
         self._known[engine.name] = engine
+        self._urls.add(engine.url)
+
+    def address(self, engine: str) -> EngineInfo:
+        return self._known[engine]
 
     async def pause(self, mode: str) -> None:
         """Stop decoding on every routed engine; one that cannot be stopped is fenced."""
+        self._paused, self._pauses = True, self._pauses + 1
 
         async def stop(engine: EngineInfo) -> None:
             await self._post(engine, "/pause_generation", {"mode": mode})
@@ -56,6 +116,7 @@ class SGLangFleet:
         reported = (await self._client.get(f"{info.url}/model_info", within=self._timeout))["weight_version"]
         if reported != str(version):
             raise EngineLost(f"engine {engine} reports weight version {reported} after being given {version}")
+        self._versions[engine] = version
 
     async def resume(self) -> None:
         """Let every routed engine decode again; one that cannot is fenced."""
@@ -64,43 +125,91 @@ class SGLangFleet:
             await self._post(engine, "/continue_generation")
 
         await self._all_or_fence(go_on)
+        self._paused = False
 
     async def fence(self, engine: str, reason: str) -> None:
-        """Take an engine out of the router and wait until it is out. `reason` is for the caller's event."""
+        """Take an engine out of the router and wait until it is out."""
         info = self._routed.pop(engine, None)
         if info is None:
             return
-        for worker in await self._workers():
-            if worker["url"] == info.url:
-                await self._client.request("DELETE", f"{self._router}/workers/{worker['id']}", within=self._timeout)
-        await self._until(lambda workers: info.url not in workers, f"did not drop engine {engine}")
+        self._changed(engine, "fenced", reason)
+        # A router that is gone sends nobody anything; `check_router` looks again when it is back.
+        with suppress(EngineLost):
+            for worker in await self._workers():
+                if worker["url"] == info.url:
+                    await self._drop(worker["id"])
+            await self._until(lambda workers: info.url not in workers, f"did not drop engine {engine}")
 
     async def admit(self, engine: str) -> None:
         """Let requests reach an engine that holds the current version. Raises EngineLost when the router refuses it."""
-        info = self._known[engine]
-        # The router adds and drops in the background; a second order for what it has could undo a later drop.
-        if all(worker["url"] != info.url for worker in await self._workers()):
-            await self._client.post(f"{self._router}/workers", {"url": info.url}, within=self._timeout)
-        await self._until(lambda workers: workers.get(info.url, False), f"did not take engine {engine}")
+        info = self._joining[engine] = self._known[engine]
+        try:
+            # A second order for what it has could undo a later drop.
+            if all(worker["url"] != info.url for worker in await self._workers()):
+                await self._add(info)
+            await self._until(lambda workers: workers.get(info.url, False), f"did not take engine {engine}")
+        finally:
+            del self._joining[engine]
         self._routed[engine] = info
+        self._changed(engine, "routed", None)
+
+    async def check(self, engine: str) -> None:
+        """See `ports.Fleet.check`. SGLang answers for a busy engine by the tokens that it draws anyway."""
+        info, pauses = self._known[engine], self._pauses
+        try:
+            await self._client.get(f"{info.url}/health_generate", within=self._health_timeout)
+        except EngineLost as lost:
+            if not self._paused and pauses == self._pauses:
+                raise EngineLost(f"it drew no token: {lost}") from lost
+            # Nothing is drawn during a publish; its scheduler answers all the same.
+            await self._load_of(info)
+
+    async def restart(self, engine: str) -> None:
+        """See `ports.Fleet.restart`."""
+        self._versions.pop(engine, None)
+        try:
+            self.introduce(await self._processes.restart_engine(engine))
+        except EngineLost as lost:
+            self._changed(engine, "lost", str(lost))
+            raise
+
+    async def check_router(self) -> None:
+        """See `ports.Fleet.check_router`. A router that is not ours is only waited for."""
+        try:
+            workers = await self._workers()
+        except EngineLost:
+            await self._processes.restart_router()
+            workers = await self._workers()
+        listed = {worker["url"]: worker["id"] for worker in workers}
+        wanted = {info.url: info for info in self._routed.values()}
+        for info in wanted.values():
+            if info.url not in listed:
+                await self._add(info)
+        joining = {info.url for info in self._joining.values()}
+        for url in listed.keys() & self._urls - wanted.keys() - joining:
+            await self._drop(listed[url])
 
     async def loads(self) -> list[EngineLoad]:
         """How full each routed engine is; one that does not answer is left out, as it is somebody else's to fence."""
 
         async def ask(engine: EngineInfo) -> list[EngineLoad]:
-            try:
-                answer = await self._client.get(f"{engine.url}/v1/loads?include=core", within=self._timeout)
-            except EngineLost:
-                return []
-            return [
-                EngineLoad(kv_usage=rank["token_usage"], queued=rank["num_waiting_reqs"]) for rank in answer["loads"]
-            ]
+            with suppress(EngineLost):
+                return await self._load_of(engine)
+            return []
 
         answers = await asyncio.gather(*[ask(engine) for engine in self._routed.values()])
         return [load for loads in answers for load in loads]
 
     async def close(self) -> None:
         await self._client.close()
+
+    async def _load_of(self, engine: EngineInfo) -> list[EngineLoad]:
+        answer = await self._client.get(f"{engine.url}/v1/loads?include=core", within=self._timeout)
+        return [EngineLoad(kv_usage=rank["token_usage"], queued=rank["num_waiting_reqs"]) for rank in answer["loads"]]
+
+    def _changed(self, engine: str, state: str, reason: str | None) -> None:
+        version = self._versions.get(engine)
+        self._tell(EngineChanged(time=time.time(), engine=engine, state=state, version=version, reason=reason))
 
     async def _post(self, engine: EngineInfo, path: str, body: object = None) -> None:
         """Raises EngineLost also where the engine refuses: it is not in the state that it should be in."""
@@ -117,6 +226,14 @@ class SGLangFleet:
                 await self.fence(engine.name, str(lost))
 
         await asyncio.gather(*[guarded(engine) for engine in self._routed.values()])
+
+    async def _add(self, engine: EngineInfo) -> None:
+        await self._client.post(f"{self._router}/workers", {"url": engine.url}, within=self._timeout)
+
+    async def _drop(self, worker: str) -> None:
+        # Refused where somebody else dropped it first.
+        with suppress(BadTrajectory):
+            await self._client.request("DELETE", f"{self._router}/workers/{worker}", within=self._timeout)
 
     async def _workers(self) -> list[dict[str, str]]:
         answer = await self._client.get(f"{self._router}/workers", within=self._timeout)

@@ -12,6 +12,7 @@ import itertools
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -165,16 +166,16 @@ class SGLangGenerator:
 
     async def _abort_until(self, stopped: Callable[[], bool], orders: Sequence[dict[str, Any]]) -> None:
         """Repeated, because a request on its way to an engine is not stopped by an abort that arrives before it."""
+
+        async def order(url: str, body: dict[str, Any]) -> None:
+            # What a lost engine held ends with it.
+            with suppress(EngineLost):
+                await self._client.post(f"{url}/abort_request", body, within=ABORT_PATIENCE_SECONDS)
+
         try:
             async with asyncio.timeout(ABORT_PATIENCE_SECONDS):
                 while not stopped():
-                    await asyncio.gather(
-                        *[
-                            self._client.post(f"{url}/abort_request", order, within=ABORT_PATIENCE_SECONDS)
-                            for url in self._engine_urls()
-                            for order in orders
-                        ]
-                    )
+                    await asyncio.gather(*[order(url, body) for url in self._engine_urls() for body in orders])
                     await asyncio.sleep(0.02)
         except TimeoutError as late:
             raise EngineLost(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from miles_async.adapters.sglang.process import PortTaken, ServerProcess, free_port
+from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
+from miles_async.adapters.sglang.process import PortTaken, ServerProcess
 from miles_async.errors import Fatal, UserError
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
@@ -57,6 +58,9 @@ class EngineServer:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._process: ServerProcess | None = None
+        self._ports: list[ClaimedPort] = []
+        self.info: EngineInfo
+        """Of the server that was started last."""
 
     def start(self) -> EngineInfo:
         """Start it and wait until it is healthy.
@@ -65,9 +69,11 @@ class EngineServer:
         """
         _require_checkpoint(self.spec.model_path)
         for _ in range(PORT_ATTEMPTS):
-            port, bootstrap_port = free_port(), free_port()
+            self._release_ports()
+            self._ports = [claim_port() for _ in range(3)]
+            port, bootstrap_port, rendezvous_port = (claimed.number for claimed in self._ports)
             url = f"http://127.0.0.1:{port}"
-            arguments = command(self.spec, port, bootstrap_port)
+            arguments = command(self.spec, port, bootstrap_port, rendezvous_port)
             self._process = ServerProcess(
                 f"engine {self.spec.name}", "sglang.launch_server", arguments, f"{url}/health", self.spec.log_path
             )
@@ -75,7 +81,8 @@ class EngineServer:
                 self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout)
             except PortTaken:
                 continue
-            return EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp)
+            self.info = EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp)
+            return self.info
         raise Fatal(
             f"engine {self.spec.name} found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})"
         )
@@ -89,18 +96,32 @@ class EngineServer:
             return False
         return urlsplit(self._process.health_url).netloc
 
+    def restart(self) -> EngineInfo:
+        """End what is left of it and start it anew, at another url. Raises as `start` does."""
+        self.stop()
+        return self.start()
+
     def stop(self) -> None:
         if self._process is not None:
             # Asked politely, SGLang drains for seconds what nobody waits for any more, and then kills its own children.
             self._process.stop(grace=0.0)
+        self._release_ports()
+
+    def _release_ports(self) -> None:
+        while self._ports:
+            self._ports.pop().release()
 
 
-def command(spec: EngineSpec, port: int, bootstrap_port: int) -> list[str]:
-    """Arguments of `sglang.launch_server`. `bootstrap_port` is where the addresses of the weights are told."""
+def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous_port: int) -> list[str]:
+    """Arguments of `sglang.launch_server`.
+
+    `bootstrap_port` is where the addresses of the weights are told, `rendezvous_port` where its ranks meet.
+    """
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
         "host": "127.0.0.1",
         "port": port,
+        "nccl-port": rendezvous_port,
         "tp-size": spec.tp,
         "max-running-requests": spec.concurrency,
         "random-seed": spec.seed,

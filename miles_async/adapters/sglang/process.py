@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from miles_async.adapters.sglang.ports import claim_port
 from miles_async.errors import Fatal
 
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
@@ -35,6 +34,8 @@ class ServerProcess:
         self.log_path = log_path
         self._command = [sys.executable, "-m", "miles_async.adapters.sglang.tied", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+        """Where this process's part of the log begins: one that it replaces wrote the rest."""
 
     def start(self, environment: Mapping[str, str], cpus: Sequence[int] | None, timeout: float) -> None:
         """Start and wait until healthy.
@@ -44,6 +45,7 @@ class ServerProcess:
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self._command,
                 env={**os.environ, **environment},
@@ -75,12 +77,13 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def stop(self, grace: float = 3.0) -> None:
-        """End the whole process group: politely, and after `grace` seconds by force."""
+        """End the whole process group: politely, and after `grace` seconds by force; at once where it is 0."""
         if self._process is None:
             return
-        self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace)
+        if grace:
+            self._signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace)
         self._signal(signal.SIGKILL)
         self._process.communicate()
 
@@ -97,7 +100,7 @@ class ServerProcess:
             return False
 
     def _failure(self, what: str) -> Exception:
-        log = self.log_path.read_text(errors="replace")
+        log = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
         if _PORT_TAKEN.search(log):
             return PortTaken(what)
         return Fatal(f"{what}: {cause(log)} (log: {self.log_path})")
@@ -111,11 +114,7 @@ def cause(log: str) -> str:
 
 
 def free_port() -> int:
-    """A loopback port that is free now, outside the range that the kernel and Ray hand out by themselves."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
+    """A loopback port that is free now, for one who binds it at once."""
+    port = claim_port()
+    port.release()
+    return port.number

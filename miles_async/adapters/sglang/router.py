@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from miles_async.adapters.sglang.process import PortTaken, ServerProcess, free_port
+from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
+from miles_async.adapters.sglang.process import PortTaken, ServerProcess
 from miles_async.errors import Fatal
 
 PORT_ATTEMPTS = 3
@@ -30,23 +32,39 @@ class RouterServer:
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
         self._process: ServerProcess | None = None
-        self._metrics_address = ""
+        self._ports: list[ClaimedPort] = []
 
     def start(self) -> str:
         """Start it; returns its url. Raises Fatal with the cause when it does not come up."""
         for _ in range(PORT_ATTEMPTS):
-            port, metrics_port = free_port(), free_port()
-            url = f"http://127.0.0.1:{port}"
-            self._metrics_address = f"127.0.0.1:{metrics_port}"
-            words = [json.dumps(arguments(self.spec, port, metrics_port))]
-            module = "miles_async.adapters.sglang.router_process"
-            self._process = ServerProcess("sglang-router", module, words, f"{url}/liveness", self.spec.log_path)
-            try:
-                self._process.start({"NO_PROXY": "127.0.0.1"}, self.spec.cpus, self.spec.start_timeout)
-            except PortTaken:
-                continue
-            return url
+            self._release_ports()
+            self._ports = [claim_port(), claim_port()]
+            with suppress(PortTaken):
+                return self._serve()
         raise Fatal(f"sglang-router found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})")
+
+    def restart(self) -> str:
+        """End what is left of it and start it anew at the address that all know. Raises Fatal as `start` does."""
+        if self._process is not None:
+            self._process.stop(grace=0)
+        try:
+            return self._serve()
+        except PortTaken as taken:
+            raise Fatal(f"sglang-router cannot have its old port back: {taken}") from taken
+
+    def _serve(self) -> str:
+        port, metrics_port = (claimed.number for claimed in self._ports)
+        url = f"http://127.0.0.1:{port}"
+        words = [json.dumps(arguments(self.spec, port, metrics_port))]
+        module = "miles_async.adapters.sglang.router_process"
+        self._process = ServerProcess("sglang-router", module, words, f"{url}/liveness", self.spec.log_path)
+        self._process.start({"NO_PROXY": "127.0.0.1"}, self.spec.cpus, self.spec.start_timeout)
+        return url
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
 
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
@@ -55,11 +73,16 @@ class RouterServer:
         """Where it serves its metrics; False where it does not answer."""
         if self._process is None or not self._process.answers():
             return False
-        return self._metrics_address
+        return f"127.0.0.1:{self._ports[1].number}"
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.stop()
+        self._release_ports()
+
+    def _release_ports(self) -> None:
+        while self._ports:
+            self._ports.pop().release()
 
 
 def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:

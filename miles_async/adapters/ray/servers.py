@@ -1,0 +1,46 @@
+"""The engines and the router as Ray actors that can be told to start their servers anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.errors import EngineLost
+
+Actor = Any
+"""Handle of a `workers.engine.Engine` or `workers.router.Router` actor."""
+PLACED_WITHIN_SECONDS = 60.0
+"""How long Ray may take to find a lost actor another process, before its server begins to start."""
+
+
+class RayServers:
+    """`adapters.sglang.fleet.Processes`. Ray starts an actor that died anew by itself; its server is started here."""
+
+    def __init__(self, engines: Mapping[str, Actor], router: Actor | None, start_timeout: float) -> None:
+        """`router` is None where it is somebody else's."""
+        self._engines = dict(engines)
+        self._router = router
+        self._patience = start_timeout + PLACED_WITHIN_SECONDS
+
+    async def restart_engine(self, engine: str) -> EngineInfo:
+        info: EngineInfo = await self._answer(f"engine {engine}", self._engines[engine].restart.remote)
+        return info
+
+    async def restart_router(self) -> None:
+        if self._router is None:
+            raise EngineLost("the router does not answer and is not ours to start; it is used again when it is back")
+        await self._answer("sglang-router", self._router.restart.remote)
+
+    async def _answer(self, what: str, call: Any) -> Any:
+        try:
+            return await asyncio.wait_for(call(), self._patience)
+        except TimeoutError:
+            raise EngineLost(f"{what} was not started anew within {self._patience:.0f} s") from None
+        except RayTaskError as error:
+            raise EngineLost(" ".join(str(error.cause).split())) from error
+        except RayActorError as error:
+            raise EngineLost(f"the process that owns {what} died: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,89 @@
+"""Keeps engines and router alive: watched while they serve, fenced when they do not, started anew in the background.
+
+One loop per engine. A routed engine is asked for a sign of life again and again; one that is out of the router, whoever
+took it out, is started anew and joins once it holds the current weights (`publish.py`). Requests that it held fail as
+its process ends, and their groups go back to the feed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from miles_async.errors import EngineLost, Fatal
+from miles_async.observability.events import Warned
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.crew import Crew
+from miles_async.pipeline.publish import Publisher
+from miles_async.ports import Fleet
+
+ATTEMPTS = 3
+"""Starts in a row that may fail while no other engine serves; then the run ends."""
+LONGEST_WAIT_SECONDS = 60.0
+"""Between two attempts to start an engine; they grow further and further apart."""
+
+
+class Repair:
+    def __init__(
+        self, *, books: Books, fleet: Fleet, publisher: Publisher, crew: Callable[[], Crew], interval_seconds: float
+    ) -> None:
+        self._books = books
+        self._fleet = fleet
+        self._publisher = publisher
+        self._crew = crew
+        self._interval = interval_seconds
+        self._kept: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Waits for time and the router's answers; a loop of its own per engine, ended when the engine is removed."""
+        trouble = ""
+        while True:
+            members = set(self._fleet.members())
+            for engine in members - self._kept.keys():
+                self._kept[engine] = self._crew().spawn(f"keep-{engine}", self._keep(engine))
+            for engine in self._kept.keys() - members:
+                self._kept.pop(engine).cancel()
+            await self._books.clock.sleep(self._interval)
+            if not members:
+                continue
+            try:
+                await self._fleet.check_router()
+                trouble = ""
+            except EngineLost as lost:
+                if str(lost) != trouble:
+                    trouble = str(lost)
+                    self._warn(trouble)
+
+    async def _keep(self, engine: str) -> None:
+        """Waits for the engine's signs of life, or for its start; never for another engine."""
+        while True:
+            if engine in self._fleet.routed():
+                await self._books.clock.sleep(self._interval)
+                await self._look_at(engine)
+            else:
+                await self._replace(engine)
+
+    async def _look_at(self, engine: str) -> None:
+        try:
+            await self._fleet.check(engine)
+        except EngineLost as lost:
+            await self._fleet.fence(engine, str(lost))
+
+    async def _replace(self, engine: str) -> None:
+        """Raises Fatal when it fails again and again and no other engine serves."""
+        failures = 0
+        while True:
+            try:
+                await self._fleet.restart(engine)
+                await self._publisher.join(engine)
+                return
+            except EngineLost as lost:
+                failures += 1
+                sentence = f"engine {engine} could not be replaced ({failures} attempts): {lost}"
+            if failures >= ATTEMPTS and not self._fleet.routed():
+                raise Fatal(f"no engine is left: {sentence}")
+            self._warn(sentence)
+            await self._books.clock.sleep(min(LONGEST_WAIT_SECONDS, 2.0**failures))
+
+    def _warn(self, text: str) -> None:
+        self._books.events.emit(Warned(time=self._books.clock.now(), text=text))

@@ -1,0 +1,236 @@
+"""Engines that are killed, hang or stay away, under virtual time: the run goes on, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from miles_async.config.schema import Engine, Rollout, RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.errors import EngineLost, Fatal
+from miles_async.observability.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
+from miles_async.types import DropReason, Group, SampleStatus, WriteOutcome
+from tests.sim.engines import EngineModel, Engines, Latency
+from tests.sim.virtual_time import VirtualClock
+from tests.sim.world import World
+
+START_SECONDS = 12.0
+HEALTH_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """What befalls the engines: `(seconds, name)` of each kill and of each time one hangs."""
+
+    engines: int = 2
+    kills: Sequence[tuple[float, str]] = ()
+    hangs: Sequence[tuple[float, str]] = ()
+    never_back: bool = False
+
+
+@dataclass(slots=True)
+class Server:
+    alive: bool = True
+    hung: bool = False
+    routed: bool = True
+    version: int | None = None
+    holds: set[int] = field(default_factory=set)
+    """Identities of the groups that it is generating."""
+
+
+class MortalEngines(Engines):
+    """Requests spread evenly over several engines, each of which can die with what it held."""
+
+    fate = Fate()
+
+    def __init__(self, clock: VirtualClock, latency: Latency, model: EngineModel, seed: int) -> None:
+        super().__init__(clock, latency, model, seed)
+        self.servers = {f"engine-{i}": Server() for i in range(self.fate.engines)}
+        self.starts: list[str] = []
+        self.fences: list[float] = []
+        """When engines were taken out."""
+        loop = asyncio.get_running_loop()
+        for at, name in self.fate.kills:
+            loop.call_later(at, self._die, name)
+        for at, name in self.fate.hangs:
+            loop.call_later(at, self._hang, name)
+
+    def _die(self, name: str) -> None:
+        server = self.servers[name]
+        server.alive, server.version = False, None
+        for ticket in [self._tickets[group] for group in server.holds]:
+            self._stop(ticket)
+            if not ticket.done.done():
+                ticket.done.set_exception(EngineLost(f"{name} died"))
+
+    def _hang(self, name: str) -> None:
+        server = self.servers[name]
+        server.hung = True
+        for ticket in [self._tickets[group] for group in server.holds]:
+            self._stop(ticket)
+
+    async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
+        routed = [server for server in self.servers.values() if server.routed]
+        if not routed:
+            raise EngineLost("the router has no engine")
+        server = min(routed, key=lambda each: len(each.holds))
+        if not server.alive:
+            raise EngineLost("connection refused")
+        assert server.version == self.version, "a request reached an engine that does not hold the current weights"
+        server.holds.add(id(group))
+        try:
+            return await super()._serve(group, lengths if not server.hung else [1e9])
+        finally:
+            server.holds.discard(id(group))
+
+    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+        outcomes = await super().write(version, engines)
+        dead = [name for name in engines if not self.servers[name].alive]
+        return [
+            WriteOutcome(engine=each.engine, seconds=1.0, bytes=0, error="broke off") if each.engine in dead else each
+            for each in outcomes
+        ]
+
+    def members(self) -> Sequence[str]:
+        return tuple(self.servers)
+
+    def routed(self) -> Sequence[str]:
+        return tuple(name for name, server in self.servers.items() if server.routed)
+
+    async def commit(self, engine: str, version: int) -> None:
+        server = self.servers[engine]
+        if not server.alive or server.hung:
+            raise EngineLost("no answer")
+        server.version = self.version = version
+
+    async def fence(self, engine: str, reason: str) -> None:
+        self.servers[engine].routed = False
+        self.fences.append(self._clock.now())
+
+    async def admit(self, engine: str) -> None:
+        self.servers[engine].routed = True
+
+    async def check(self, engine: str) -> None:
+        server = self.servers[engine]
+        if server.hung:
+            await self._clock.sleep(HEALTH_TIMEOUT)
+        if not server.alive or server.hung:
+            raise EngineLost("it drew no token")
+
+    async def restart(self, engine: str) -> None:
+        self._die(engine)
+        self.starts.append(engine)
+        await self._clock.sleep(START_SECONDS)
+        if self.fate.never_back:
+            raise EngineLost("no memory for it")
+        self.servers[engine] = Server(routed=False)
+
+    async def check_router(self) -> None: ...
+
+
+def doomed(fate: Fate) -> type[MortalEngines]:
+    return type("Doomed", (MortalEngines,), {"fate": fate})
+
+
+def config(**rollout: object) -> RunConfig:
+    settings = {"rollout_batch_size": 8, "num_rollout": 40, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
+    return RunConfig(rollout=Rollout.model_validate(settings | rollout))
+
+
+def play(fate: Fate, **world: object) -> World:
+    return World(config=config(), engine_kind=doomed(fate), **world).run()  # type: ignore[arg-type]
+
+
+def lost(world: World) -> list[str]:
+    return [moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == DropReason.ENGINE_LOST]
+
+
+def check_that_all_is_well(world: World) -> None:
+    assert len(world.trace.of(StepEnded)) == 40
+    assert [event.version for event in world.trace.of(PublishEnded) if event.live] == list(range(41))
+    assert world.audit.violations == []
+    assert world.graveyard.buried == []
+    trained = {prompt for batch in world.trainer.batches for prompt in batch}
+    assert len(trained) == 40 * 8, "no prompt is trained twice"
+    owed = {group.feed_index for group in world.service.books.live_groups} | world.returned
+    assert set(lost(world)) <= trained | owed, "no group is lost"
+
+
+def test_when_one_engine_of_two_dies_its_groups_go_elsewhere_and_it_comes_back():
+    world = play(Fate(kills=[(20.3, "engine-1")]))
+    check_that_all_is_well(world)
+    assert lost(world)
+    assert world.fleet.starts == ["engine-1"]
+    assert set(world.fleet.routed()) == {"engine-0", "engine-1"}
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_with_one_engine_the_run_waits_until_it_is_back(schedule: Schedule):
+    undisturbed = World(config=config(), schedule=schedule).run().seconds
+    world = play(Fate(engines=1, kills=[(20.3, "engine-0")]), schedule=schedule)
+    check_that_all_is_well(world)
+    assert undisturbed < world.seconds < undisturbed + START_SECONDS + 12
+    if schedule is Schedule.FULLY_ASYNC:
+        [wait] = [event.seconds for event in world.trace.of(AdmissionBlocked) if event.cause == "no_engine"]
+        assert wait == pytest.approx(START_SECONDS, abs=1)
+
+
+def test_an_engine_that_hangs_is_replaced_after_its_time_and_what_it_held_is_generated_elsewhere():
+    world = play(Fate(hangs=[(20.3, "engine-0")]))
+    check_that_all_is_well(world)
+    assert world.fleet.starts == ["engine-0"]
+    assert lost(world)
+
+
+def test_a_kill_is_noticed_at_the_next_look():
+    def fenced_after(interval: float) -> float:
+        engine = Engine(engine_health_interval_seconds=interval)
+        world = World(
+            config=config().model_copy(update={"engine": engine}), engine_kind=doomed(Fate(kills=[(20.5, "engine-1")]))
+        ).run()
+        return world.fleet.fences[0] - 20.5
+
+    assert fenced_after(1.0) <= 1.0
+    assert 1.0 < fenced_after(7.0) <= 7.0
+
+
+def test_a_publish_that_finds_no_engine_waits_for_one_and_is_announced_once():
+    """It dies in the middle of a write: nothing is announced there."""
+    model = EngineModel(write_seconds=4.0)
+    world = play(Fate(engines=1, kills=[(at + 0.1, "engine-0") for at in (30, 60, 90)]), engines=model)
+    check_that_all_is_well(world)
+    assert not all(event.live for event in world.trace.of(PublishEnded))
+
+
+def test_an_evaluation_outlives_the_loss_of_the_only_engine():
+    world = play(Fate(engines=1, kills=[(0.5, "engine-0")]), problems=16)
+    assert world.trace.of(Evaluated)[0].accuracy == 1.0
+
+
+def test_a_run_whose_last_engine_cannot_be_started_ends_with_the_cause():
+    fate = Fate(engines=1, kills=[(20.3, "engine-0")], never_back=True)
+    with pytest.raises(
+        Fatal, match=r"no engine is left: engine engine-0 could not .* \(3 attempts\): no memory for it"
+    ):
+        play(fate)
+
+
+def test_an_engine_that_stays_away_does_not_end_a_run_that_has_another():
+    world = play(Fate(kills=[(20.3, "engine-1")], never_back=True))
+    check_that_all_is_well(world)
+    assert world.fleet.routed() == ("engine-0",)
+
+
+def kills_of(seed: int) -> list[tuple[float, str]]:
+    rng = random.Random(seed)
+    return [(rng.uniform(0.1, 90), f"engine-{rng.randrange(3)}") for _ in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_killed_and_whenever_nothing_is_lost(seed: int):
+    kills = kills_of(seed)
+    check_that_all_is_well(play(Fate(engines=3, kills=kills[:3], hangs=kills[3:]), seed=seed))

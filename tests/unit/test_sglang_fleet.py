@@ -1,0 +1,103 @@
+"""What the fleet makes of engines and routers that answer, are slow, or are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
+from miles_async.errors import EngineLost
+
+
+class Server:
+    """Answers `"METHOD /path"` with what it is told to; what it knows nothing of, never."""
+
+    def __init__(self, answers: dict[str, object]) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            method, path, _ = line.decode().split()
+            while (header := await reader.readline()).strip():
+                if header.lower().startswith(b"content-length:"):
+                    size = int(header.split(b":")[1])
+            body = (await reader.readexactly(size)).decode()
+            self.asked.append(f"{method} {path} {body}".removesuffix(" {}"))
+            if (answer := self.answers.get(f"{method} {path}")) is None:
+                await asyncio.sleep(60)
+            text = json.dumps(answer).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+
+
+@asynccontextmanager
+async def serving(answers: dict[str, object]) -> AsyncIterator[tuple[str, Server]]:
+    server = Server(answers)
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", server
+    finally:
+        listener.close()
+
+
+def test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused() -> None:
+    async def story() -> None:
+        idle = {"loads": [{"token_usage": 0.0, "num_waiting_reqs": 0}]}
+        told: dict[str, object] = {"GET /v1/loads?include=core": idle, "POST /continue_generation": {}}
+        told |= {"POST /pause_generation": {}, "POST /flush_cache": {}}
+        async with serving(told) as (url, _):
+            fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.05)
+            fleet.introduce(EngineInfo("e", url, 0, 1))
+            with pytest.raises(EngineLost, match="it drew no token"):
+                await fleet.check("e")
+            await fleet.pause("retract")
+            await fleet.check("e")
+            await fleet.resume()
+            with pytest.raises(EngineLost, match="it drew no token"):
+                await fleet.check("e")
+            await fleet.close()
+
+    asyncio.run(story())
+
+
+def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_alone() -> None:
+    async def story() -> None:
+        async with serving({"POST /workers": {}, "DELETE /workers/2": {}}) as (url, router):
+            fleet = SGLangFleet(url)
+            for number in (1, 2):
+                fleet.introduce(EngineInfo(f"e{number}", f"http://127.0.0.1:{number}", 0, 1))
+            both = [
+                {"url": f"http://127.0.0.1:{number}", "id": str(number), "is_healthy": True} for number in (1, 2, 3)
+            ]
+            router.answers["GET /workers"] = {"workers": both}
+            await fleet.admit("e1")
+            router.answers["GET /workers"] = {"workers": both[1:]}
+            await fleet.check_router()
+            assert router.asked[-2:] == ['POST /workers {"url":"http://127.0.0.1:1"}', "DELETE /workers/2"]
+            await fleet.close()
+
+    asyncio.run(story())
+
+
+def test_a_router_that_is_gone_and_not_ours_is_waited_for() -> None:
+    async def story() -> None:
+        fleet = SGLangFleet("http://127.0.0.1:1")
+        with pytest.raises(EngineLost, match="not ours to start; it is used again when it is back"):
+            await fleet.check_router()
+        await fleet.close()
+
+    asyncio.run(story())
+
+
+def test_a_claimed_port_is_given_to_nobody_else() -> None:
+    claimed = claim_port()
+    with pytest.raises(OSError, match="in use"):
+        ClaimedPort(claimed.number)
+    claimed.release()
+    ClaimedPort(claimed.number).release()
