@@ -6,7 +6,7 @@ ARGS ?=
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run test test-unit test-stack sim bench inspect lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run test test-unit test-stack sim bench inspect report lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -56,6 +56,9 @@ skip-rm: $(READY) ## Remove recordings (DIR=dump_dir, ARGS="--steps 5-9"); all o
 
 inspect: $(READY) ## Look at a saved batch (ARGS="debug/0.safetensors", or with --sample 7)
 	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
+
+report: $(READY) ## One HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
+	@$(PYTHON) -m miles_async.observability.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

@@ -61,7 +61,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
         # Ray takes seconds to import: only after everything cheap has been found to be in order.
         from workers.cluster import Cluster
 
-        log.info("run", folder=str(folder.path), metrics=onlookers.metrics_url)
+        log.info("run", folder=str(folder.path), page=onlookers.page_url, metrics=onlookers.metrics_url)
         onlookers.emit(run_started(config, folder, entry))
         reason = "done"
         try:

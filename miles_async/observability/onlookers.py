@@ -1,4 +1,4 @@
-"""Everyone who looks on at a run, together: trace, metrics, log lines, progress bar and summary."""
+"""Everyone who looks on at a run, together: events on disk, metrics, page, log lines, progress bar, trace, summary."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from miles_async.config.schema import RunConfig
 from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
+from miles_async.observability.page import LivePage
+from miles_async.observability.perfetto import PerfettoTrace
 from miles_async.observability.progress import Progress
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
 from miles_async.observability.summary import Summary
 from miles_async.observability.trace import TraceWriter
 from miles_async.observability.verdict import Verdicts
+from miles_async.observability.view import View
 
 PASSED_OVER_SHOWN = 10
 """Rows that are named on the terminal when they are passed over; a file that is broken throughout must not flood it."""
@@ -34,8 +37,12 @@ class Onlookers:
         """Raises UserError when the metrics port cannot be had."""
         registry = CollectorRegistry()
         self._metrics = Metrics(registry)
-        self._server = MetricsServer(registry, config.observability.metrics_port)
+        self._view = View(staleness_limit=config.rollout.max_weight_staleness)
+        self._server = MetricsServer(registry, LivePage(self._view), config.observability.metrics_port)
         self._trace = TraceWriter(folder.events)
+        self._perfetto = (
+            PerfettoTrace(folder.trace, config.observability.trace_max_bytes) if config.observability.trace else None
+        )
         self._summary = Summary()
         self._verdicts = Verdicts()
         self._lines = Lines(sys.stdout)
@@ -51,11 +58,17 @@ class Onlookers:
     ) -> None:
         self._progress.close()
         self._trace.close()
+        if self._perfetto is not None:
+            self._perfetto.close()
         self._server.close()
 
     @property
     def metrics_url(self) -> str:
         return self._server.url
+
+    @property
+    def page_url(self) -> str:
+        return self._server.page_url
 
     def emit(self, *events: Event) -> None:
         for event in events:
@@ -63,6 +76,9 @@ class Onlookers:
 
     def _show(self, event: Event) -> None:
         self._trace.observe(event)
+        self._view.observe(event)
+        if self._perfetto is not None:
+            self._perfetto.observe(event)
         self._metrics.observe(event)
         self._summary.observe(event)
         self._verdicts.observe(event)
@@ -92,3 +108,5 @@ class Onlookers:
         self._metrics.judged(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
         self._metrics.tick(now)
         self._trace.tick(now)
+        if self._perfetto is not None:
+            self._perfetto.tick(now)
