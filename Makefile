@@ -6,7 +6,7 @@ ARGS ?=
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run test test-unit test-stack sim bench inspect report lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run test test-unit test-stack sim bench dashboards monitoring inspect report lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -47,6 +47,12 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.skip_replay
 	@$(PYTHON) -m benchmarks.jsonl_start
 	@$(PYTHON) -m benchmarks.rollout_worker
+
+dashboards: $(READY) ## Write Grafana's dashboards as JSON from dashboards/content.py
+	@$(PYTHON) -m dashboards.build
+
+monitoring: $(READY) ## A real Prometheus with our rules on the runs in runs/, or on a recorded one (RUN=runs/latest)
+	@$(PYTHON) -m dashboards.prometheus $(if $(RUN),--recorded $(RUN)) $(ARGS)
 
 skip-ls: $(READY) ## List recordings that --skip-… made (DIR=dump_dir)
 	@$(PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)

@@ -33,6 +33,7 @@ from miles_async.errors import Fatal, MilesError
 from miles_async.observability.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
+from workers.heartbeats import Question
 from workers.learner import LearnerRank
 from workers.preflight import Lessons, checkpoint_to_resume
 from workers.rollout import RolloutWorker, Surroundings
@@ -64,6 +65,8 @@ class Cluster:
         self._servers: list[ActorHandle] = []
         self._daemons: set[psutil.Process] = set()
         """Ray's own processes, where we started them; all actors and servers descend from them."""
+        self.questions: dict[str, Question] = {}
+        """How to ask each process whether it is there, by its name."""
         self._worker: ActorHandle
         self.surroundings: Surroundings
         """What `start` found and started."""
@@ -80,6 +83,12 @@ class Cluster:
         self._daemons = set(psutil.Process().children()) - others
         log.info("ray is up", seconds=round(time.monotonic() - started, 1))
         return self
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All processes that this one started, on this machine, which run Python."""
+        started = psutil.Process().children(recursive=True)
+        return [process for process in started if Path(_executable(process)).name.startswith("python")]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -103,6 +112,8 @@ class Cluster:
             for rank in range(1 if debug.debug_rollout_only else self._world_size)
         ]
         self._worker = self._actor(RolloutWorker, "rollout", self._config, self._entry, self._folder)
+        self.questions |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
+        self.questions["rollout"] = self._worker.answers.remote
         started = await self._warm_start(ranks[0], lessons)
         router_url, engines, _ = await _together(
             _nothing("") if idle else self._router(),
@@ -146,8 +157,9 @@ class Cluster:
         return ray.remote(kind).options(name=name, num_cpus=0, **options).remote(*arguments)
 
     def _server(self, kind: type[Any], name: str, spec: Any) -> ActorHandle:
-        """Two calls at once, so that it can be stopped while it starts."""
-        server = self._actor(kind, name, spec, max_concurrency=2)
+        """Several calls at once, so that it can be stopped, and asked whether it answers, while it starts."""
+        server = self._actor(kind, name, spec, max_concurrency=4)
+        self.questions[name] = server.answers.remote
         self._servers.append(server)
         return server
 
@@ -184,6 +196,13 @@ class Cluster:
         ways = await _together(*(_call(rank.connect, wanted, engines, folder) for rank in ranks))
         log.info("weights travel", by=ways[0], engines=len(engines))
         return str(ways[0])
+
+
+def _executable(process: psutil.Process) -> str:
+    try:
+        return process.exe()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
 
 
 async def _call(method: Any, *arguments: Any) -> Any:

@@ -17,7 +17,7 @@ import structlog
 
 from miles_async.config.derived import bounds_of, table
 from miles_async.config.schema import RunConfig
-from miles_async.errors import Fatal, MilesError, UserError
+from miles_async.errors import MilesError, UserError
 from miles_async.observability.events import RunEnded, RunStarted
 from miles_async.observability.logging import configure_logging
 from miles_async.observability.onlookers import Onlookers
@@ -26,13 +26,12 @@ from workers.preflight import Lessons, preflight
 
 if TYPE_CHECKING:
     from workers.cluster import Cluster
+    from workers.watchdog import Watchdog
 
 T = TypeVar("T")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 TICK_SECONDS = 0.25
-SILENCE_SECONDS = 120.0
-"""A rollout worker that sends nothing for so long is stuck or dead; it speaks twice a second otherwise."""
 
 
 class Interrupted(Exception):
@@ -60,6 +59,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
     with Onlookers(config, folder) as onlookers:
         # Ray takes seconds to import: only after everything cheap has been found to be in order.
         from workers.cluster import Cluster
+        from workers.watchdog import Watchdog
 
         log.info("run", folder=str(folder.path), page=onlookers.page_url, metrics=onlookers.metrics_url)
         onlookers.emit(run_started(config, folder, entry))
@@ -67,7 +67,8 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
         try:
             async with Cluster(config, folder, entry) as cluster:
                 onlookers.emit(await _unless(stop, cluster.start(lessons)))
-                await _follow(cluster, onlookers, stop)
+                with Watchdog(cluster, onlookers, config.observability, time.time()) as watchdog:
+                    await _follow(cluster, onlookers, watchdog, stop)
             if stop.is_set():
                 raise Interrupted
         except (Interrupted, asyncio.CancelledError):
@@ -81,18 +82,15 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
     return DONE
 
 
-async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event) -> None:
-    """Pass the service's events on until it ends. Raises what ended it."""
+async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, stop: asyncio.Event) -> None:
+    """Pass the service's events on until it ends. Raises what ended it, or Fatal when it does not answer."""
     run = asyncio.ensure_future(cluster.run())
     asked_to_stop = False
-    heard_at = time.monotonic()
     events: asyncio.Future[list[Any]] = asyncio.ensure_future(cluster.events())
     try:
         while True:
             await asyncio.wait([run, events], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            onlookers.tick()
             if events.done():
-                heard_at = time.monotonic()
                 onlookers.emit(*events.result())
                 events = asyncio.ensure_future(cluster.events())
             if run.done():
@@ -101,10 +99,7 @@ async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event) -
             if stop.is_set() and not asked_to_stop:
                 asked_to_stop = True
                 await cluster.stop()
-            if time.monotonic() - heard_at > SILENCE_SECONDS:
-                raise Fatal(
-                    f"the rollout worker has not answered for {SILENCE_SECONDS:.0f}s; its log is in {cluster.logs}"
-                )
+            watchdog.look(time.time())
     finally:
         run.cancel()
         events.cancel()
@@ -154,4 +149,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
         queue_capacity=config.rollout.queue_capacity,
         window=bounds.window,
         slots=bounds.slots,
+        staleness_limit=config.rollout.max_weight_staleness,
     )

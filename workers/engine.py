@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 
 
@@ -14,6 +16,10 @@ class Engine:
     def start(self) -> EngineInfo:
         """Start the server and wait until it is healthy. Raises UserError or Fatal with one sentence."""
         return self._server.start()
+
+    def answers(self) -> str | Literal[False]:
+        """Where the server serves its metrics; False where it does not answer."""
+        return self._server.answers()
 
     def alive(self) -> bool:
         return self._server.alive()

@@ -236,6 +236,9 @@ class RolloutWorker:
         """What happened since the last call; waits up to half a second for something to happen."""
         return await self._outbox.take(0.5)
 
+    async def answers(self) -> None:
+        """Return, to show that the event loop turns."""
+
     async def stop(self) -> None:
         """End the run after the step being taken."""
         if self._service is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 
 
@@ -17,6 +19,10 @@ class Router:
     def start(self) -> str:
         """Start the router; returns its url. Raises Fatal with one sentence."""
         return self._server.start()
+
+    def answers(self) -> str | Literal[False]:
+        """Where the server serves its metrics; False where it does not answer."""
+        return self._server.answers()
 
     def alive(self) -> bool:
         return self._server.alive()

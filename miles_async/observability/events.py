@@ -29,6 +29,8 @@ class RunStarted(Event, frozen=True):
     window: int
     slots: int | None
     """B, or None where no staleness limit is set."""
+    staleness_limit: int | None = None
+    """`--max-weight-staleness`."""
 
 
 class ClusterReady(Event, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -11,7 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded
+from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded, Stalled
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.page import LivePage
@@ -19,7 +19,9 @@ from miles_async.observability.perfetto import PerfettoTrace
 from miles_async.observability.progress import Progress
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
+from miles_async.observability.stall import StallReport
 from miles_async.observability.summary import Summary
+from miles_async.observability.targets import Targets
 from miles_async.observability.trace import TraceWriter
 from miles_async.observability.verdict import Verdicts
 from miles_async.observability.view import View
@@ -45,6 +47,9 @@ class Onlookers:
         )
         self._summary = Summary()
         self._verdicts = Verdicts()
+        self._stall = StallReport(config.observability.no_progress_warn_seconds)
+        self._targets = Targets(folder, self._server.url)
+        self._targets.write({})
         self._lines = Lines(sys.stdout)
         self._progress = Progress(sys.stderr, enabled=config.observability.progress_bar)
         self._folder = folder
@@ -60,6 +65,7 @@ class Onlookers:
         self._trace.close()
         if self._perfetto is not None:
             self._perfetto.close()
+        self._targets.remove()
         self._server.close()
 
     @property
@@ -82,12 +88,15 @@ class Onlookers:
         self._metrics.observe(event)
         self._summary.observe(event)
         self._verdicts.observe(event)
+        self._stall.observe(event)
         self._lines.observe(event)
         self._progress.observe(event)
         if isinstance(event, DataSkipped):
             self._warn(event)
         if isinstance(event, BottleneckFound):
             log.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
+        if isinstance(event, Stalled):
+            log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             print(self._summary.text(), flush=True)
@@ -99,9 +108,18 @@ class Onlookers:
         if self._passed_over == PASSED_OVER_SHOWN:
             log.warning("what else is passed over is only counted here", all_of_it=str(self._folder.events))
 
-    def tick(self) -> None:
+    def found_at(self, addresses: Mapping[str, str]) -> None:
+        """Engines and router serve metrics of their own at these addresses."""
+        self._targets.write(addresses)
+
+    def stalled_for(self, now: float) -> float:
+        """Seconds since the last progress, where that is long enough for a warning; else 0."""
+        return self._stall.stalled_for(now)
+
+    def tick(self, now: float) -> None:
         """Move on what grows with time alone."""
-        now = time.time()
+        if stalled := self._stall.overdue(now):
+            self._show(stalled)
         self._verdicts.tick(now)
         if found := self._verdicts.announced(now):
             self._show(found)

@@ -155,6 +155,7 @@ class Service:
             producer=self._producer,
             drain=self._drain,
             generator=ports.generator,
+            fleet=ports.fleet,
             warn_seconds=config.observability.no_progress_warn_seconds,
             abort_seconds=config.observability.no_progress_abort_seconds,
         )

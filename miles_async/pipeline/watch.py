@@ -5,12 +5,13 @@ Never waits for another loop, so that it speaks when the others are stuck.
 
 from __future__ import annotations
 
+from miles_async.core.stall import StallClock
 from miles_async.errors import Fatal
-from miles_async.observability.events import EngineBusy, LoopLag, Pulse, Stalled
+from miles_async.observability.events import EngineBusy, EngineChanged, LoopLag, Pulse, Stalled
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.drain import Drain
 from miles_async.pipeline.produce import Producer
-from miles_async.ports import Generator
+from miles_async.ports import Fleet, Generator
 
 TICK_SECONDS = 0.5
 
@@ -23,6 +24,7 @@ class Watch:
         producer: Producer,
         drain: Drain,
         generator: Generator,
+        fleet: Fleet,
         warn_seconds: float,
         abort_seconds: float,
     ) -> None:
@@ -30,14 +32,15 @@ class Watch:
         self._producer = producer
         self._drain = drain
         self._generator = generator
-        self._warn_seconds = warn_seconds
+        self._fleet = fleet
+        self._routed: set[str] = set()
+        self._stall = StallClock(warn_seconds)
         self._abort_seconds = abort_seconds
         self._head = 0, books.clock.now()
         """Head of the window, and when it was first seen there."""
 
     async def run(self) -> None:
         books = self._books
-        warnings = 0
         while True:
             asleep_at = books.clock.now()
             await books.clock.sleep(TICK_SECONDS)
@@ -47,11 +50,9 @@ class Watch:
                 EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
             )
             books.events.emit(self._pulse(now))
+            self._tell_engines(now)
             still = now - books.last_progress
-            if still < self._warn_seconds:
-                warnings = 0
-            elif still >= self._warn_seconds * (warnings + 1):
-                warnings += 1
+            if self._stall.due(still):
                 self._warn(now, still)
             if still >= self._abort_seconds:
                 raise Fatal(
@@ -85,6 +86,16 @@ class Watch:
             trainer_version=books.trainer_version,
             live_version=books.live_version,
         )
+
+    def _tell_engines(self, now: float) -> None:
+        routed = set(self._fleet.routed())
+        version = self._books.live_version
+        for engine in routed - self._routed:
+            held = version if version >= 0 else None
+            self._books.events.emit(EngineChanged(time=now, engine=engine, state="routed", version=held, reason=None))
+        for engine in self._routed - routed:
+            self._books.events.emit(EngineChanged(time=now, engine=engine, state="fenced", version=None, reason=None))
+        self._routed = routed
 
     def _warn(self, now: float, still: float) -> None:
         self._books.events.emit(

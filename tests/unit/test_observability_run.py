@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,7 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     folder = RunFolder.create(config_in(tmp_path))
     with Onlookers(config_in(tmp_path, trace=True), folder) as onlookers:
         onlookers.emit(*WHOLE_RUN[:-1])
-        onlookers.tick()
+        onlookers.tick(time.time())
         with urlopen(onlookers.metrics_url, timeout=5) as response:
             assert "miles_async_eval_accuracy_ratio" in response.read().decode()
         with urlopen(onlookers.page_url, timeout=5) as response:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.process import PortTaken, ServerProcess, free_port
 from miles_async.errors import Fatal, UserError
@@ -81,6 +82,12 @@ class EngineServer:
 
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
+
+    def answers(self) -> str | Literal[False]:
+        """Where it serves its metrics; False where it does not answer."""
+        if self._process is None or not self._process.answers():
+            return False
+        return urlsplit(self._process.health_url).netloc
 
     def stop(self) -> None:
         if self._process is not None:

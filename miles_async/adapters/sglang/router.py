@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from miles_async.adapters.sglang.process import PortTaken, ServerProcess, free_port
 from miles_async.errors import Fatal
@@ -30,12 +30,14 @@ class RouterServer:
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
         self._process: ServerProcess | None = None
+        self._metrics_address = ""
 
     def start(self) -> str:
         """Start it; returns its url. Raises Fatal with the cause when it does not come up."""
         for _ in range(PORT_ATTEMPTS):
             port, metrics_port = free_port(), free_port()
             url = f"http://127.0.0.1:{port}"
+            self._metrics_address = f"127.0.0.1:{metrics_port}"
             words = [json.dumps(arguments(self.spec, port, metrics_port))]
             module = "miles_async.adapters.sglang.router_process"
             self._process = ServerProcess("sglang-router", module, words, f"{url}/liveness", self.spec.log_path)
@@ -48,6 +50,12 @@ class RouterServer:
 
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
+
+    def answers(self) -> str | Literal[False]:
+        """Where it serves its metrics; False where it does not answer."""
+        if self._process is None or not self._process.answers():
+            return False
+        return self._metrics_address
 
     def stop(self) -> None:
         if self._process is not None:
