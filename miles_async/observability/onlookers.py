@@ -11,12 +11,14 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
 from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded, Stalled
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.page import LivePage
 from miles_async.observability.perfetto import PerfettoTrace
 from miles_async.observability.progress import Progress
+from miles_async.observability.report import Told, flat, write
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
 from miles_async.observability.stall import StallReport
@@ -33,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class Onlookers:
-    """Shows each event to all of them; `summary.json` and the printed summary appear when the run ends."""
+    """Shows each event to all of them; `summary.json`, the report and the printed summary appear when the run ends."""
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         """Raises UserError when the metrics port cannot be had."""
@@ -52,6 +54,7 @@ class Onlookers:
         self._targets.write({})
         self._lines = Lines(sys.stdout)
         self._progress = Progress(sys.stderr, enabled=config.observability.progress_bar)
+        self._config = config
         self._folder = folder
         self._passed_over = 0
 
@@ -99,7 +102,17 @@ class Onlookers:
             log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
+            self._report(event.time)
             print(self._summary.text(), flush=True)
+
+    def _report(self, until: float) -> None:
+        settings = flat(self._config.model_dump(mode="json"))
+        told = Told(self._folder.path.name, settings, self._view, self._summary, until)
+        try:
+            write([told], self._folder.report)
+        except UserError as error:
+            # The run itself is well; `make report` makes one from the events.
+            log.warning("no report", why=str(error))
 
     def _warn(self, event: DataSkipped) -> None:
         self._passed_over += 1

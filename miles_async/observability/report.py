@@ -42,7 +42,7 @@ class Told:
     def read(folder: RunFolder) -> Told:
         """Raises UserError for a folder that holds no run, or events that cannot be read."""
         try:
-            config = _flat(parse_yaml((folder.path / "config.yaml").read_text()))
+            config = flat(parse_yaml((folder.path / "config.yaml").read_text()))
             events = read_trace(folder.events)
             return Told.of(folder.path.resolve().name, config, events)
         except OSError as error:
@@ -81,13 +81,18 @@ def write_report(folder: RunFolder, beside: RunFolder | None, output: Path | Non
     """Write it into the run's own folder, or to `output`. Raises UserError with what cannot be read or written."""
     runs = [Told.read(each) for each in (folder, beside) if each is not None]
     path = output or (folder.report if beside is None else folder.path / f"report-with-{runs[1].name}.html")
+    write(runs, path)
+    return path
+
+
+def write(runs: Sequence[Told], path: Path) -> None:
+    """A reader finds the whole report or none. Raises UserError where it cannot be written."""
     partial = path.with_name(f".{path.name}")
     try:
         partial.write_bytes(report(runs))
         partial.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): name another file with --output") from error
-    return path
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,14 +110,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
+def flat(section: Any, prefix: str = "") -> dict[str, Any]:
     """The settings of nested sections by their dotted names; lists and empty mappings are values."""
     if not isinstance(section, dict) or not section:
         return {prefix: section}
-    flat: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in section.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
-    return flat
+        settings |= flat(value, f"{prefix}.{name}" if prefix else str(name))
+    return settings
 
 
 if __name__ == "__main__":

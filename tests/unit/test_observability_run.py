@@ -330,6 +330,7 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     assert list(read_trace(folder.events)) == WHOLE_RUN
     assert any(entry["name"] == "rollout 1" for entry in json.loads(folder.trace.read_text())["traceEvents"])
     assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.6
+    assert b'"accuracy_after":0.6' in folder.report.read_bytes()
     out = capsys.readouterr().out
     assert "Staleness stats: recycled=0, avg_staleness=0.50, max_staleness=1" in out
     assert "0.200 before, 0.600 after" in out

@@ -20,7 +20,7 @@ function stages(now) {
   const { pulse, queue, run, outcomes, step, publish, trainer, slots } = now;
   const filtered = Object.entries(outcomes).filter(([name]) => name === "filtered").reduce((sum, [, n]) => sum + n, 0);
   const routed = now.engines.filter((engine) => engine.state === "routed").length;
-  const generating = pulse ? pulse.generating : (slots.counts.in_flight ?? 0);
+  const generating = (slots.counts.in_flight ?? 0);
   return [
     { id: "data", name: "Data", big: number(now.fed), unit: now.fed === 1 ? "group" : "groups",
       details: [pulse?.waits_for ? `waits ${duration(pulse.waits_seconds)}: ${BLOCKED[pulse.waits_for] ?? pulse.waits_for}` : "admitted so far"] },

@@ -36,7 +36,7 @@ const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}
 function duration(seconds) {
   const past = seconds < 0 ? "−" : "";
   const s = Math.abs(seconds);
-  if (s < 1) return s === 0 ? "0 s" : `${past}${number(s)} s`;
+  if (s < 1) return `${past}${number(Math.round(100 * s) / 100)} s`;
   if (s < 90) return `${past}${Math.round(s)} s`;
   if (s < 5400) return `${past}${Math.floor(s / 60)} min${s % 60 >= 1 && s < 600 ? ` ${Math.floor(s % 60)} s` : ""}`;
   return `${past}${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
@@ -95,7 +95,7 @@ class Multiples {
     this.at = null;
     this.plots = new Map();
     this.sources = [];
-    new ResizeObserver(() => this.draw()).observe(root);
+    new ResizeObserver(() => this.root.clientWidth !== this.width && this.draw()).observe(root);
     learner.closest("details").addEventListener("toggle", () => this.draw());
   }
 
@@ -116,11 +116,12 @@ class Multiples {
     const details = this.learner.closest("details");
     const learner = this.learnerPlots();
     details.hidden = !learner.length;
-    for (const spec of [...PLOTS, ...(details.open ? learner : [])]) {
-      const known = this.names(spec).length > 0;
-      if (known && !this.plots.has(spec.id)) this.add(spec);
-      if (known) this.plots.get(spec.id).draw(spec);
-    }
+    const known = [...PLOTS, ...(details.open ? learner : [])].filter((spec) => this.names(spec).length);
+    for (const spec of known) if (!this.plots.has(spec.id)) this.add(spec);
+    // All are equally wide; asking once, before anything is drawn, spares the browser a layout for each.
+    const width = known.length ? this.plots.get(known[0].id).svg.clientWidth : 0;
+    this.width = this.root.clientWidth;
+    for (const spec of known) this.plots.get(spec.id).draw(spec, width || 320);
   }
 
   /* The learner's own figures, whichever it tells. */
@@ -210,12 +211,12 @@ class Plot {
     return curves;
   }
 
-  draw(spec) {
+  draw(spec, width) {
     this.spec = spec;
-    const width = this.svg.clientWidth || 320, height = this.svg.clientHeight || 112;
+    const height = 112;
     this.left = 40; this.top = 8; this.bottom = height - 16;
-    const labelled = spec.stack || spec.lines.length > 1;
-    this.right = width - (labelled ? 96 : 10);
+    const names = spec.stack ? Object.values(spec.names) : spec.lines.length > 1 ? spec.lines.map((line) => line[1]) : [];
+    this.right = width - (names.length ? 12 + 6.6 * Math.max(...names.map((name) => name.length)) : 10);
     this.svg.replaceChildren();
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     if (spec.stack) this.drawStack(); else this.drawLines();
@@ -246,8 +247,10 @@ class Plot {
       this.svg.append(shape("circle", { cx: this.x(time), cy: this.y(value), r: 3.5, fill: colour("orange"), stroke: colour("paper"), "stroke-width": 1.5 }));
     }
     if (dots.length) {
-      const [time, value] = dots[dots.length - 1];
-      this.svg.append(shape("text", { class: "label", x: Math.min(this.x(time) - 6, this.right), y: Math.max(this.top + 9, this.y(value) - 7), "text-anchor": "end", style: "" }, "held-out accuracy"));
+      const [time, value] = dots[dots.length - 1], x = this.x(time), early = x < (this.left + this.right) / 2;
+      const label = shape("text", { class: "label", x: early ? x + 7 : Math.min(x + 4, this.right), y: Math.max(this.top + 9, this.y(value) + (early ? 4 : -8)), "text-anchor": early ? "start" : "end" }, "held-out accuracy");
+      label.style.fill = colour("orange");
+      this.svg.append(label);
     }
     if (this.spec.lines.length > 1) this.labels(curves.filter((c) => !c.other).map((c) => [c.label, c.colour, c.points.at(-1)?.[1]]));
   }
@@ -258,7 +261,7 @@ class Plot {
     const banded = !curve.other && curve.points.some((p) => p[2] !== p[3]);
     if (banded) {
       const upper = curve.points.map((p) => place(p[0], p[3])), lower = curve.points.map((p) => place(p[0], p[2])).reverse();
-      this.svg.append(shape("path", { class: "range", d: `M${[...upper, ...lower].join("L")}Z`, style: "", fill: colour(curve.colour) }));
+      this.svg.append(shape("path", { class: "range", d: `M${[...upper, ...lower].join("L")}Z`, fill: colour(curve.colour) }));
     }
     const points = curve.points.map((p) => place(p[0], p[1]));
     if (points.length === 1) points.push(points[0]);
@@ -340,9 +343,11 @@ class Plot {
 
   pointed() {
     const { at } = this.all;
-    const main = this.drawn.filter((c) => !this.spec.stack || c === this.drawn[0]);
     const show = this.spec.share || this.spec.stack ? percent : number;
-    this.value.textContent = main.map((c) => show(this.at(c)?.[1] ?? null)).join(" · ");
+    const shown = (curves) => curves.map((c) => `${this.spec.stack ? `${c.label} ` : ""}${show(this.at(c)?.[1] ?? null)}`).join(" · ");
+    const chief = this.spec.stack ? this.drawn.slice(0, 1) : this.drawn.filter((c) => !c.other);
+    const others = this.drawn.filter((c) => c.other);
+    this.value.textContent = shown(chief) + (others.length ? ` vs ${shown(others)}` : "");
     this.mark.setAttribute("visibility", at === null ? "hidden" : "visible");
     if (at !== null) for (const end of ["x1", "x2"]) this.mark.setAttribute(end, this.x(at));
   }
@@ -360,6 +365,7 @@ class Plot {
 
 /* The verdict over time as one band; `phases` are [start, end, verdict]. */
 function verdictBand(root, phases, from, to, shift, title) {
+  if (!phases.length) return;
   const svg = shape("svg", { role: "img" });
   const figure = el("figure", { className: "plot wide" }, el("figcaption", {}, el("b", { textContent: title })), svg);
   root.append(figure);
