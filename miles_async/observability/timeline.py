@@ -35,8 +35,10 @@ class Bucket:
     def add(self, value: float, weight: float) -> None:
         self.weight += weight
         self.total += value * weight
-        self.low = min(self.low, value)
-        self.high = max(self.high, value)
+        if value < self.low:
+            self.low = value
+        if value > self.high:
+            self.high = value
 
     def absorb(self, other: Bucket) -> None:
         self.weight += other.weight
@@ -86,6 +88,8 @@ class Timeline:
         held = self._held.get(name)
         if held is None:
             self._held[name] = _Held(value, time)
+        elif held.value == value:
+            return
         else:
             self._keep(name, held, time)
             held.value = value
@@ -99,9 +103,16 @@ class Timeline:
             self._keep(name, held, now)
 
     def _keep(self, name: str, held: _Held, until: float) -> None:
-        for place, seconds in self._covered(held.since, until):
-            self._bucket(name, Kind.HELD, place).add(held.value, seconds)
-        held.since = max(held.since, until)
+        if until <= held.since:
+            return
+        place = self._place(until)
+        if self._began + place * self._width <= held.since:
+            # Nearly always: changes come many to a bucket.
+            self._bucket(name, Kind.HELD, place).add(held.value, until - held.since)
+        else:
+            for place, seconds in self._covered(held.since, until):
+                self._bucket(name, Kind.HELD, place).add(held.value, seconds)
+        held.since = until
 
     def _place(self, time: float) -> int:
         """The bucket of `time`, after making room for it."""
@@ -115,10 +126,12 @@ class Timeline:
 
     def _make_room(self) -> None:
         if self._rolling:
-            self._first = self._last - self._places + 1
+            first = self._last - self._places + 1
+            gone = range(self._first, min(first, self._first + self._places))
             for buckets in self._series.values():
-                for place in [place for place in buckets if place < self._first]:
-                    del buckets[place]
+                for place in gone:
+                    buckets.pop(place, None)
+            self._first = first
             return
         self._width *= 2
         self._last //= 2

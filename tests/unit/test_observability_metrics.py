@@ -365,7 +365,7 @@ def test_the_verdict_is_one_and_the_trainers_time_never_falls() -> None:
 
 def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.CaptureFixture[str]) -> None:
     see = Watched(RUN)
-    server = MetricsServer(see.registry, port=0)
+    server = MetricsServer(see.registry, LivePage(View(staleness_limit=None)), port=0)
     stopping = threading.Event()
     outcomes: list[str] = []
 
