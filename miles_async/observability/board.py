@@ -178,6 +178,7 @@ class Board:
             "requests": self._busy.in_flight if self._busy is not None else 0,
             "queue": {"depth": self._queue.depth, "blocked": self._queue.blocked} if self._queue is not None else None,
             "pulse": self._pulse,
+            "pulse_age": max(0.0, now - self._pulse.time) if self._pulse is not None else None,
             "outcomes": dict(self._outcomes.most_common()),
             "staleness": {str(age): self._staleness[age] for age in sorted(self._staleness)},
             "step": self._step,

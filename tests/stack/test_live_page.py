@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from playwright.sync_api import Browser, expect
 
-from miles_async.observability.events import Event, GroupGenerated, GroupMoved, RunEnded, SampleShown, StepEnded
+from miles_async.observability.events import Event, GroupGenerated, GroupMoved, RunEnded, SampleShown, Silent, StepEnded
 from miles_async.observability.onlookers import Onlookers
 from miles_async.observability.perfetto import REQUESTS
 from miles_async.observability.report import main as make_report
@@ -62,7 +63,7 @@ def test_the_page_shows_the_run_and_follows_it(played: Played, onlookers: Onlook
     onlookers.emit(RunEnded(time=played.events[-1].time, reason="done"))
     expect(page.locator("#verdict-name")).to_have_text("Ended: done")
     admitted = page.locator("#pipeline li", has_text="Data").locator(".big").inner_text()
-    assert int(admitted.split()[0]) >= len(played.of(GroupGenerated))
+    assert int(admitted.split()[0].replace(",", "")) >= len(played.of(GroupGenerated))
     page.click("text=whole run")
     expect(page.locator("#plot-reward")).to_be_visible()
     assert "now" in (page.locator("#plot-reward svg").get_attribute("aria-label") or "")
@@ -126,6 +127,15 @@ def test_a_screen_reader_hears_names_and_figures(onlookers: Onlookers, browser: 
 def test_text_can_be_read_in_light_and_dark(scheme: str, onlookers: Onlookers, browser: Browser) -> None:
     visit = Visit.to(browser, onlookers.page_url, color_scheme=scheme)
     assert {name: ratio for name, ratio in visit.contrasts().items() if ratio < 4.0} == {}
+    visit.page.close()
+
+
+def test_the_page_says_who_does_not_answer(played: Played, onlookers: Onlookers, browser: Browser) -> None:
+    visit = Visit.to(browser, onlookers.page_url)
+    onlookers.emit(Silent(time=time.time(), process="learner-0", seconds=7.0))
+    expect(visit.page.locator("#silent")).to_contain_text("learner-0 has not answered for")
+    onlookers.emit(Silent(time=time.time(), process="learner-0", seconds=0.0))
+    expect(visit.page.locator("#silent")).not_to_contain_text("learner-0")
     visit.page.close()
 
 

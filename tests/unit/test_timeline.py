@@ -195,6 +195,8 @@ def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() 
         ("engine-1", "fenced", None),
     ]
     assert figures["silent"] == {"engine-1": 3.0}
+    board.observe(Silent(time=105.0, process="engine-1", seconds=0.0))
+    assert board.figures(106.0)["silent"] == {}
 
 
 def test_ages_stand_still_once_the_run_has_ended() -> None:

@@ -114,6 +114,14 @@ function drawVerdict(now) {
   setText($("verdict-knob"), verdict?.knob ?? "");
 }
 
+/* Who does not answer, and how old the figures are where they are old. */
+function drawSilence(now) {
+  const silent = Object.entries(now.silent).map(([name, seconds]) => `${name} has not answered for ${duration(Math.round(seconds))}`);
+  if (!now.ended && now.pulse_age > 3) silent.push(`the figures of the rollout side are ${duration(Math.round(now.pulse_age))} old`);
+  $("silent").hidden = !silent.length || Boolean(now.ended);
+  setText($("silent"), silent.join("; "));
+}
+
 /* Only what changed is written, so that a screen reader is told of changes and of nothing else. */
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

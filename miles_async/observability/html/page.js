@@ -9,6 +9,7 @@ function draw(state) {
   const { now } = state;
   drawHeader(now);
   drawVerdict(now);
+  drawSilence(now);
   drawPipeline(now);
   drawSlots(now);
   drawTables(now);
