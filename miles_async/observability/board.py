@@ -35,6 +35,8 @@ from miles_async.observability.events import (
 
 SAMPLES_KEPT = 12
 NOTICES_KEPT = 8
+OUTCOMES_KEPT = 40
+"""Names at most: filters give reasons in their own words."""
 SLOTS_SHOWN = 480
 """More live groups than this are counted, not drawn."""
 ENDED = (State.PUBLISHED, State.DROPPED)
@@ -114,7 +116,8 @@ class Board:
             case Evaluated():
                 self._scores[event.name] = [*self._scores.get(event.name, [])[:1], event]
             case GroupFiltered():
-                self._outcomes[f"filtered: {event.reason}"] += 1
+                known = f"filtered: {event.reason}" in self._outcomes or len(self._outcomes) < OUTCOMES_KEPT
+                self._outcomes[f"filtered: {event.reason if known else 'other'}"] += 1
             case SampleShown():
                 self._samples.append(event)
             case Warned():

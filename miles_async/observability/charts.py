@@ -5,6 +5,7 @@ Names with a colon are families: `trainer:step`, `verdict:rollout-bound`, `eval:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,8 @@ from miles_async.types import DropReason
 PLACES = 600
 """Buckets of the whole run: as many as a wide screen shows."""
 RECENT_SECONDS, RECENT_PLACES = 300.0, 300
-STEP_METRICS = 24
-"""Names of the learner's own figures that are kept: as many as can be looked at."""
+NAMES_KEPT = 24
+"""Of the learner's own figures, and of the data sets evaluated: as many as can be looked at."""
 
 
 @dataclass(slots=True)
@@ -55,7 +56,8 @@ class Charts:
         """Groups whose step runs now."""
         self._stretches: dict[str, _Since] = {}
         """What the trainer does, and the verdict."""
-        self._step_metrics: set[str] = set()
+        self._names: defaultdict[str, set[str]] = defaultdict(set)
+        """Those kept of each family that users may name members of."""
 
     def observe(self, event: Event) -> None:
         match event:
@@ -92,7 +94,7 @@ class Charts:
                 self._note("pause_ms", event.time, 1e3 * event.paused_seconds)
                 self._note("stage_ms", event.time, 1e3 * event.staged_seconds)
             case Evaluated():
-                self._note(f"eval:{event.name}", event.time, event.accuracy)
+                self._note_named("eval", event.name, event.time, event.accuracy)
             case TrainerTurned():
                 self._turned("trainer", event.to, event.time)
             case BottleneckFound():
@@ -152,9 +154,13 @@ class Charts:
         self._count("trained", event.time, self._batch if event.finite else 0)
         self._count("trained_tokens", event.time, event.tokens)
         for name, value in event.metrics.items():
-            if name in self._step_metrics or len(self._step_metrics) < STEP_METRICS:
-                self._step_metrics.add(name)
-                self._note(f"step:{name}", event.time, value)
+            self._note_named("step", name, event.time, value)
+
+    def _note_named(self, family: str, name: str, time: float, value: float) -> None:
+        names = self._names[family]
+        if name in names or len(names) < NAMES_KEPT:
+            names.add(name)
+            self._note(f"{family}:{name}", time, value)
 
     def _note(self, name: str, time: float, value: float) -> None:
         for timeline in self._timelines.values():

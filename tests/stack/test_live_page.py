@@ -79,6 +79,16 @@ def test_first_paint_is_quick(onlookers: Onlookers, browser: Browser) -> None:
     visit.page.close()
 
 
+def test_there_is_a_page_before_there_is_anything_to_show(played: Played, browser: Browser) -> None:
+    with Onlookers(played.config, RunFolder.create(played.config)) as onlookers:
+        visit = Visit.to(browser, onlookers.page_url)
+        expect(visit.page.locator("#verdict-name")).to_contain_text("are starting")
+        onlookers.emit(played.events[0])
+        expect(visit.page.locator("h1")).to_have_text(played.folder.path.name)
+        assert visit.complaints == []
+        visit.page.close()
+
+
 def test_what_a_model_writes_is_shown_as_text(played: Played, onlookers: Onlookers, browser: Browser) -> None:
     [*_, real] = played.of(SampleShown)
     onlookers.emit(replace(real, response=HOSTILE))

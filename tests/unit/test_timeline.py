@@ -10,6 +10,7 @@ from miles_async.observability.events import (
     BottleneckFound,
     EngineChanged,
     Evaluated,
+    GroupFiltered,
     GroupMoved,
     PublishEnded,
     Pulse,
@@ -216,6 +217,20 @@ def test_the_board_keeps_the_first_and_the_last_score_of_a_data_set() -> None:
         )
         board.observe(score)
     assert [score.rollout for score in board.figures(101.0)["scores"]["math"]] == [-1, 9]
+
+
+def test_names_that_users_give_are_bounded_in_number() -> None:
+    board, charts = Board(), Charts()
+    charts.observe(RUN)
+    for number in range(200):
+        board.observe(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
+        score = Evaluated(
+            time=100.0, name=f"set {number}", rollout=0, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
+        )
+        charts.observe(score)
+    outcomes = board.figures(102.0)["outcomes"]
+    assert (len(outcomes), outcomes["filtered: other"], sum(outcomes.values())) == (41, 160, 200)
+    assert len(charts.figures("whole", 102.0)["series"]) == 24
 
 
 def test_a_run_that_has_told_nothing_can_be_drawn() -> None:

@@ -36,10 +36,11 @@ const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}
 function duration(seconds) {
   const past = seconds < 0 ? "−" : "";
   const s = Math.abs(seconds);
-  if (s < 1) return `${past}${number(Math.round(100 * s) / 100)} s`;
-  if (s < 90) return `${past}${Math.round(s)} s`;
-  if (s < 5400) return `${past}${Math.floor(s / 60)} min${s % 60 >= 1 && s < 600 ? ` ${Math.floor(s % 60)} s` : ""}`;
-  return `${past}${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
+  const unit = (value, name) => `${value}\u00a0${name}`; // they stay on one line
+  if (s < 1) return past + unit(number(Math.round(100 * s) / 100), "s");
+  if (s < 90) return past + unit(Math.round(s), "s");
+  if (s < 5400) return past + unit(Math.floor(s / 60), "min") + (s % 60 >= 1 && s < 600 ? ` ${unit(Math.floor(s % 60), "s")}` : "");
+  return past + `${unit(Math.floor(s / 3600), "h")} ${unit(Math.floor((s % 3600) / 60), "min")}`;
 }
 
 const colour = (name) => `var(--${name})`;
@@ -240,7 +241,7 @@ class Plot {
     this.gridlines();
     if (limit !== null && limit <= this.high) {
       this.svg.append(shape("line", { class: "limit", x1: this.left, x2: this.right, y1: this.y(limit), y2: this.y(limit) }));
-      this.svg.append(shape("text", { class: "label", x: this.left + 4, y: this.y(limit) - 3 }, `limit ${limit}`));
+      this.svg.append(shape("text", { class: "label", x: this.left + 4, y: this.y(limit) + 12 }, `limit ${limit}`));
     }
     for (const curve of curves) this.curve(curve);
     for (const [time, value] of dots) {
