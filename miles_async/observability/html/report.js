@@ -23,7 +23,11 @@ function figures() {
     const ratio = other && values.every((value) => typeof value === "number") && values[1] ? `×${number(values[0] / values[1])}` : "";
     return [label, ...shown, ...(other ? [ratio] : [])];
   }).filter((row) => row !== null);
-  $("figures").append(table(["", ...runs.map((run) => run.name), ...(other ? ["ratio"] : [])], rows, ""));
+  if (!other) {
+    $("figures").append(el("dl", { className: "tiles" }, ...rows.map(([label, value]) => el("div", {}, el("dt", { textContent: label }), el("dd", { textContent: value })))));
+    return;
+  }
+  $("figures").append(table(["", ...runs.map((run) => run.name), "ratio"], rows, ""));
 }
 
 function verdicts() {
@@ -60,7 +64,14 @@ function configuration() {
 const { now } = main.state;
 const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
 drawHeader(now);
+if (!now.ended) $("when").append(" · its end was not told");
 drawVerdict(now);
+if (main.summary.verdict) {
+  const seconds = main.summary.verdict_seconds, total = Object.values(seconds).reduce((a, b) => a + b, 0);
+  setText($("verdict-name"), `Mostly ${main.summary.verdict}`);
+  setText($("verdict-why"), `for ${percent(seconds[main.summary.verdict] / total)} of the time. ${now.ended ? `The run ended: ${now.ended}.` : ""}`);
+  setText($("verdict-knob"), main.summary.knob);
+}
 figures();
 verdicts();
 multiples.show(runs.map((run, i) => ({ figures: run.state.figures, shift: origin(run), other: i > 0 })), { staleness_limit: now.staleness_limit }, { from: 0 });
