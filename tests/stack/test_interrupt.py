@@ -21,7 +21,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_ru
         address = re.search(r"page=(http://127\.0\.0\.1:\d+/)", running.err)
         assert address is not None, running.err
         with urlopen(f"{address[1]}state.json", timeout=10) as state:
-            assert json.load(state)["now"]["rollouts_done"] >= 1
+            assert json.load(state)["now"]["run"]["rollouts"] == 500
         running.press_ctrl_c()
         assert running.ended(within=30) == 130
         assert running.left_running() == {}
