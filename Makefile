@@ -6,7 +6,7 @@ ARGS ?=
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run test test-unit test-stack sim bench dashboards monitoring inspect lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench dashboards monitoring inspect report lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -26,13 +26,17 @@ setup-gpu: ## On a machine with CUDA: install SGLang with its own dependencies a
 run: $(READY) ## The main job: a tiny model learns arithmetic under fully asynchronous RL
 	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
-test: $(READY) ## All tests: unit, simulation, then the real engines (at most 10 minutes)
+# Only tests need it, so `make run` does not wait for it.
+browser:
+	@bash requirements/browser.sh
+
+test: $(READY) browser ## All tests: unit, simulation, then the real engines (at most 10 minutes)
 	@$(PYTHON) -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-unit: $(READY) ## Unit tests, seconds
 	@$(PYTHON) -m pytest tests/unit $(ARGS)
 
-test-stack: $(READY) ## Tests on the real engines
+test-stack: $(READY) browser ## Tests on the real engines
 	@$(PYTHON) -m pytest tests/stack $(ARGS)
 
 sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
@@ -64,6 +68,9 @@ skip-rm: $(READY) ## Remove recordings (DIR=dump_dir, ARGS="--steps 5-9"); all o
 
 inspect: $(READY) ## Look at a saved batch (ARGS="debug/0.safetensors", or with --sample 7)
 	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
+
+report: $(READY) ## One HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
+	@$(PYTHON) -m miles_async.observability.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

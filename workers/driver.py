@@ -62,7 +62,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
         from workers.watchdog import Watchdog
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
-        log.info("run", folder=str(folder.path), metrics=onlookers.metrics_url)
+        log.info("run", folder=str(folder.path), page=onlookers.page_url, metrics=onlookers.metrics_url)
         onlookers.emit(run_started(config, folder, entry))
         reason = "done"
         try:

@@ -131,6 +131,7 @@ class RolloutWorker:
             limit=places,
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
+            on_request=self._outbox.emit if config.observability.trace else None,
         )
         trajectories = Trajectories(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
         endpoint = AgentEndpoint(trajectories)

@@ -409,6 +409,12 @@ class Observability(Section):
     """Folder that holds a folder per run, and `latest`."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics on loopback; 0 takes a free one and prints it."""
+    sample_interval_seconds: float | None = Field(5.0, gt=0)
+    """Seconds between two generated samples that page and report show; null shows none."""
+    trace: bool = False
+    """Write trace.json into the run folder: groups, requests, steps, publishes and pauses, for ui.perfetto.dev."""
+    trace_max_bytes: int = Field(64 * 2**20, ge=2**16)
+    """Size of that file at most; when it gets full, groups and requests are left out first."""
     log_format: Literal["console", "json"] = "console"
     """Log lines for people or for machines."""
     progress_bar: bool = True

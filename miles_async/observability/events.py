@@ -69,6 +69,35 @@ class GroupGenerated(Event, frozen=True):
     truncated: int
 
 
+class SampleShown(Event, frozen=True):
+    """A sample for people to read, of a group that was just generated; one every few seconds."""
+
+    sequence: int
+    feed_index: str
+    prompt: str
+    """Shortened, and without control characters, like `response`."""
+    response: str
+    label: str
+    reward: float
+    rewards: list[float]
+    """Of all samples of its group."""
+    tokens: int
+    """Of the response."""
+    versions: tuple[int, int]
+    """Oldest and newest weight version of its tokens."""
+    truncated: bool
+
+
+class RequestEnded(Event, frozen=True):
+    """Samples came back from the engines. Told with `--trace` only."""
+
+    sequence: int | None
+    """The group's; None in evaluations and single turns."""
+    started: float
+    samples: int
+    response_tokens: int
+
+
 class GroupFiltered(Event, frozen=True):
     """A filter decided against a finished group."""
 
@@ -272,6 +301,8 @@ AnyEvent = (
     | ClusterReady
     | GroupMoved
     | GroupGenerated
+    | SampleShown
+    | RequestEnded
     | GroupFiltered
     | SamplesRemoved
     | DataSkipped

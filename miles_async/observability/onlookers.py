@@ -1,4 +1,4 @@
-"""Everyone who looks on at a run, together: trace, metrics, log lines, progress bar and summary."""
+"""Everyone who looks on at a run, together: events on disk, metrics, page, log lines, progress bar, trace, summary."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
 from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded, Stalled
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.noise import Noise
+from miles_async.observability.page import LivePage
+from miles_async.observability.perfetto import PerfettoTrace
 from miles_async.observability.progress import Progress
+from miles_async.observability.report import Told, flat, write
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.server import MetricsServer
 from miles_async.observability.sinks import Sinks
@@ -25,6 +29,7 @@ from miles_async.observability.summary import Summary
 from miles_async.observability.targets import Targets
 from miles_async.observability.trace import TraceWriter
 from miles_async.observability.verdict import Verdicts
+from miles_async.observability.view import View
 
 PASSED_OVER_SHOWN = 10
 """Rows that are named on the terminal when they are passed over; a file that is broken throughout must not flood it."""
@@ -33,14 +38,18 @@ log = structlog.get_logger(__name__)
 
 
 class Onlookers:
-    """Shows each event to all of them; `summary.json` and the printed summary appear when the run ends."""
+    """Shows each event to all of them; `summary.json`, the report and the printed summary appear when the run ends."""
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         """Raises UserError when the metrics port cannot be had."""
         registry = CollectorRegistry()
         self._metrics = Metrics(registry)
-        self._server = MetricsServer(registry, config.observability.metrics_port)
+        self._view = View(staleness_limit=config.rollout.max_weight_staleness)
+        self._server = MetricsServer(registry, LivePage(self._view), config.observability.metrics_port)
         self._trace = TraceWriter(folder.events)
+        self._perfetto = (
+            PerfettoTrace(folder.trace, config.observability.trace_max_bytes) if config.observability.trace else None
+        )
         self._summary = Summary()
         self._verdicts = Verdicts()
         self._stall = StallReport(config.observability.no_progress_warn_seconds)
@@ -51,6 +60,7 @@ class Onlookers:
         self._targets.write({})
         self._lines = Lines(sys.stdout)
         self._progress = Progress(sys.stderr, enabled=config.observability.progress_bar)
+        self._config = config
         self._folder = folder
         self._passed_over = 0
 
@@ -63,6 +73,8 @@ class Onlookers:
         self._progress.close()
         self._trace.close()
         self._sinks.close()
+        if self._perfetto is not None:
+            self._perfetto.close()
         self._targets.remove()
         self._server.close()
 
@@ -70,12 +82,19 @@ class Onlookers:
     def metrics_url(self) -> str:
         return self._server.url
 
+    @property
+    def page_url(self) -> str:
+        return self._server.page_url
+
     def emit(self, *events: Event) -> None:
         for event in events:
             self._show(event)
 
     def _show(self, event: Event) -> None:
         self._trace.observe(event)
+        self._view.observe(event)
+        if self._perfetto is not None:
+            self._perfetto.observe(event)
         self._metrics.observe(event)
         self._summary.observe(event)
         self._verdicts.observe(event)
@@ -92,7 +111,17 @@ class Onlookers:
             log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
+            self._report(event.time)
             print(self._summary.text(), flush=True)
+
+    def _report(self, until: float) -> None:
+        settings = flat(self._config.model_dump(mode="json"))
+        told = Told(self._folder.path.name, settings, self._view, self._summary, until)
+        try:
+            write([told], self._folder.report)
+        except UserError as error:
+            # The run itself is well; `make report` makes one from the events.
+            log.warning("no report", why=str(error))
 
     def _warn(self, event: DataSkipped) -> None:
         self._passed_over += 1
@@ -120,3 +149,5 @@ class Onlookers:
         self._metrics.tick(now)
         self._trace.tick(now)
         self._noise.look(now)
+        if self._perfetto is not None:
+            self._perfetto.tick(now)

@@ -21,6 +21,7 @@ from miles_async.core.queue import GroupQueue
 from miles_async.core.window import WindowedFIFOCollector
 from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
 from miles_async.observability.events import AdmissionBlocked, GroupFiltered, GroupGenerated, Queue
+from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books, sequence_of
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.recycle import Recycler
@@ -57,6 +58,7 @@ class Producer:
         queue_capacity: int,
         partial_rollout: bool,
         serving: Callable[[], bool],
+        shown: Shown,
     ) -> None:
         """`serving` tells whether any engine takes requests."""
         self._books = books
@@ -68,6 +70,7 @@ class Producer:
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
         self._serving = serving
+        self._shown = shown
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
         self.at_engines_since: dict[int, float] = {}
@@ -235,6 +238,7 @@ class Producer:
                 truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
             )
         )
+        self._shown.offer(clock.now(), group)
         return Outcome.KEPT if verdict else Outcome.FILTERED
 
     def _send_back(self, group: Group) -> None:

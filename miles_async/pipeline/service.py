@@ -41,6 +41,7 @@ from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
 from miles_async.errors import Fatal
 from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
+from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.drain import Drain
@@ -132,6 +133,7 @@ class Service:
             queue_capacity=config.rollout.queue_capacity,
             partial_rollout=config.rollout.partial_rollout,
             serving=self._serving,
+            shown=Shown(ports.events, config.observability.sample_interval_seconds),
         )
         self._drain = Drain(
             books=self.books,
