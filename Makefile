@@ -51,6 +51,7 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.skip_replay
 	@$(PYTHON) -m benchmarks.jsonl_start
 	@$(PYTHON) -m benchmarks.rollout_worker
+	@$(PYTHON) -m benchmarks.page
 	@$(PYTHON) -m benchmarks.instrumentation
 	@$(PYTHON) -m benchmarks.frozen
 
