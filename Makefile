@@ -31,7 +31,7 @@ browser:
 	@bash requirements/browser.sh
 
 test: $(READY) browser ## All tests: unit, simulation, then the real engines (at most 10 minutes)
-	@$(PYTHON) -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit --numprocesses 2 --no-loadscope-reorder $(ARGS)
 
 test-unit: $(READY) ## Unit tests, seconds
 	@$(PYTHON) -m pytest tests/unit $(ARGS)
