@@ -46,7 +46,7 @@ function drawPipeline(now) {
   $("pipeline").replaceChildren(...stages(now).map((stage) => {
     const item = el("li", { className: `stage${stage.id === culprit ? " bottleneck" : ""}` },
       el("div", { className: "name", textContent: stage.name }),
-      el("div", { className: "big" }, stage.big, el("small", { textContent: stage.unit })));
+      el("div", { className: "big" }, stage.big, " ", el("small", { textContent: stage.unit })));
     if (stage.fill !== undefined) {
       const fill = el("div");
       fill.style.width = `${Math.min(100, 100 * stage.fill)}%`;
