@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
+
+from miles_async.observability.histogram import Histogram
 
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -57,8 +59,8 @@ class Instruments:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"miles_async_{name}", text, labels, registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"miles_async_{name}", text, labels, buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], label: str | None = None) -> Histogram:
+        return Histogram(f"miles_async_{name}", text, label, bounds, self._registry)
 
     def _declare_run(self) -> None:
         gauge, counter = self._gauge, self._counter

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -77,8 +78,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._set = Instruments(registry)
-        # Looked up once: finding a labelled series takes longer than setting it.
-        self._state_gauges = {state: self._set.groups_by_state.labels(state) for state in LIVE}
+        self._show_counts()
         self._staleness = Staleness()
         self._learner_idle = _LearnerIdle()
         self._engine_idle: _EngineIdle | None = None
@@ -96,8 +96,7 @@ class Metrics:
             case GroupGenerated():
                 self._group_generated(event)
             case Queue():
-                self._set.queue_depth.set(event.depth)
-                self._set.blocked_groups.set(event.blocked)
+                self._depth, self._blocked = event.depth, event.blocked
             case Pulse():
                 self._pulse(event)
             case LoopLag():
@@ -108,7 +107,7 @@ class Metrics:
             case EngineBusy():
                 self._engine_busy(event)
             case Drained():
-                self._set.queue_depth.set(event.depth)
+                self._depth = event.depth
                 self._set.drain_wait_seconds.observe(event.waited)
             case StepStarted():
                 self._step_started(event)
@@ -126,6 +125,21 @@ class Metrics:
                 self._evaluated(event)
             case _:
                 self._rare(event)
+
+    def _show_counts(self) -> None:
+        """Gauges that most events change are read when they are asked for, from what the last event said."""
+        self._counts: Mapping[str, int] = {}
+        self._depth, self._blocked = 0, 0
+        self._progress: dict[str, float] = {}
+        for state in LIVE:
+            self._set.groups_by_state.labels(state).set_function(partial(self._count, state))
+        self._set.in_flight_groups.set_function(partial(self._count, State.IN_FLIGHT))
+        self._set.held_slots.set_function(lambda: sum(self._counts.values()))
+        self._set.queue_depth.set_function(lambda: self._depth)
+        self._set.blocked_groups.set_function(lambda: self._blocked)
+
+    def _count(self, state: str) -> int:
+        return self._counts.get(state, 0)
 
     def _rare(self, event: Event) -> None:
         match event:
@@ -176,8 +190,9 @@ class Metrics:
 
     def _progressed(self, what: str, now: float) -> None:
         self._last_progress = now
-        self._set.last_progress_timestamp.labels(what).set(now)
-        self._set.since_progress_seconds.set(0)
+        if what not in self._progress:
+            self._set.last_progress_timestamp.labels(what).set_function(lambda: self._progress[what])
+        self._progress[what] = now
 
     def _run_started(self, event: RunStarted) -> None:
         self._set.run.info({"run": event.run, "entry": event.entry})
@@ -192,11 +207,7 @@ class Metrics:
         self._engine_idle = _EngineIdle(began=event.time, heard=event.time)
 
     def _group_moved(self, event: GroupMoved) -> None:
-        counts = event.counts
-        for state, gauge in self._state_gauges.items():
-            gauge.set(counts.get(state, 0))
-        self._set.in_flight_groups.set(counts.get(State.IN_FLIGHT, 0))
-        self._set.held_slots.set(sum(counts.values()))
+        self._counts = event.counts
         if event.after == State.QUEUED:
             self._aged("queued", event)
             self._progressed("queued", event.time)
@@ -222,8 +233,7 @@ class Metrics:
         self._set.truncated_samples.inc(event.truncated)
 
     def _pulse(self, event: Pulse) -> None:
-        self._set.queue_depth.set(event.queue)
-        self._set.blocked_groups.set(event.blocked)
+        self._depth, self._blocked = event.queue, event.blocked
         self._set.head_age_seconds.set(event.head_seconds)
         self._set.oldest_request_seconds.set(event.oldest_seconds)
         self._set.rewarding_groups.set(event.rewarding)

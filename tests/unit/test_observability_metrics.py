@@ -8,6 +8,7 @@ import time
 from typing import Any
 from urllib.request import urlopen
 
+import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -32,6 +33,7 @@ from miles_async.observability.events import (
     StepEnded,
     StepStarted,
 )
+from miles_async.observability.histogram import Histogram
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.page import LivePage
 from miles_async.observability.server import MetricsServer
@@ -390,3 +392,15 @@ def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.Capture
         scraper.join(5)
     assert not any(scraper.is_alive() for scraper in scrapers)
     assert capfd.readouterr().err == ""
+
+
+def test_a_histogram_counts_what_prometheus_own_counts() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bounds = (0.5, 1.0, 2.0)
+    histogram = Histogram("h", "Of anything.", "kind", bounds, ours)
+    reference = prometheus_client.Histogram("h", "Of anything.", ["kind"], buckets=bounds, registry=theirs)
+    for kind, value in [("a", 0.0), ("a", 0.5), ("a", 0.50001), ("b", 2.0), ("b", 7.0), ("a", -1.0)]:
+        histogram.labels(kind).observe(value)
+        reference.labels(kind).observe(value)
+    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == expected
