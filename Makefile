@@ -31,7 +31,7 @@ browser:
 	@bash requirements/browser.sh
 
 test: $(READY) browser ## All tests: unit, simulation, then the real engines (at most 10 minutes)
-	@$(PYTHON) -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit --numprocesses 2 --no-loadscope-reorder $(ARGS)
 
 test-unit: $(READY) ## Unit tests, seconds
 	@$(PYTHON) -m pytest tests/unit $(ARGS)
@@ -51,6 +51,7 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.skip_replay
 	@$(PYTHON) -m benchmarks.jsonl_start
 	@$(PYTHON) -m benchmarks.rollout_worker
+	@$(PYTHON) -m benchmarks.page
 	@$(PYTHON) -m benchmarks.instrumentation
 	@$(PYTHON) -m benchmarks.frozen
 

@@ -61,6 +61,13 @@ def metrics(url: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
+def page_says(url: str, verdict: str, culprit: str) -> bool:
+    """What the live page draws its verdict and its warning from."""
+    with urllib.request.urlopen(url.replace("/metrics", "/state.json"), timeout=5) as answer:
+        now = json.load(answer)["now"]
+    return now["verdict"]["verdict"] == verdict and culprit in now["silent"]
+
+
 def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict: str, culprit: str) -> dict[str, Any]:
     """Seconds after the freeze until each sign of it is seen; None where it was not within a minute."""
     lines = running.out.count("Warning: No progress")
@@ -71,6 +78,7 @@ def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict:
             metrics(url)[f'miles_async_verdict{{verdict="{verdict}"}}'] == 1
             and f"{culprit} has not answered" in running.err
         ),
+        "page": lambda: page_says(url, verdict, culprit),
         "stall line": lambda: running.out.count("Warning: No progress") > lines,
         "no progress": lambda: metrics(url)["miles_async_since_progress_seconds"] > before + 2,
         "alert": lambda: "ProcessSilent" in prometheus.firing(),

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # Shared cores make any deadline flaky, and a suite that gates merges must not draw new cases on its own.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
+ROOT = Path(__file__).parents[1]
 STACK = Path(__file__).parent / "stack"
-SHARED = ("stack", "serving")
-"""Fixtures that last the whole session: all tests that use one run in the same process, the longest share first."""
+SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures")
+"""Each keeps a cluster or an engine for the whole session, which all test files that name it share."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes (`make test`), hand out whole files, and all that share a cluster or an engine as one."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STACK in item.path.parents:
             item.add_marker(pytest.mark.stack)
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    if config.getoption("dist") != "no":
-        items.sort(key=lambda item: [*SHARED, "tests/stack", "tests/sim", "tests/unit"].index(_kind(item)))
 
 
-def _group(item: pytest.Item) -> str:
-    return next((name for name in SHARED if name in item.fixturenames), item.path.stem)
+class WholeFiles(LoadScopeScheduling):
+    """With several processes (`make test`): a file's tests go to the same one, and so do all that share a cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _shared_by(nodeid.partition("::")[0])
 
 
-def _kind(item: pytest.Item) -> str:
-    group = _group(item)
-    return group if group in SHARED else f"tests/{item.path.parent.name}"
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFiles:
+    return WholeFiles(config, log)
+
+
+@cache
+def _shared_by(file: str) -> str:
+    text = (ROOT / file).read_text()
+    return next((name for name in SHARED if name in text), file)

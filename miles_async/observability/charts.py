@@ -6,6 +6,7 @@ Names with a colon are families: `trainer:step`, `verdict:rollout-bound`, `eval:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ from miles_async.types import DropReason
 PLACES = 600
 """Buckets of the whole run: as many as a wide screen shows."""
 RECENT_SECONDS, RECENT_PLACES = 300.0, 300
+COUNT_SECONDS = 0.1
+"""Groups are counted at most so often: they move thousands of times a second."""
 NAMES_KEPT = 24
 """Of the learner's own figures, and of the data sets evaluated: as many as can be looked at."""
 
@@ -51,6 +54,9 @@ class Charts:
         self._recent = recent
         self._timelines: dict[str, Timeline] = {}
         self._samples_per_group = 1
+        self._counts: Mapping[str, int] = {}
+        """Live groups by state, as last told."""
+        self._counted_at = 0.0
         self._busy: EngineBusy | None = None
         self._batch = 0
         """Groups whose step runs now."""
@@ -122,6 +128,7 @@ class Charts:
         for family, stretch in self._stretches.items():
             self._spread(f"{family}:{stretch.what}", stretch.time, now)
             stretch.time = max(stretch.time, now)
+        self._hold_counts(now)
         for timeline in self._timelines.values():
             timeline.settle(now)
 
@@ -132,13 +139,17 @@ class Charts:
         self._stretches[family] = _Since(what, time)
 
     def _moved(self, event: GroupMoved) -> None:
-        if State.IN_FLIGHT in (event.before, event.after):
-            self._hold("generating", event.time, event.counts[State.IN_FLIGHT])
-        if event.before is None or event.after in (State.PUBLISHED, State.DROPPED):
-            self._hold("slots", event.time, sum(event.counts.values()))
+        self._counts = event.counts
+        if event.time >= self._counted_at + COUNT_SECONDS:
+            self._counted_at = event.time
+            self._hold_counts(event.time)
         if event.after == State.DROPPED:
             stale = event.reason == DropReason.STALE
             self._count("recycled" if stale else "dropped", event.time, 1)
+
+    def _hold_counts(self, time: float) -> None:
+        self._hold("generating", time, self._counts.get(State.IN_FLIGHT, 0))
+        self._hold("slots", time, sum(self._counts.values()))
 
     def _engines_busy(self, event: EngineBusy) -> None:
         self._hold("requests", event.time, event.in_flight)

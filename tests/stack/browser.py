@@ -47,9 +47,7 @@ class Visit:
 
     @property
     def first_paint_ms(self) -> float:
-        script = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-        self.page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length > 0")
-        return float(self.page.evaluate(script))
+        return float(self.page.evaluate(_FIRST_PAINT))
 
     @property
     def scrolls_sideways(self) -> bool:
@@ -71,6 +69,10 @@ class Visit:
         return reached
 
 
+_FIRST_PAINT = """() => new Promise((told) => {
+  const seen = (list) => list.getEntriesByName("first-contentful-paint").forEach((entry) => told(entry.startTime));
+  new PerformanceObserver(seen).observe({ type: "paint", buffered: true });
+})"""
 _CONTRASTS = """() => {
   const style = getComputedStyle(document.documentElement);
   const light = (name) => {

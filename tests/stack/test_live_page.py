@@ -31,7 +31,8 @@ def played(stack: Stack) -> Played:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser(played: Played) -> Iterator[Browser]:
+    """After the run was played: while Playwright is open, no other event loop runs in this thread."""
     with chromium() as browser:
         yield browser
 

@@ -336,6 +336,17 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     assert "0.200 before, 0.600 after" in out
 
 
+def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    (folder.path / ".report.html").mkdir()
+    with Onlookers(config_in(tmp_path), folder) as onlookers:
+        onlookers.emit(*WHOLE_RUN)
+    assert folder.summary.exists()
+    assert "no report" in "".join(capsys.readouterr())
+
+
 @pytest.fixture
 def _logging_restored() -> Iterator[None]:
     root = logging.getLogger()

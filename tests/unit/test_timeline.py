@@ -230,7 +230,7 @@ def test_names_that_users_give_are_bounded_in_number() -> None:
         charts.observe(score)
     outcomes = board.figures(102.0)["outcomes"]
     assert (len(outcomes), outcomes["filtered: other"], sum(outcomes.values())) == (41, 160, 200)
-    assert len(charts.figures("whole", 102.0)["series"]) == 24
+    assert sum(name.startswith("eval:") for name in charts.figures("whole", 102.0)["series"]) == 24
 
 
 def test_a_run_that_has_told_nothing_can_be_drawn() -> None:
