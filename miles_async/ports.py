@@ -99,7 +99,7 @@ class WeightChannel(Protocol):
 
     @property
     def name(self) -> str:
-        """`p2p`, `broadcast` or `disk`."""
+        """The way that is taken first, such as `p2p`."""
         ...
 
     async def stage(self, version: int) -> None:
@@ -118,6 +118,10 @@ class WeightChannel(Protocol):
 
         Raises EngineLost when one of them cannot be reached this way.
         """
+        ...
+
+    async def fall_back(self, engine: str) -> str | None:
+        """Write to this engine by the next way from now on; its name, or None when there is no other left."""
         ...
 
 

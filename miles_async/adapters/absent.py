@@ -29,6 +29,9 @@ class NoLearner:
 
     async def meet(self, engines: Sequence[str]) -> None: ...
 
+    async def fall_back(self, engine: str) -> str | None:
+        return None
+
 
 class NoEngines:
     """`ports.Fleet`, `Generator` and `Rewarder`. It names one engine, so that publishes have somewhere to end."""

@@ -189,6 +189,18 @@ class PublishEnded(Event, frozen=True):
     fenced: list[str]
 
 
+class WriteFailed(Event, frozen=True):
+    """A weight write did not arrive whole at an engine, or was not taken there."""
+
+    version: int
+    engine: str
+    error: str
+    then: str
+    """What is done about it: `retry`, `fall_back` to another way, or `fence`, after which the engine is replaced."""
+    way: str | None
+    """The way that is fallen back to."""
+
+
 class Evaluated(Event, frozen=True):
     name: str
     rollout: int
@@ -313,6 +325,7 @@ AnyEvent = (
     | StepEnded
     | PublishStarted
     | PublishEnded
+    | WriteFailed
     | Evaluated
     | EngineChanged
     | EngineBusy

@@ -162,3 +162,4 @@ class Instruments:
             "publish_seconds", "Publish by phase: staged beside generation; paused, of which write.", SECONDS, "phase"
         )
         self.publish_bytes = counter("publish_bytes", "Bytes written to engines.")
+        self.write_failures = counter("weight_write_failures", "Weight writes that failed, and what was done.", "then")

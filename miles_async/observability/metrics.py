@@ -37,6 +37,7 @@ from miles_async.observability.events import (
     Stalled,
     StepEnded,
     StepStarted,
+    WriteFailed,
 )
 from miles_async.observability.instruments import Instruments
 from miles_async.observability.staleness import Staleness
@@ -156,6 +157,8 @@ class Metrics:
                 self._set.removed_samples.inc(event.samples)
             case DataSkipped():
                 self._set.skipped_data.labels(event.reason).inc()
+            case WriteFailed():
+                self._set.write_failures.labels(event.then).inc()
             case Stalled():
                 self._set.stalls.inc()
             case _:

@@ -56,7 +56,7 @@ class Repair:
 
     async def _keep(self, engine: str) -> None:
         """Waits for the engine's signs of life, or for its start; never for another engine."""
-        while True:
+        while engine in self._fleet.members():
             if engine in self._fleet.routed():
                 await self._books.clock.sleep(self._interval)
                 await self._look_at(engine)
@@ -72,7 +72,7 @@ class Repair:
     async def _replace(self, engine: str) -> None:
         """Raises Fatal when it fails again and again and no other engine serves."""
         failures = 0
-        while True:
+        while engine in self._fleet.members():
             try:
                 await self._fleet.restart(engine)
                 await self._publisher.join(engine)

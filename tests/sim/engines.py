@@ -212,6 +212,9 @@ class Engines:
 
     async def meet(self, engines: Sequence[str]) -> None: ...
 
+    async def fall_back(self, engine: str) -> str | None:
+        raise AssertionError("nothing fails here")
+
     # Fleet
     def members(self) -> Sequence[str]:
         """None to watch over: nothing fails here."""

@@ -67,7 +67,10 @@ class SGLangFleet:
         self._timeout = timeout
         self._health_timeout = health_timeout
         self._client = JsonClient()
+        self._members: dict[str, None] = {}
+        """In order of their coming."""
         self._known: dict[str, EngineInfo] = {}
+        """Where they are, or were last."""
         self._routed: dict[str, EngineInfo] = {}
         self._joining: dict[str, EngineInfo] = {}
         """Told to the router, which has not taken them yet."""
@@ -79,7 +82,17 @@ class SGLangFleet:
         self._pauses = 0
 
     def members(self) -> Sequence[str]:
-        return tuple(self._known)
+        return tuple(self._members)
+
+    def enlist(self, engine: str) -> None:
+        """Make an engine a member that has yet to be started."""
+        self._members[engine] = None
+
+    async def dismiss(self, engine: str) -> None:
+        """Remove an engine for good: out of the router, and nobody starts it anew."""
+        self._members.pop(engine, None)
+        await self.fence(engine, "it was removed")
+        self._changed(engine, "lost", "it was removed")
 
     def routed(self) -> Sequence[str]:
         return tuple(self._routed)
@@ -90,6 +103,7 @@ class SGLangFleet:
 
     def introduce(self, engine: EngineInfo) -> None:
         """Make an engine known under its name, anew after a restart; requests reach it only after `admit`."""
+        self._members[engine.name] = None
         self._known[engine.name] = engine
         self._urls.add(engine.url)
 
@@ -168,7 +182,9 @@ class SGLangFleet:
         """See `ports.Fleet.restart`."""
         self._versions.pop(engine, None)
         try:
-            self.introduce(await self._processes.restart_engine(engine))
+            info = await self._processes.restart_engine(engine)
+            if engine in self._members:
+                self.introduce(info)
         except EngineLost as lost:
             self._changed(engine, "lost", str(lost))
             raise
