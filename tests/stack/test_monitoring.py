@@ -103,7 +103,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         config = settings(*RUN, "--run-dir", str(tmp_path_factory.mktemp("monitored")))
         folder = RunFolder.create(config)
         onlookers = until_the_end.enter_context(Onlookers(config, folder))
-        prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=1))
+        prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=3))
         heartbeats = Heartbeats(stack.cluster.questions)
         until_the_end.callback(heartbeats.close)
 
