@@ -3,6 +3,8 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 ARGS ?=
 
+# Two processes; whole files, and all tests that share a cluster, go to the same one (tests/conftest.py).
+BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
@@ -31,13 +33,13 @@ browser:
 	@bash requirements/browser.sh
 
 test: $(READY) browser ## All tests: unit, simulation, then the real engines (at most 10 minutes)
-	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit --numprocesses 2 --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Unit tests, seconds
-	@$(PYTHON) -m pytest tests/unit $(ARGS)
+	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) browser ## Tests on the real engines
-	@$(PYTHON) -m pytest tests/stack $(ARGS)
+	@$(PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
 sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
 	@$(PYTHON) -m tests.sim.run --figures docs $(ARGS)
