@@ -27,10 +27,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from miles_async.adapters.ray.servers import start_engine
-from miles_async.adapters.ray.weights import find_ways
+from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.warm_starts import found
+from miles_async.adapters.weights.channel import find_ways
 from miles_async.config import derived
 from miles_async.config.schema import RunConfig
 from miles_async.core.placement import Bundle, by_node
@@ -286,7 +287,7 @@ class Cluster:
         return info  # type: ignore[no-any-return]
 
     async def _connect(self, ranks: Sequence[ActorHandle], engines: Sequence[EngineInfo]) -> Sequence[str]:
-        ways = await find_ways(ranks, self._config.weights.weight_transfer, engines)
+        ways = await find_ways(RaySources(ranks), self._config.weights.weight_transfer, engines)
         log.info("weights travel", by=ways[0], engines=len(engines))
         return ways
 

@@ -117,6 +117,13 @@ class LearnerRank:
         """Write this rank's share of the staged version to one engine. Several engines may be written at once."""
         return await self._in_weights(lambda: self._sending.write(version, engine, way))
 
+    async def offload(self) -> None:
+        """Leave the device's memory to an engine that shares it. All ranks."""
+        await self._in_step(lambda: self._learner.offload())
+
+    async def onload(self) -> None:
+        await self._in_step(lambda: self._learner.onload())
+
     async def save_state(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into `folder`. All ranks."""
         await self._in_step(lambda: self._learner.save_state(folder))

@@ -20,13 +20,14 @@ from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.openai.trajectories import Trajectories
 from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.ray.servers import RayServers
-from miles_async.adapters.ray.weights import RayWeightChannel
+from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.sglang.turns import Turns
 from miles_async.adapters.system_clock import SystemClock
+from miles_async.adapters.weights.channel import Channel
 from miles_async.config.derived import EXTERNAL_FUNCTION, bounds_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
@@ -125,6 +126,7 @@ class RolloutWorker:
             processes=self._servers,
             tell=self._outbox.emit,
             health_timeout=config.engine.engine_health_timeout_seconds,
+            colocated=config.cluster.colocate,
         )
         for engine in around.engines:
             fleet.introduce(engine)
@@ -171,7 +173,7 @@ class RolloutWorker:
                     evaluator=generator(greedy_of(config), evaluators(greedy_of(config))),
                     rewarder=rewarder,
                     learner=RayLearner(config, around.learner_ranks),
-                    channel=RayWeightChannel(around.weight_ways, around.learner_ranks, fleet.address),
+                    channel=Channel(around.weight_ways, RaySources(around.learner_ranks), fleet.address),
                     fleet=fleet,
                     dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                     keep=dynamic_filter(config, args),

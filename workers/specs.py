@@ -49,9 +49,11 @@ def engine_spec(
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
         seed=config.data.rollout_seed,
+        colocated=config.cluster.colocate,
         p2p=config.weights.weight_transfer in ("auto", "p2p"),
         server_args=engine.sglang_server_args,
         start_timeout=engine.engine_start_timeout_seconds,
+        health_timeout=engine.engine_health_timeout_seconds,
     )
 
 

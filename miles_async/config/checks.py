@@ -34,6 +34,8 @@ def problems(config: RunConfig, entry: str) -> list[str]:
     """Why a run of `entry` would be refused; empty where it may start."""
     schedule = schedule_of(config, entry)
     found = [sentence for check in _CHECKS for sentence in check(config)]
+    if config.cluster.colocate and schedule is not Schedule.TURNS:
+        found.append("colocate is for train.py: what generates while it trains needs devices of its own; unset it")
     if schedule is not Schedule.TURNS and config.rollout.max_weight_staleness == 0:
         found.append(
             "max_weight_staleness 0 allows no overlap of generation and training: use train.py, which takes turns, "
@@ -309,6 +311,15 @@ def _servers(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _colocated(config: RunConfig) -> Iterator[str]:
+    devices, ranks = config.engine.rollout_num_gpus, learner_ranks(config)
+    if config.cluster.colocate and devices > ranks:
+        yield (
+            f"colocate gives the engines the learner's {ranks} devices, but rollout_num_gpus is {devices}; set it to "
+            f"{ranks} or less"
+        )
+
+
 def _lengths(config: RunConfig) -> Iterator[str]:
     rollout, room = config.rollout, config.learner.max_tokens_per_gpu
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
@@ -409,6 +420,7 @@ _CHECKS: tuple[Check, ...] = (
     _reference,
     _parallelism,
     _servers,
+    _colocated,
     _lengths,
     _dynamic_batching,
     _loss,

@@ -222,6 +222,16 @@ class EngineChanged(Event, frozen=True):
     reason: str | None
 
 
+class RouterChanged(Event, frozen=True):
+    """What the router knows has changed, or whether it answers."""
+
+    up: bool
+    engines: int
+    """That it lists, those of other runs among them where it is shared."""
+    healthy: int
+    """Of these, that it finds healthy."""
+
+
 class EngineBusy(Event, frozen=True):
     """Seconds in which at least one request was at the engines, since the run began."""
 
@@ -328,6 +338,7 @@ AnyEvent = (
     | WriteFailed
     | Evaluated
     | EngineChanged
+    | RouterChanged
     | EngineBusy
     | Stalled
     | LoopLag

@@ -157,7 +157,11 @@ class Instruments:
         self.engine_routed = gauge("engine_routed", "1 while requests may reach the engine.", "engine")
         self.engine_idle_seconds = counter("engine_idle_seconds", "Seconds without a request at any engine.")
         self.publishes = counter("publishes", "Weight publishes.", "outcome")
-        self.fences = counter("engine_fences", "Engines taken out of the router.")
+        self.engine_changes = counter(
+            "engine_changes", "Times an engine was routed, fenced or lost.", "engine", "state"
+        )
+        self.router_up = gauge("router_up", "1 while the router answers.")
+        self.router_engines = gauge("router_engines", "Engines in the router's list, as it finds them.", "health")
         self.publish_seconds = self._histogram(
             "publish_seconds", "Publish by phase: staged beside generation; paused, of which write.", SECONDS, "phase"
         )

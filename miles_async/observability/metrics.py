@@ -31,6 +31,7 @@ from miles_async.observability.events import (
     PublishStarted,
     Pulse,
     Queue,
+    RouterChanged,
     RunStarted,
     SamplesRemoved,
     Silent,
@@ -159,6 +160,10 @@ class Metrics:
                 self._set.skipped_data.labels(event.reason).inc()
             case WriteFailed():
                 self._set.write_failures.labels(event.then).inc()
+            case RouterChanged():
+                self._set.router_up.set(event.up)
+                self._set.router_engines.labels("healthy").set(event.healthy)
+                self._set.router_engines.labels("unhealthy").set(event.engines - event.healthy)
             case Stalled():
                 self._set.stalls.inc()
             case _:
@@ -295,8 +300,8 @@ class Metrics:
         if event.state == "routed":
             self._routed.add(event.engine)
         else:
-            self._set.fences.inc(event.engine in self._routed)
             self._routed.discard(event.engine)
+        self._set.engine_changes.labels(event.engine, event.state).inc()
         if event.state == "lost":
             # A series that stands still forever would read like an engine that does.
             self._set.engine_routed.remove(event.engine)

@@ -12,7 +12,15 @@ from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded, Stalled, WriteFailed
+from miles_async.observability.events import (
+    BottleneckFound,
+    DataSkipped,
+    EngineChanged,
+    Event,
+    RunEnded,
+    Stalled,
+    WriteFailed,
+)
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.noise import Noise
@@ -118,6 +126,9 @@ class Onlookers:
                 way=event.way,
                 error=event.error,
             )
+        if isinstance(event, EngineChanged):
+            tell = log.info if event.state == "routed" else log.warning
+            tell(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             self._report(event.time)

@@ -38,10 +38,11 @@ class Repair:
         """Waits for time and the router's answers; a loop of its own per engine, ended when the engine is removed."""
         trouble = ""
         while True:
-            members = set(self._fleet.members())
-            for engine in members - self._kept.keys():
-                self._kept[engine] = self._crew().spawn(f"keep-{engine}", self._keep(engine))
-            for engine in self._kept.keys() - members:
+            members = self._fleet.members()
+            for engine in members:
+                if engine not in self._kept:
+                    self._kept[engine] = self._crew().spawn(f"keep-{engine}", self._keep(engine))
+            for engine in self._kept.keys() - set(members):
                 self._kept.pop(engine).cancel()
             await self._books.clock.sleep(self._interval)
             if not members:

@@ -243,5 +243,10 @@ class Engines:
 
     check = restart = admit
 
+    async def offload(self) -> None:
+        raise AssertionError("nothing is shared here")
+
+    onload = offload
+
     async def check_router(self) -> None:
         raise AssertionError("nothing fails here")

@@ -18,6 +18,7 @@ from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system_clock import SystemClock
+from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import Engine
 from miles_async.adapters.weights.source import Source
 from miles_async.adapters.weights.staging import Staging
@@ -28,7 +29,7 @@ from miles_async.pipeline.books import Books
 from miles_async.pipeline.publish import Publisher
 from miles_async.types import Sample, SampleStatus
 from tests.stack.engine_stack import Stack, group_of
-from tests.stack.local_channel import LocalChannel
+from tests.stack.local_sources import LocalSources
 
 WAYS = ("memory", "p2p", "broadcast", "disk")
 PROMPTS = [[(7 * i + k) % 250 for i in range(60)] for k in range(4)]
@@ -99,14 +100,14 @@ def load(stack: Stack, parameters: Sequence[torch.Tensor]) -> None:
             mine.copy_(given)
 
 
-def faulty(channel: LocalChannel, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
-    """Tamper with every way of a channel that was not used yet."""
+def faulty(sources: LocalSources, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
+    """Tamper with every way of sources that were not used yet."""
 
     def tamper(source: Source, way: str) -> None:
         make = source._make[way]
         source._make[way] = lambda: FaultyWay(make(), faults, kill)
 
-    for source in channel.sources:
+    for source in sources.all:
         for way in WAYS:
             tamper(source, way)
 
@@ -128,9 +129,11 @@ async def publish_under_load(
     """`kill` ends an engine, `repair` starts it anew where it is dead and tells where it is now."""
     told = Told()
     books = Books(SystemClock(), told)
-    channel = LocalChannel(WAYS, stack.named_tensors, folder, timeout=10.0)
-    faulty(channel, faults, kill)
-    await asyncio.to_thread(channel.connect, engines)
+    known = {engine.name: engine for engine in engines}
+    sources = LocalSources(stack.named_tensors, folder, timeout=10.0)
+    faulty(sources, faults, kill)
+    channel = Channel(WAYS, sources, known.__getitem__)
+    await channel.meet(list(known))
     publisher = Publisher(
         books=books,
         channel=channel,
@@ -150,7 +153,6 @@ async def publish_under_load(
                 told.lost_requests += 1
             told.samples += [sample for sample in group if sample.status is not SampleStatus.PENDING]
 
-    known = {engine.name: engine for engine in engines}
     first = next(stack.versions)
     tasks: list[asyncio.Task[None]] = []
     for version in range(first, first + publishes):
@@ -162,24 +164,22 @@ async def publish_under_load(
         for lost in known.keys() - set(fleet.routed()):
             assert repair is not None, f"{lost} was fenced: {told.steps[-1].error}"
             known[lost] = await asyncio.to_thread(repair, lost)
-            await rejoin(fleet, channel, version, known, lost)
+            await rejoin(fleet, channel, version, known[lost])
         tasks = tasks or [asyncio.create_task(stream(number)) for number in range(streams)]
         await asyncio.sleep(0.1)
     over.set()
     await asyncio.gather(*tasks)
-    channel.close()
+    sources.close()
     return told
 
 
-async def rejoin(
-    fleet: SGLangFleet, channel: LocalChannel, version: int, known: dict[str, EngineInfo], lost: str
-) -> None:
+async def rejoin(fleet: SGLangFleet, channel: Channel, version: int, engine: EngineInfo) -> None:
     """Give an engine that was fenced the version that is live, then requests."""
-    fleet.introduce(known[lost])
-    await asyncio.to_thread(channel.connect, list(known.values()))
+    fleet.introduce(engine)
+    await channel.meet([*fleet.routed(), engine.name])
     for _ in range(20):
-        [outcome] = await channel.write(version, [lost])
+        [outcome] = await channel.write(version, [engine.name])
         if outcome.error is None:
             break
-    await fleet.commit(lost, version)
-    await fleet.admit(lost)
+    await fleet.commit(engine.name, version)
+    await fleet.admit(engine.name)

@@ -285,3 +285,9 @@ def test_a_policy_that_hashes_requests_onto_engines_is_warned_about():
     assert notes(config(sglang_router_policy="power_of_two", **several), "train.py") == []
     with pytest.raises(UserError, match="sglang_router_policy: input should be 'cache_aware'"):
         config(sglang_router_policy="nearest")
+
+
+def test_colocation_is_for_turns_and_for_no_more_engines_than_the_learner_has_devices():
+    assert refusals("train.py", colocate=True) == []
+    assert "colocate is for train.py" in refusal("train_async.py", colocate=True)
+    assert "set it to 1 or less" in refusal("train.py", colocate=True, rollout_num_gpus=2)

@@ -181,7 +181,7 @@ PROOF = {
     "engine_health_timeout_seconds": f"{FLEET}::test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused",
     "sglang_router_ip": f"{PLACE}::test_a_router_of_the_users_own_is_used_and_must_answer",
     "sglang_router_port": f"{PLACE}::test_a_router_of_the_users_own_is_used_and_must_answer",
-    "colocate": "unit/test_placement.py::test_debug_modes_and_colocation_shrink_what_is_asked_for",
+    "colocate": "sim/test_colocated.py::test_engines_and_learner_take_turns_on_the_devices",
     "ray_address": f"{PLACE}::test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here",
     "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
     # skip

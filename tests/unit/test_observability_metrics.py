@@ -27,6 +27,7 @@ from miles_async.observability.events import (
     PublishStarted,
     Pulse,
     Queue,
+    RouterChanged,
     RunStarted,
     SamplesRemoved,
     Silent,
@@ -404,3 +405,16 @@ def test_a_histogram_counts_what_prometheus_own_counts() -> None:
         reference.labels(kind).observe(value)
     expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
     assert generate_latest(ours).decode().splitlines() == expected
+
+
+def test_engines_that_come_and_go_and_the_routers_health_are_shown() -> None:
+    watched = Watched(
+        EngineChanged(time=101.0, engine="a", state="fenced", version=3, reason="it drew no token"),
+        RouterChanged(time=101.0, up=True, engines=3, healthy=2),
+    )
+    assert watched("engine_changes_total", engine="a", state="fenced") == 1
+    assert watched("router_up") == 1
+    assert watched("router_engines", health="healthy") == 2
+    assert watched("router_engines", health="unhealthy") == 1
+    watched.observe(RouterChanged(time=102.0, up=False, engines=0, healthy=0))
+    assert watched("router_up") == 0

@@ -43,6 +43,12 @@ class RayLearner:
             metrics=reports[0].metrics,
         )
 
+    async def offload(self) -> None:
+        await _of_all(rank.offload.remote() for rank in self._ranks)
+
+    async def onload(self) -> None:
+        await _of_all(rank.onload.remote() for rank in self._ranks)
+
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
         results = await _of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)

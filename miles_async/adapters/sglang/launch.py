@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,10 +41,14 @@ class EngineSpec:
     """Any other argument of `sglang.launch_server` by its own name, dashes or underscores; these win."""
     start_timeout: float = 300.0
     """Seconds until it must be healthy."""
+    health_timeout: float = 30.0
+    """Seconds without a token after which it says itself, when asked, that it is not well."""
     host: str = "127.0.0.1"
     """Address to listen at."""
     devices: tuple[int, ...] = ()
     """The GPUs of this node that it uses; none leaves them to SGLang."""
+    colocated: bool = False
+    """A learner shares its devices: it can give its memory up and take it back."""
     nodes: int = 1
     """Servers that make up the engine, one per node."""
     node_rank: int = 0
@@ -152,6 +157,8 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous: int | 
     if spec.p2p:
         arguments["remote-instance-weight-loader-start-seed-via-transfer-engine"] = True
         arguments["engine-info-bootstrap-port"] = bootstrap_port
+    if spec.colocated and has_cuda():
+        arguments["enable-memory-saver"] = True
     if not has_cuda():
         arguments |= {
             "device": "cpu",
@@ -176,6 +183,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         # Longer than the router keeps an idle connection, or it sends a request into one that is being closed.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
+        "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout)),
         "PYTHONUNBUFFERED": "1",
     }
     if spec.devices:
