@@ -57,7 +57,7 @@ function drawPipeline(now) {
     return item;
   }));
   const back = ["stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"].map((reason) => now.outcomes[reason] ?? 0).reduce((a, b) => a + b);
-  $("recycled").textContent = `${plural(back, "prompt")} went back and first in line`;
+  $("recycled").textContent = `${plural(back, "prompt")} sent back, to go first in line`;
   const held = Object.values(now.slots.counts).reduce((a, b) => a + b, 0);
   $("freed").textContent = `slots are freed when the weights are live: ${number(held)}${now.run?.slots ? ` of ${number(now.run.slots)}` : ""} held`;
 }
