@@ -40,7 +40,7 @@ EXPRESSIONS = [
     for expression in panel.queries.values()
 ]
 PATIENCE_SECONDS = 20.0
-RUN = ("train_async.py", "--num-rollout", "12")
+RUN = ("train_async.py", "--num-rollout", "8")
 
 
 def promtool(*arguments: str) -> str:
