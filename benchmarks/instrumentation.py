@@ -5,9 +5,9 @@
 The rollout worker of `benchmarks.rollout_worker` with 512 samples in flight against the 50 ms engine, its events going
 
     nowhere         to nobody: what there would be without any onlooker
-    to the driver   as in a run: kept, taken twice a second, serialized as Ray serializes them
-    all here        to every onlooker (trace, metrics, verdict, steps, stall report, summary) in the same process,
-                    although in a run they are the driver's, which is another
+    to the driver   as in a run: collected, serialized as Ray does it, and sent to another process on the same two
+                    cores that shows them to every onlooker (trace, metrics, verdict, page, stall report, summary, …)
+    all here        to every onlooker in the same process, which no run does
 
 in turns, one after the other, again and again; the medians are compared. Prints a table and writes
 benchmarks/results/instrumentation.json.
@@ -19,13 +19,21 @@ import argparse
 import asyncio
 import io
 import json
+import multiprocessing
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, redirect_stderr, redirect_stdout
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+)
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
@@ -55,37 +63,63 @@ async def nowhere() -> AsyncIterator[EventSink]:
 @asynccontextmanager
 async def to_the_driver() -> AsyncIterator[EventSink]:
     outbox = Outbox()
+    ours, theirs = multiprocessing.Pipe()
+    driver = multiprocessing.get_context("spawn").Process(target=drive, args=(theirs,))
+    driver.start()
+    await asyncio.to_thread(ours.recv)  # it is ready
 
     async def send() -> None:
         while True:
-            pickle.dumps(await outbox.take(0.5), protocol=5)
+            ours.send_bytes(pickle.dumps(await outbox.take(0.5), protocol=5))
 
     sending = asyncio.create_task(send())
     try:
         yield outbox
     finally:
         sending.cancel()
+        ours.send_bytes(pickle.dumps(None))
+        await asyncio.to_thread(driver.join)
 
 
-@asynccontextmanager
-async def all_here() -> AsyncIterator[EventSink]:
+def drive(rollout_worker: Connection) -> None:
+    """What the driver does with a run's events."""
+    with looking_on() as onlookers:
+        rollout_worker.send("ready")
+        while True:
+            if rollout_worker.poll(0.25):
+                events = pickle.loads(rollout_worker.recv_bytes())
+                if events is None:
+                    return
+                onlookers.emit(*events)
+            onlookers.tick(time.time())
+
+
+@contextmanager
+def looking_on() -> Iterator[Onlookers]:
+    """Every onlooker of a run, in a folder of its own; what they print is thrown away."""
     with tempfile.TemporaryDirectory() as runs, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         configure_logging("console")
         config = RunConfig(observability=Observability(run_dir=runs, progress_bar=False))
         folder = RunFolder.create(config)
         with Onlookers(config, folder) as onlookers:
             onlookers.emit(run_started(config, folder, "train_async.py"))
+            yield onlookers
 
-            async def tick() -> None:
-                while True:
-                    await asyncio.sleep(0.25)
-                    onlookers.tick(time.time())
 
-            ticking = asyncio.create_task(tick())
-            try:
-                yield onlookers
-            finally:
-                ticking.cancel()
+@asynccontextmanager
+async def all_here() -> AsyncIterator[EventSink]:
+    with looking_on() as onlookers:
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(0.25)
+                onlookers.tick(time.time())
+
+        ticking = asyncio.create_task(tick())
+        try:
+            yield onlookers
+        finally:
+            ticking.cancel()
 
 
 WAYS: dict[str, Callable[[], AbstractAsyncContextManager[EventSink]]] = {

@@ -28,26 +28,26 @@ from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
-from miles_async.adapters.weights.broadcast import BroadcastWriter
-from miles_async.adapters.weights.disk import DiskWriter
-from miles_async.adapters.weights.p2p import P2PWriter
-from miles_async.adapters.weights.writer import WeightWriter
+from miles_async.adapters.weights.source import Source
 from miles_async.config.schema import TinyModel
 
 NEW_TOKENS = 300
 SECONDS_BETWEEN = 0.5
+WAYS = ("memory", "p2p", "broadcast", "disk")
 
 
 class Bench:
     """An engine that answers streams while new versions arrive. Create it inside the running loop."""
 
-    def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, streams: int) -> None:
+    def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, folder: Path, streams: int) -> None:
         self._engine = engine
         self._router_url = router_url
         self._streams = streams
         self._fleet = SGLangFleet(router_url)
         model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        self._source = Source([(name, tuple(tensor.shape)) for name, tensor in self._weights], folder)
+        self._source.meet([engine])
         self._version = 0
 
     async def ready(self) -> None:
@@ -56,9 +56,10 @@ class Bench:
         await self._fleet.admit(self._engine.name)
 
     async def close(self) -> None:
+        self._source.close()
         await self._fleet.close()
 
-    async def play(self, writer: WeightWriter | None, publishes: int) -> dict[str, float]:
+    async def play(self, way: str | None, publishes: int) -> dict[str, float]:
         """Keep the streams going for `publishes` publishes, or as long without any; figures in milliseconds."""
         gaps: list[float] = []
         pauses: list[float] = []
@@ -68,8 +69,8 @@ class Bench:
             await asyncio.sleep(1.0)
             gaps.clear()
             for _ in range(publishes):
-                if writer is not None:
-                    pauses.append(await self._publish(writer))
+                if way is not None:
+                    pauses.append(await self._publish(way))
                 await asyncio.sleep(SECONDS_BETWEEN)
             over.set()
             seen = list(gaps)
@@ -84,13 +85,14 @@ class Bench:
             "pause": 1e3 * median(pauses) if pauses else 0.0,
         }
 
-    async def _publish(self, writer: WeightWriter) -> float:
+    async def _publish(self, way: str) -> float:
         """Seconds in which the engine stood still."""
         self._version += 1
-        await asyncio.to_thread(writer.stage, self._version, self._weights)
+        await asyncio.to_thread(self._source.stage, self._version, self._weights)
+        await asyncio.to_thread(self._source.prepare, way)
         began = time.perf_counter()
         await self._fleet.pause("retract")
-        outcome = await asyncio.to_thread(writer.write, self._version, self._engine.name)
+        outcome = await asyncio.to_thread(self._source.write, self._version, self._engine.name, way)
         if outcome.error is not None:
             raise SystemExit(outcome.error)
         await self._fleet.commit(self._engine.name, self._version)
@@ -118,15 +120,13 @@ class Bench:
                         last = now
 
 
-async def measure(
-    make_bench: Callable[[], Bench], writers: Sequence[WeightWriter], publishes: int
-) -> dict[str, dict[str, float]]:
+async def measure(make_bench: Callable[[], Bench], ways: Sequence[str], publishes: int) -> dict[str, dict[str, float]]:
     bench = make_bench()
     await bench.ready()
     try:
         results = {"no publishes": await bench.play(None, publishes)}
-        for writer in writers:
-            results[writer.name] = await bench.play(writer, publishes)
+        for way in ways:
+            results[way] = await bench.play(way, publishes)
         results["no publishes, again"] = await bench.play(None, publishes)
         return results
     finally:
@@ -145,13 +145,8 @@ def main() -> None:
         router = RouterServer(RouterSpec(log_path=logs / "router.log"))
         try:
             router_url, info = router.start(), engine.start()
-            writers: list[WeightWriter] = [P2PWriter(), BroadcastWriter(), DiskWriter(logs / "weights")]
-            for writer in writers:
-                writer.connect([info])
-            make_bench = partial(Bench, info, router_url, checkpoint, arguments.streams)
-            results = asyncio.run(measure(make_bench, writers, arguments.publishes))
-            for writer in writers:
-                writer.close()
+            make_bench = partial(Bench, info, router_url, checkpoint, logs / "weights", arguments.streams)
+            results = asyncio.run(measure(make_bench, WAYS, arguments.publishes))
         finally:
             engine.stop()
             router.stop()

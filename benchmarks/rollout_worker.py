@@ -99,6 +99,12 @@ class Instant:
     def routed(self) -> Sequence[str]:
         return ("fake",)
 
+    def members(self) -> Sequence[str]:
+        """None that could fall ill."""
+        return ()
+
+    async def check_router(self) -> None: ...
+
     async def loads(self) -> Sequence[EngineLoad]:
         return []
 

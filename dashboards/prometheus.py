@@ -34,8 +34,8 @@ START_SECONDS = 30.0
 class Prometheus:
     """Runs while the context lasts; keeps what it scrapes in `storage`, or forgets it."""
 
-    def __init__(self, runs: Path, *, port: int = 0, scrape_seconds: int = 2, storage: Path | None = None) -> None:
-        """`runs` is the `--run-dir` of the runs it looks at."""
+    def __init__(self, runs: Path, *, port: int = 0, scrape_seconds: int = 5, storage: Path | None = None) -> None:
+        """`runs` is the `--run-dir` of the runs it looks at; engines and router are asked every `scrape_seconds`."""
         self.url = f"http://127.0.0.1:{port or free_port()}"
         self._runs = runs
         self._scrape_seconds = scrape_seconds
@@ -54,7 +54,8 @@ class Prometheus:
             "--storage.tsdb.retention.time=100y",
             "--log.level=warn",
         ]
-        self._process = subprocess.Popen(command, stderr=(folder / "log").open("wb"))
+        with (folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(command, stderr=log)
         try:
             self._until_ready(folder / "log")
         except BaseException:
@@ -106,7 +107,7 @@ class Prometheus:
 def configuration(runs: Path, scrape_seconds: int) -> dict[str, Any]:
     """`prometheus.yml` with the paths of this machine."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    config["global"] |= {"scrape_interval": f"{scrape_seconds}s", "evaluation_interval": f"{scrape_seconds}s"}
+    config["global"] |= {"scrape_interval": f"{scrape_seconds}s", "scrape_timeout": f"{scrape_seconds}s"}
     config["rule_files"] = [str(FOLDER / rules) for rules in config["rule_files"]]
     config["scrape_configs"][0]["file_sd_configs"][0]["files"] = [str(runs / "targets" / "*.json")]
     return config

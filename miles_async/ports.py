@@ -86,6 +86,12 @@ class Learner(Protocol):
         """Take the optimizer steps of one batch. Raises Fatal when a rank is lost."""
         ...
 
+    async def offload(self) -> None:
+        """Leave the devices' memory to engines that share them, until `onload`."""
+        ...
+
+    async def onload(self) -> None: ...
+
     async def save(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         """Write a checkpoint from which `progress` and the learner can be resumed; whole or not at all.
 
@@ -99,7 +105,7 @@ class WeightChannel(Protocol):
 
     @property
     def name(self) -> str:
-        """`p2p`, `broadcast` or `disk`."""
+        """The way that is taken first, such as `p2p`."""
         ...
 
     async def stage(self, version: int) -> None:
@@ -118,6 +124,10 @@ class WeightChannel(Protocol):
 
         Raises EngineLost when one of them cannot be reached this way.
         """
+        ...
+
+    async def fall_back(self, engine: str) -> str | None:
+        """Write to this engine by the next way from now on; its name, or None when there is no other left."""
         ...
 
 
@@ -171,6 +181,14 @@ class Fleet(Protocol):
 
         Raises EngineLost when it does not come up.
         """
+        ...
+
+    async def offload(self) -> None:
+        """Leave the devices' memory to the learner that shares them, until `onload`; no request may be under way."""
+        ...
+
+    async def onload(self) -> None:
+        """Take the memory back; weights and cache are then to be written anew."""
         ...
 
     async def check_router(self) -> None:

@@ -216,6 +216,8 @@ class WriteOutcome:
     bytes: int
     error: str | None = None
     """None when every byte landed and was verified; otherwise one sentence."""
+    final: bool = False
+    """The engine must not be written again: a write that did not end in time may still be under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from miles_async.config.derived import bounds_of, table
+from miles_async.config.derived import bounds_of, engines, table
+from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
 from miles_async.observability.events import RunEnded, RunStarted
@@ -68,8 +69,8 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
         try:
             async with Cluster(config, folder, entry) as cluster:
                 onlookers.emit(await _unless(stop, cluster.start(lessons)))
-                with Watchdog(cluster, onlookers, config.observability, time.time()) as watchdog:
-                    await _follow(cluster, onlookers, watchdog, stop)
+                with Watchdog(cluster, onlookers, config.observability) as watchdog:
+                    await _follow(cluster, onlookers, watchdog, stop, entry)
             if stop.is_set():
                 raise Interrupted
         except (Interrupted, asyncio.CancelledError):
@@ -83,9 +84,36 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
     return DONE
 
 
-async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, stop: asyncio.Event) -> None:
+class _Resizing:
+    """SIGHUP: the YAML files are read again, and the run gets as many engines as they now ask for."""
+
+    def __init__(self, cluster: Cluster, entry: str) -> None:
+        self._cluster = cluster
+        self._entry = entry
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._resize())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _resize(self) -> None:
+        log = structlog.get_logger(__name__)
+        try:
+            asked = load_config(sys.argv[1:], entry=self._entry)
+            await self._cluster.resize(engines(asked))
+        except MilesError as error:
+            log.warning(f"the number of engines stays: {error}")
+
+
+async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, stop: asyncio.Event, entry: str) -> None:
     """Pass the service's events on until it ends. Raises what ended it, or Fatal when it does not answer."""
     run = asyncio.ensure_future(cluster.run())
+    resizing = _Resizing(cluster, entry)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizing.start)
     asked_to_stop = False
     events: asyncio.Future[list[Any]] = asyncio.ensure_future(cluster.events())
     try:
@@ -102,6 +130,7 @@ async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, st
                 await cluster.stop()
             watchdog.look(time.time())
     finally:
+        resizing.cancel()
         run.cancel()
         events.cancel()
 

@@ -13,16 +13,20 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self._server = EngineServer(spec)
 
-    def start(self) -> EngineInfo:
+    def rendezvous(self) -> str:
+        """Where the servers of an engine that spans nodes meet: on the first one's."""
+        return self._server.rendezvous()
+
+    def start(self, rendezvous: str | None = None) -> EngineInfo:
         """Start the server and wait until it is healthy. Raises UserError or Fatal with one sentence."""
-        return self._server.start()
+        return self._server.start(rendezvous)
 
-    def restart(self) -> EngineInfo:
+    def restart(self, rendezvous: str | None = None) -> EngineInfo:
         """End what is left of the server and start it anew. Raises as `start` does."""
-        return self._server.restart()
+        return self._server.restart(rendezvous)
 
-    def answers(self) -> str | Literal[False]:
-        """Where the server serves its metrics; False where it does not answer."""
+    def answers(self) -> str | Literal[False] | None:
+        """Where the server serves its metrics, None where another node does; False where it does not answer."""
         return self._server.answers()
 
     def info(self) -> EngineInfo:

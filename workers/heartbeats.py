@@ -32,25 +32,39 @@ class _Heartbeat:
 
 
 class Heartbeats:
-    def __init__(self, questions: Mapping[str, Question], now: float) -> None:
+    def __init__(self, questions: Mapping[str, Question]) -> None:
+        """Questions may come and go as processes do."""
         self._questions = questions
-        self._beats = {process: _Heartbeat(heard=now) for process in questions}
+        self._beats: dict[str, _Heartbeat] = {}
         self.addresses: dict[str, str] = {}
         """Where processes serve metrics, as far as they answered."""
 
     def look(self, now: float) -> list[Silent]:
         """Take the answers that came, ask anew, and tell of silences once a second, and of each that ended."""
-        return [silent for process in self._questions for silent in self._look_at(process, self._beats[process], now)]
+        for process in self._questions.keys() - self._beats.keys():
+            self._beats[process] = _Heartbeat(heard=now)
+        gone = [self._forget(process, now) for process in self._beats.keys() - self._questions.keys()]
+        return gone + [
+            silent for process in self._questions for silent in self._look_at(process, self._beats[process], now)
+        ]
 
     def silence(self, process: str, now: float) -> float:
         """Seconds for which the process has not answered; 0 where that is too short to mean anything."""
-        silence = now - self._beats[process].heard
+        silence = now - self._beats[process].heard if process in self._beats else 0.0
         return silence if silence >= SILENT_FROM_SECONDS else 0.0
 
     def close(self) -> None:
         for beat in self._beats.values():
             if beat.pending is not None:
                 beat.pending.cancel()
+
+    def _forget(self, process: str, now: float) -> Silent:
+        """A process that was ended on purpose is not silent."""
+        beat = self._beats.pop(process)
+        if beat.pending is not None:
+            beat.pending.cancel()
+        self.addresses.pop(process, None)
+        return Silent(time=now, process=process, seconds=0.0)
 
     def _look_at(self, process: str, beat: _Heartbeat, now: float) -> list[Silent]:
         if beat.pending is not None and beat.pending.done():

@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.adapters.warm_starts import Problems, WarmStarted
 from miles_async.config.schema import RunConfig
 from miles_async.observability.logging import configure_logging, configure_worker_logging
@@ -21,35 +23,38 @@ from miles_async.types import StepReport, WriteOutcome
 # The driver names this class and must not wait for torch and Megatron, which take ten seconds to import: the actor's
 # own process imports them in the methods that need them.
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from miles_async.adapters.megatron.batch import TrainStep
     from miles_async.adapters.megatron.learner import MegatronLearner
-    from miles_async.adapters.weights.writer import WeightWriter
+    from miles_async.adapters.weights.source import Source
 
 T = TypeVar("T")
+ENGINES_AT_ONCE = 16
+"""That one rank writes weights to."""
 
 
 class LearnerRank:
-    """Megatron in one thread, weight writes in another: staged weights travel while the next step runs.
+    """Megatron in one thread, weight writes in others: staged weights travel while the next step runs.
 
-    Everything that touches the model runs in the step thread, one call after the other. Only rank 0 writes weights:
-    staging gathers them whole.
+    Everything that touches the model runs in the step thread, one call after the other. Each rank sends its own share
+    of the weights; gathering them whole, one after the other, is for all ranks together.
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
+    def __init__(self, config: RunConfig, rank: int, world_size: int, folder: Path) -> None:
+        """`folder` is the run's own, shared with the engines."""
         configure_logging(config.observability.log_format)
         self._config = config
         self._rank = rank
         self._world_size = world_size
+        self._folder = folder
         self._log = structlog.get_logger(__name__).bind(learner_rank=rank)
         _pin(config.learner.learner_cpus, rank, world_size)
         threads = config.learner.learner_threads or len(os.sched_getaffinity(0))
         # The thread count of an OpenMP team belongs to the thread that starts it.
         self._step = ThreadPoolExecutor(1, "step", initializer=_limit_threads, initargs=(threads,))
-        self._weights = ThreadPoolExecutor(1, "weights")
+        self._weights = ThreadPoolExecutor(ENGINES_AT_ONCE, "weights")
         self._learner: MegatronLearner
-        self._writer: WeightWriter
+        self._port: ClaimedPort
+        self._source: Source | None = None
 
     async def log_to(self, logs: Path, process: str) -> None:
         """Write log and output into files there from now on."""
@@ -65,6 +70,11 @@ class LearnerRank:
 
         return await self._in_step(lambda: warm_start(self._config, problems, check, report))
 
+    def claim_port(self, host: str) -> int:
+        """A port of this node at which the ranks meet; rank 0 holds it."""
+        self._port = claim_port(host)
+        return self._port.number
+
     async def start(self, hf_checkpoint: str, master_addr: str, master_port: int) -> None:
         """Load the checkpoint. Call it on all ranks at once: each waits for the others."""
 
@@ -75,22 +85,18 @@ class LearnerRank:
 
         self._learner = await self._in_step(build)
 
-    async def connect(self, wanted: str, engines: Sequence[EngineInfo], folder: str) -> str | None:
-        """All ranks, before training: find the way weights take to the engines, and write version 0.
+    async def meet(self, engines: Sequence[EngineInfo]) -> None:
+        """All ranks: the engines are these from now on. Raises EngineLost where one does not answer or fit."""
+        if self._source is None:
+            # Naming the weights gathers them, one by one: all ranks take part.
+            named = await self._in_step(lambda: [(name, tuple(t.shape)) for name, t in self._learner.weights()])
+            self._source = weight_source(self._config, named, self._folder, self._rank, self._world_size)
+        source = self._source
+        await self._in_weights(lambda: source.meet(engines))
 
-        `wanted` is `auto` or a way's name, `folder` is where the disk way keeps its files. Rank 0 returns the way.
-        """
-        from miles_async.adapters.weights.choose import choose_writer
-
-        snapshot = await self._in_step(lambda: self._gather(keep=self._rank == 0))
-        if self._rank > 0:
-            return None
-        self._writer = await self._in_weights(lambda: choose_writer(wanted, engines, snapshot.items, Path(folder)))
-        return self._writer.name
-
-    async def reconnect(self, engines: Sequence[EngineInfo]) -> None:
-        """Rank 0: the engines are these from now on."""
-        await self._in_weights(lambda: self._writer.connect(engines))
+    async def reach(self, way: str, engine: str) -> None:
+        """Connect a way to an engine. Raises EngineLost with what to do about it."""
+        await self._in_weights(lambda: self._sending.reach(way, engine))
 
     async def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         structlog.contextvars.bind_contextvars(rollout=rollout_id)
@@ -99,18 +105,24 @@ class LearnerRank:
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         return await self._in_step(lambda: self._learner.logprobs(token_lists))
 
-    async def stage(self, version: int) -> None:
-        """Copy the weights aside as `version`; all ranks take part, rank 0 keeps them."""
+    async def stage(self, version: int, ways: Sequence[str]) -> None:
+        """Copy this rank's share of the weights aside as `version`, ready to go by `ways`; all ranks at once."""
         self._learner.version = version
         structlog.contextvars.bind_contextvars(version=version)
-        if self._rank == 0:
-            await self._in_step(lambda: self._writer.stage(version, self._learner.weights()))
-        else:
-            await self._in_step(lambda: self._gather(keep=False))
+        await self._in_step(lambda: self._sending.stage(version, self._learner.weights()))
+        for way in ways:
+            await self._in_weights(partial(self._sending.prepare, way))
 
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        """Rank 0: write the staged version to each engine, one after the other."""
-        return await self._in_weights(lambda: [self._writer.write(version, engine) for engine in engines])
+    async def write(self, version: int, engine: str, way: str) -> WriteOutcome:
+        """Write this rank's share of the staged version to one engine. Several engines may be written at once."""
+        return await self._in_weights(lambda: self._sending.write(version, engine, way))
+
+    async def offload(self) -> None:
+        """Leave the device's memory to an engine that shares it. All ranks."""
+        await self._in_step(lambda: self._learner.offload())
+
+    async def onload(self) -> None:
+        await self._in_step(lambda: self._learner.onload())
 
     async def save_state(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into `folder`. All ranks."""
@@ -127,20 +139,38 @@ class LearnerRank:
         return os.getpid()
 
     async def close(self) -> None:
-        """Leave engines and ranks. Only after `start` and `connect`."""
-        if self._rank == 0:
-            await self._in_weights(self._writer.close)
+        """Leave engines and ranks. Only after `start`."""
+        if self._source is not None:
+            await self._in_weights(self._source.close)
         await self._in_step(self._learner.close)
 
-    def _gather(self, *, keep: bool) -> dict[str, Tensor]:
-        """Gathering is collective: the ranks that do not keep the weights take part in it all the same."""
-        return {name: tensor.clone() for name, tensor in self._learner.weights() if keep}
+    @property
+    def _sending(self) -> Source:
+        assert self._source is not None, "meet() comes first"
+        return self._source
 
     async def _in_step(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._step, call)
 
     async def _in_weights(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._weights, call)
+
+
+def weight_source(
+    config: RunConfig, named: Sequence[tuple[str, tuple[int, ...]]], folder: Path, rank: int, sources: int
+) -> Source:
+    """What sends this rank's share of the weights of these names and shapes."""
+    from miles_async.adapters.weights.source import Source
+
+    return Source(
+        named,
+        folder / "weights",
+        rank=rank,
+        sources=sources,
+        bucket=config.weights.update_weight_buffer_size,
+        everything=config.weights.check_weight_update_equal,
+        timeout=config.weights.update_weight_timeout_seconds,
+    )
 
 
 def _limit_threads(threads: int) -> None:

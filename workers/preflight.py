@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -44,6 +45,7 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
     if config.model.hf_checkpoint is not None:
         whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
     checkpoint_to_resume(config)
+    reachable_ray(config.cluster.ray_address)
     rollout_function(config, entry)
     dynamic_filter(config, args)
     for setting, path in (
@@ -82,6 +84,19 @@ def whole_checkpoint(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"hf_checkpoint {folder}: {file.name} is broken: {error}; copy it anew") from error
+
+
+def reachable_ray(address: str | None, within: float = 5.0) -> None:
+    """Raises UserError when nobody listens there; Ray would try for a minute. `auto` and the like name no place."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=within).close()
+    except OSError as error:
+        raise UserError(
+            f"no Ray cluster answers at ray_address {address} ({error}): start one with `ray start --head`, or unset it"
+        ) from error
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:

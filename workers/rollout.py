@@ -18,14 +18,16 @@ from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.openai.trajectories import Trajectories
-from miles_async.adapters.ray.learner import RayLearner, RayWeightChannel
+from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.ray.servers import RayServers
+from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.sglang.turns import Turns
 from miles_async.adapters.system_clock import SystemClock
+from miles_async.adapters.weights.channel import Channel
 from miles_async.config.derived import EXTERNAL_FUNCTION, bounds_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
@@ -59,14 +61,14 @@ class Surroundings:
     router_url: str
     """Empty where no engine was started."""
     engines: Sequence[EngineInfo]
-    engine_actors: Mapping[str, Any]
-    """Handles of their actors, by name."""
+    engine_actors: Mapping[str, Sequence[Any]]
+    """Handles of their actors, by name: one per node that the engine spans."""
     router_actor: Any
     """Handle of the router's actor; None where the router is somebody else's."""
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
-    weight_transfer: str
-    """The way weights travel."""
+    weight_ways: Sequence[str]
+    """The ways that weights can take, best first."""
     resume_from: Path | None
     """The checkpoint that the learner was resumed from."""
 
@@ -103,6 +105,9 @@ class RolloutWorker:
         self._folder = folder
         self._outbox = Outbox()
         self._service: Service | None = None
+        self._servers: RayServers
+        self._fleet: SGLangFleet
+        self._frontend: SGLangGenerator
 
     async def log_to(self, logs: Path, process: str) -> None:
         """Write log and output into files there from now on."""
@@ -113,11 +118,15 @@ class RolloutWorker:
         config = self._config
         tokenizer = CheckpointTokenizer(around.checkpoint)
         args = self._arguments(around.router_url).adding(tokenizer=tokenizer)
-        fleet = SGLangFleet(
+        self._servers = RayServers(
+            around.engine_actors, around.router_actor, config.engine.engine_start_timeout_seconds
+        )
+        fleet = self._fleet = SGLangFleet(
             around.router_url,
-            processes=RayServers(around.engine_actors, around.router_actor, config.engine.engine_start_timeout_seconds),
+            processes=self._servers,
             tell=self._outbox.emit,
             health_timeout=config.engine.engine_health_timeout_seconds,
+            colocated=config.cluster.colocate,
         )
         for engine in around.engines:
             fleet.introduce(engine)
@@ -138,7 +147,7 @@ class RolloutWorker:
         await endpoint.start(config.rollout.agent_port)
         args = args.adding(trajectories=trajectories)
         generator = partial(self._generator, tokenizer, endpoint, args)
-        frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        frontend = self._frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
         if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             visitors = frontend.sampling.body(frontend.sampling.max_new_tokens)
             endpoint.welcome(Turns(frontend, tokenizer), visitors, live=lambda: self._live_version() >= 0)
@@ -164,7 +173,7 @@ class RolloutWorker:
                     evaluator=generator(greedy_of(config), evaluators(greedy_of(config))),
                     rewarder=rewarder,
                     learner=RayLearner(config, around.learner_ranks),
-                    channel=RayWeightChannel(around.weight_transfer, around.learner_ranks, fleet.address),
+                    channel=Channel(around.weight_ways, RaySources(around.learner_ranks), fleet.address),
                     fleet=fleet,
                     dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                     keep=dynamic_filter(config, args),
@@ -199,6 +208,10 @@ class RolloutWorker:
         try:
             await self._service.run(rollout)
         finally:
+            if around.router_actor is None:
+                # Nobody else would tell somebody else's router.
+                for engine in fleet.routed():
+                    await fleet.fence(engine, "the run has ended")
             await endpoint.close()
             await rewarder.close()
 
@@ -253,6 +266,20 @@ class RolloutWorker:
 
     async def answers(self) -> None:
         """Return, to show that the event loop turns."""
+
+    async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
+        """Start another engine in the background; it serves once it holds the current weights."""
+        self._servers.add(name, actors)
+        self._fleet.enlist(name)
+        self._make_room()
+
+    async def remove_engine(self, name: str) -> None:
+        """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""
+        await self._fleet.dismiss(name)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        self._frontend.resize(self._config.engine.sglang_server_concurrency * len(self._fleet.members()))
 
     async def stop(self) -> None:
         """End the run after the step being taken."""

@@ -28,6 +28,10 @@ class Router:
         """Where the server serves its metrics; False where it does not answer."""
         return self._server.answers()
 
+    def metrics_url(self) -> str:
+        """Where its own metrics are served; after `start`."""
+        return self._server.metrics_url
+
     def pid(self) -> int:
         """Of the router's process; after `start`."""
         return self._server.pid

@@ -24,20 +24,43 @@ def ray_arguments(config: RunConfig) -> dict[str, Any]:
     return {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST, **quiet}
 
 
-def engine_spec(config: RunConfig, name: str, checkpoint: str, logs: Path) -> EngineSpec:
+def engine_spec(
+    config: RunConfig,
+    name: str,
+    checkpoint: str,
+    logs: Path,
+    *,
+    host: str = "127.0.0.1",
+    devices: tuple[int, ...] = (),
+    nodes: int = 1,
+    node_rank: int = 0,
+) -> EngineSpec:
+    """Of the server on the engine's node number `node_rank`."""
     engine = config.engine
     return EngineSpec(
         name=name,
         model_path=checkpoint,
-        log_path=logs / f"{name}.log",
+        log_path=logs / (f"{name}.log" if node_rank == 0 else f"{name}-node{node_rank}.log"),
+        host=host,
+        devices=devices,
+        nodes=nodes,
+        node_rank=node_rank,
         tp=engine.rollout_num_gpus_per_engine,
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
         seed=config.data.rollout_seed,
+        colocated=config.cluster.colocate,
         p2p=config.weights.weight_transfer in ("auto", "p2p"),
         server_args=engine.sglang_server_args,
         start_timeout=engine.engine_start_timeout_seconds,
+        health_timeout=engine.engine_health_timeout_seconds,
     )
+
+
+def external_router(config: RunConfig) -> str | None:
+    """The url of a router of the user's own; None where the run starts one."""
+    ip, port = config.engine.sglang_router_ip, config.engine.sglang_router_port
+    return None if ip is None else f"http://{ip}:{port}"
 
 
 def router_spec(config: RunConfig, logs: Path) -> RouterSpec:

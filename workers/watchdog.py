@@ -31,11 +31,11 @@ log = structlog.get_logger(__name__)
 class Watchdog:
     """Call `look` about four times a second."""
 
-    def __init__(self, cluster: Cluster, onlookers: Onlookers, settings: Observability, now: float) -> None:
+    def __init__(self, cluster: Cluster, onlookers: Onlookers, settings: Observability) -> None:
         self._cluster = cluster
         self._onlookers = onlookers
         self._settings = settings
-        self._heartbeats = Heartbeats(cluster.questions, now)
+        self._heartbeats = Heartbeats(cluster.questions)
         self._dump: asyncio.Task[None] | None = None
         self._dumped_in_stall = False
 

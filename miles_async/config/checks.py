@@ -13,6 +13,7 @@ from miles_async.config.derived import (
     GREEDY_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    engines,
     learner_ranks,
     samples_per_rollout,
     samples_per_step,
@@ -20,6 +21,7 @@ from miles_async.config.derived import (
     trains_only,
 )
 from miles_async.config.schema import RunConfig
+from miles_async.config.server_args import misfits
 from miles_async.core.bounds import Bounds, Schedule
 
 BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
@@ -32,6 +34,8 @@ def problems(config: RunConfig, entry: str) -> list[str]:
     """Why a run of `entry` would be refused; empty where it may start."""
     schedule = schedule_of(config, entry)
     found = [sentence for check in _CHECKS for sentence in check(config)]
+    if config.cluster.colocate and schedule is not Schedule.TURNS:
+        found.append("colocate is for train.py: what generates while it trains needs devices of its own; unset it")
     if schedule is not Schedule.TURNS and config.rollout.max_weight_staleness == 0:
         found.append(
             "max_weight_staleness 0 allows no overlap of generation and training: use train.py, which takes turns, "
@@ -102,6 +106,15 @@ def _idle_skip(config: RunConfig, entry: str) -> list[str]:
     if roles[used].enable and not roles[used].steps:
         found.append(f'skip.{used} skips nothing: set skip.{used}.steps, such as "[1-128]"')
     return found
+
+
+def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
+    policy = config.engine.sglang_router_policy
+    if policy in ("consistent_hashing", "prefix_hash") and engines(config) > 1:
+        yield (
+            f"sglang_router_policy {policy} ties requests to engines by a hash, however full these are: one engine may "
+            "get most of them and thrash its cache while others idle; cache_aware or power_of_two look at the load"
+        )
 
 
 def _batch_sizes(config: RunConfig) -> Iterator[str]:
@@ -288,6 +301,25 @@ def _parallelism(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _servers(config: RunConfig) -> Iterator[str]:
+    engine = config.engine
+    yield from misfits(engine.sglang_server_args)
+    if (engine.sglang_router_ip is None) is not (engine.sglang_router_port is None):
+        yield (
+            "sglang_router_ip and sglang_router_port name a router of yours together: set both, or neither to have one "
+            "started"
+        )
+
+
+def _colocated(config: RunConfig) -> Iterator[str]:
+    devices, ranks = config.engine.rollout_num_gpus, learner_ranks(config)
+    if config.cluster.colocate and devices > ranks:
+        yield (
+            f"colocate gives the engines the learner's {ranks} devices, but rollout_num_gpus is {devices}; set it to "
+            f"{ranks} or less"
+        )
+
+
 def _lengths(config: RunConfig) -> Iterator[str]:
     rollout, room = config.rollout, config.learner.max_tokens_per_gpu
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
@@ -387,10 +419,12 @@ _CHECKS: tuple[Check, ...] = (
     _checkpoint,
     _reference,
     _parallelism,
+    _servers,
+    _colocated,
     _lengths,
     _dynamic_batching,
     _loss,
     _ranges,
 )
 
-_NOTES = (_idle_window, _idle_over_sampling_filter, _idle_skip, _policy_notes)
+_NOTES = (_idle_window, _idle_over_sampling_filter, _idle_skip, _policy_notes, _router_notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from miles_async.config.schema import Rollout, RunConfig
 from miles_async.core.bounds import Bounds, Schedule
+from miles_async.core.placement import Demand
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
@@ -62,6 +63,16 @@ def learner_ranks(config: RunConfig) -> int:
 
 def engines(config: RunConfig) -> int:
     return config.engine.rollout_num_gpus // config.engine.rollout_num_gpus_per_engine
+
+
+def demand_of(config: RunConfig) -> Demand:
+    """The devices that learner and engines ask for; a debugging run asks for none for the half that it leaves out."""
+    return Demand(
+        learner=0 if config.debug.debug_rollout_only else learner_ranks(config),
+        engines=0 if trains_only(config) else engines(config),
+        per_engine=config.engine.rollout_num_gpus_per_engine,
+        colocated=config.cluster.colocate and not config.debug.debug_rollout_only,
+    )
 
 
 def table(config: RunConfig, entry: str) -> str:

@@ -316,8 +316,16 @@ class Learner(Section):
 
 
 class Weights(Section):
-    weight_transfer: Literal["auto", "p2p", "broadcast", "disk"] = "auto"
-    """How weights reach the engines: Mooncake one-sided writes, a collective, or a shared folder."""
+    weight_transfer: Literal["auto", "memory", "p2p", "broadcast", "disk", "disk_delta"] = "auto"
+    """How weights reach the engines: a copy into their memory on the same machine, Mooncake one-sided writes, a
+    collective, or a shared folder with all of them or with what changed. auto tries what is there and takes the
+    fastest."""
+    update_weight_buffer_size: int = Field(512 << 20, ge=1)
+    """Bytes that are sent at a time: what a collective makes an engine hold beside its own weights at most."""
+    check_weight_update_equal: bool = False
+    """Compare every byte of an engine's weights after each write, instead of samples of each tensor."""
+    update_weight_timeout_seconds: float = Field(30.0, gt=0)
+    """A write that has not ended by then counts as torn, and its engine as lost."""
     update_weights_interval: int = Field(1, ge=1)
     """Batches trained between two publishes."""
     pause_generation_mode: Literal["retract", "in_place", "abort"] = "retract"
@@ -335,8 +343,14 @@ class Engine(Section):
     """Keep fewer groups in flight while the engines report a full KV cache or a long line of requests."""
     sglang_server_args: dict[str, Any] = {}
     """Any other SGLang server argument, by its own name; `--sglang-mem-fraction-static 0.8` sets one."""
-    sglang_router_policy: str = "cache_aware"
-    """How the router picks an engine."""
+    sglang_router_policy: Literal[
+        "cache_aware", "round_robin", "power_of_two", "random", "consistent_hashing", "prefix_hash"
+    ] = "cache_aware"
+    """How the router picks an engine; the hashing ones may send everything to one of them."""
+    sglang_router_ip: str | None = None
+    """Address of an sglang-router of yours, to use instead of starting one; it must reach the engines."""
+    sglang_router_port: int | None = Field(None, ge=1, le=65535)
+    """Its port."""
     sglang_router_request_timeout_secs: float = Field(600.0, gt=0)
     """A request that takes longer is given up and its group retried."""
     engine_cpus: list[int] | None = None
@@ -352,6 +366,8 @@ class Engine(Section):
 class Cluster(Section):
     ray_address: str | None = None
     """An existing Ray cluster. Unset: one is started on this machine and ended with the run."""
+    colocate: bool = False
+    """train.py: engines share the learner's devices; each leaves its memory to the other while it waits."""
 
 
 class SkipRole(Section):

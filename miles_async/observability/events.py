@@ -189,6 +189,18 @@ class PublishEnded(Event, frozen=True):
     fenced: list[str]
 
 
+class WriteFailed(Event, frozen=True):
+    """A weight write did not arrive whole at an engine, or was not taken there."""
+
+    version: int
+    engine: str
+    error: str
+    then: str
+    """What is done about it: `retry`, `fall_back` to another way, or `fence`, after which the engine is replaced."""
+    way: str | None
+    """The way that is fallen back to."""
+
+
 class Evaluated(Event, frozen=True):
     name: str
     rollout: int
@@ -208,6 +220,16 @@ class EngineChanged(Event, frozen=True):
     """`routed`, `fenced` or `lost`."""
     version: int | None
     reason: str | None
+
+
+class RouterChanged(Event, frozen=True):
+    """What the router knows has changed, or whether it answers."""
+
+    up: bool
+    engines: int
+    """That it lists, those of other runs among them where it is shared."""
+    healthy: int
+    """Of these, that it finds healthy."""
 
 
 class EngineBusy(Event, frozen=True):
@@ -313,8 +335,10 @@ AnyEvent = (
     | StepEnded
     | PublishStarted
     | PublishEnded
+    | WriteFailed
     | Evaluated
     | EngineChanged
+    | RouterChanged
     | EngineBusy
     | Stalled
     | LoopLag

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
+
+from miles_async.observability.histogram import Histogram
 
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -57,8 +59,8 @@ class Instruments:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"miles_async_{name}", text, labels, registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"miles_async_{name}", text, labels, buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], label: str | None = None) -> Histogram:
+        return Histogram(f"miles_async_{name}", text, label, bounds, self._registry)
 
     def _declare_run(self) -> None:
         gauge, counter = self._gauge, self._counter
@@ -155,8 +157,13 @@ class Instruments:
         self.engine_routed = gauge("engine_routed", "1 while requests may reach the engine.", "engine")
         self.engine_idle_seconds = counter("engine_idle_seconds", "Seconds without a request at any engine.")
         self.publishes = counter("publishes", "Weight publishes.", "outcome")
-        self.fences = counter("engine_fences", "Engines taken out of the router.")
+        self.engine_changes = counter(
+            "engine_changes", "Times an engine was routed, fenced or lost.", "engine", "state"
+        )
+        self.router_up = gauge("router_up", "1 while the router answers.")
+        self.router_engines = gauge("router_engines", "Engines in the router's list, as it finds them.", "health")
         self.publish_seconds = self._histogram(
             "publish_seconds", "Publish by phase: staged beside generation; paused, of which write.", SECONDS, "phase"
         )
         self.publish_bytes = counter("publish_bytes", "Bytes written to engines.")
+        self.write_failures = counter("weight_write_failures", "Weight writes that failed, and what was done.", "then")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -30,12 +31,14 @@ from miles_async.observability.events import (
     PublishStarted,
     Pulse,
     Queue,
+    RouterChanged,
     RunStarted,
     SamplesRemoved,
     Silent,
     Stalled,
     StepEnded,
     StepStarted,
+    WriteFailed,
 )
 from miles_async.observability.instruments import Instruments
 from miles_async.observability.staleness import Staleness
@@ -77,8 +80,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._set = Instruments(registry)
-        # Looked up once: finding a labelled series takes longer than setting it.
-        self._state_gauges = {state: self._set.groups_by_state.labels(state) for state in LIVE}
+        self._show_counts()
         self._staleness = Staleness()
         self._learner_idle = _LearnerIdle()
         self._engine_idle: _EngineIdle | None = None
@@ -96,8 +98,7 @@ class Metrics:
             case GroupGenerated():
                 self._group_generated(event)
             case Queue():
-                self._set.queue_depth.set(event.depth)
-                self._set.blocked_groups.set(event.blocked)
+                self._depth, self._blocked = event.depth, event.blocked
             case Pulse():
                 self._pulse(event)
             case LoopLag():
@@ -108,7 +109,7 @@ class Metrics:
             case EngineBusy():
                 self._engine_busy(event)
             case Drained():
-                self._set.queue_depth.set(event.depth)
+                self._depth = event.depth
                 self._set.drain_wait_seconds.observe(event.waited)
             case StepStarted():
                 self._step_started(event)
@@ -127,6 +128,21 @@ class Metrics:
             case _:
                 self._rare(event)
 
+    def _show_counts(self) -> None:
+        """Gauges that most events change are read when they are asked for, from what the last event said."""
+        self._counts: Mapping[str, int] = {}
+        self._depth, self._blocked = 0, 0
+        self._progress: dict[str, float] = {}
+        for state in LIVE:
+            self._set.groups_by_state.labels(state).set_function(partial(self._count, state))
+        self._set.in_flight_groups.set_function(partial(self._count, State.IN_FLIGHT))
+        self._set.held_slots.set_function(lambda: sum(self._counts.values()))
+        self._set.queue_depth.set_function(lambda: self._depth)
+        self._set.blocked_groups.set_function(lambda: self._blocked)
+
+    def _count(self, state: str) -> int:
+        return self._counts.get(state, 0)
+
     def _rare(self, event: Event) -> None:
         match event:
             case RunStarted():
@@ -142,6 +158,12 @@ class Metrics:
                 self._set.removed_samples.inc(event.samples)
             case DataSkipped():
                 self._set.skipped_data.labels(event.reason).inc()
+            case WriteFailed():
+                self._set.write_failures.labels(event.then).inc()
+            case RouterChanged():
+                self._set.router_up.set(event.up)
+                self._set.router_engines.labels("healthy").set(event.healthy)
+                self._set.router_engines.labels("unhealthy").set(event.engines - event.healthy)
             case Stalled():
                 self._set.stalls.inc()
             case _:
@@ -176,8 +198,9 @@ class Metrics:
 
     def _progressed(self, what: str, now: float) -> None:
         self._last_progress = now
-        self._set.last_progress_timestamp.labels(what).set(now)
-        self._set.since_progress_seconds.set(0)
+        if what not in self._progress:
+            self._set.last_progress_timestamp.labels(what).set_function(lambda: self._progress[what])
+        self._progress[what] = now
 
     def _run_started(self, event: RunStarted) -> None:
         self._set.run.info({"run": event.run, "entry": event.entry})
@@ -192,11 +215,7 @@ class Metrics:
         self._engine_idle = _EngineIdle(began=event.time, heard=event.time)
 
     def _group_moved(self, event: GroupMoved) -> None:
-        counts = event.counts
-        for state, gauge in self._state_gauges.items():
-            gauge.set(counts.get(state, 0))
-        self._set.in_flight_groups.set(counts.get(State.IN_FLIGHT, 0))
-        self._set.held_slots.set(sum(counts.values()))
+        self._counts = event.counts
         if event.after == State.QUEUED:
             self._aged("queued", event)
             self._progressed("queued", event.time)
@@ -222,8 +241,7 @@ class Metrics:
         self._set.truncated_samples.inc(event.truncated)
 
     def _pulse(self, event: Pulse) -> None:
-        self._set.queue_depth.set(event.queue)
-        self._set.blocked_groups.set(event.blocked)
+        self._depth, self._blocked = event.queue, event.blocked
         self._set.head_age_seconds.set(event.head_seconds)
         self._set.oldest_request_seconds.set(event.oldest_seconds)
         self._set.rewarding_groups.set(event.rewarding)
@@ -282,8 +300,8 @@ class Metrics:
         if event.state == "routed":
             self._routed.add(event.engine)
         else:
-            self._set.fences.inc(event.engine in self._routed)
             self._routed.discard(event.engine)
+        self._set.engine_changes.labels(event.engine, event.state).inc()
         if event.state == "lost":
             # A series that stands still forever would read like an engine that does.
             self._set.engine_routed.remove(event.engine)

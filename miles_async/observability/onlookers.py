@@ -12,7 +12,15 @@ from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.observability.events import BottleneckFound, DataSkipped, Event, RunEnded, Stalled
+from miles_async.observability.events import (
+    BottleneckFound,
+    DataSkipped,
+    EngineChanged,
+    Event,
+    RunEnded,
+    Stalled,
+    WriteFailed,
+)
 from miles_async.observability.lines import Lines
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.noise import Noise
@@ -109,6 +117,18 @@ class Onlookers:
             log.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
         if isinstance(event, Stalled):
             log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
+        if isinstance(event, WriteFailed):
+            log.warning(
+                "weight write failed",
+                engine=event.engine,
+                version=event.version,
+                then=event.then,
+                way=event.way,
+                error=event.error,
+            )
+        if isinstance(event, EngineChanged):
+            tell = log.info if event.state == "routed" else log.warning
+            tell(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
         if isinstance(event, RunEnded):
             self._summary.write(self._folder.summary)
             self._report(event.time)

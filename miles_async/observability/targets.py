@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 
 from miles_async.observability.run_folder import RunFolder
 
+OFTEN = {"__scrape_interval__": "2s", "__scrape_timeout__": "2s"}
+"""The driver answers in milliseconds and knows first when something hangs; an engine under load may take a second."""
+
 
 class Targets:
     """`<run_dir>/targets/<run>.json`; it is gone when the run is, so that nobody asks at addresses of the dead."""
@@ -24,8 +27,8 @@ class Targets:
         if addresses == self._addresses:
             return
         self._addresses = dict(addresses)
-        entries = [self._entry("miles_async", "driver", self._driver)]
-        entries += [self._entry(_job(process), process, address) for process, address in sorted(addresses.items())]
+        entries = [self._entry("miles_async", "driver", self._driver, OFTEN)]
+        entries += [self._entry(_job(process), process, address, {}) for process, address in sorted(addresses.items())]
         self._path.parent.mkdir(exist_ok=True)
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(entries, indent=2) + "\n")
@@ -34,8 +37,8 @@ class Targets:
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
-    def _entry(self, job: str, process: str, address: str) -> dict[str, Any]:
-        return {"targets": [address], "labels": {"job": job, "run": self._run, "process": process}}
+    def _entry(self, job: str, process: str, address: str, further: Mapping[str, str]) -> dict[str, Any]:
+        return {"targets": [address], "labels": {"job": job, "run": self._run, "process": process, **further}}
 
 
 def _job(process: str) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from miles_async.core.ledger import State
 from miles_async.errors import EngineLost
-from miles_async.observability.events import PublishEnded, PublishStarted
+from miles_async.observability.events import PublishEnded, PublishStarted, WriteFailed
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
 from miles_async.ports import Fleet, WeightChannel
@@ -79,7 +80,7 @@ class Publisher:
             await self._channel.meet([*self._fleet.routed(), engine])
             # Versions are counted as they are staged, and the buffer keeps the last one.
             version = self._books.trainer_version
-            [outcome] = await self._channel.write(version, [engine])
+            outcome = await self._send(version, engine)
             if outcome.error is not None:
                 raise EngineLost(outcome.error)
             await self._fleet.commit(engine, version)
@@ -120,21 +121,41 @@ class Publisher:
         books.changed.notify()
 
     async def _write(self, version: int) -> list[WriteOutcome]:
-        """Write, once more where it failed, then commit; who still failed is fenced."""
-        engines = self._fleet.routed()
-        outcomes = {outcome.engine: outcome for outcome in await self._channel.write(version, engines)}
-        if torn := [engine for engine, outcome in outcomes.items() if outcome.error]:
-            outcomes |= {outcome.engine: outcome for outcome in await self._channel.write(version, torn)}
-        return list(await asyncio.gather(*(self._commit(version, outcome) for outcome in outcomes.values())))
+        """Bring `version` to every routed engine and announce it there; who it did not reach is fenced."""
+        return list(await asyncio.gather(*(self._deliver(version, engine) for engine in self._fleet.routed())))
 
-    async def _commit(self, version: int, outcome: WriteOutcome) -> WriteOutcome:
+    async def _deliver(self, version: int, engine: str) -> WriteOutcome:
+        """Write and announce it, or fence the engine."""
+        outcome = await self._send(version, engine)
         if outcome.error is None:
             try:
-                await self._fleet.commit(outcome.engine, version)
+                await self._fleet.commit(engine, version)
                 return outcome
             except EngineLost as lost:
-                outcome = WriteOutcome(
-                    engine=outcome.engine, seconds=outcome.seconds, bytes=outcome.bytes, error=str(lost)
-                )
-        await self._fleet.fence(outcome.engine, outcome.error or "")
+                outcome = replace(outcome, error=str(lost))
+        self._tell(version, outcome, "fence")
+        await self._fleet.fence(engine, outcome.error or "")
         return outcome
+
+    async def _send(self, version: int, engine: str) -> WriteOutcome:
+        """Write, once more where that failed, then by every other way there is."""
+        [outcome] = await self._channel.write(version, [engine])
+        if outcome.error is not None and not outcome.final:
+            self._tell(version, outcome, "retry")
+            [outcome] = await self._channel.write(version, [engine])
+        while outcome.error is not None and not outcome.final and (way := await self._channel.fall_back(engine)):
+            self._tell(version, outcome, "fall_back", way)
+            [outcome] = await self._channel.write(version, [engine])
+        return outcome
+
+    def _tell(self, version: int, outcome: WriteOutcome, then: str, way: str | None = None) -> None:
+        self._books.events.emit(
+            WriteFailed(
+                time=self._books.clock.now(),
+                version=version,
+                engine=outcome.engine,
+                error=outcome.error or "",
+                then=then,
+                way=way,
+            )
+        )

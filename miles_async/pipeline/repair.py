@@ -38,10 +38,11 @@ class Repair:
         """Waits for time and the router's answers; a loop of its own per engine, ended when the engine is removed."""
         trouble = ""
         while True:
-            members = set(self._fleet.members())
-            for engine in members - self._kept.keys():
-                self._kept[engine] = self._crew().spawn(f"keep-{engine}", self._keep(engine))
-            for engine in self._kept.keys() - members:
+            members = self._fleet.members()
+            for engine in members:
+                if engine not in self._kept:
+                    self._kept[engine] = self._crew().spawn(f"keep-{engine}", self._keep(engine))
+            for engine in self._kept.keys() - set(members):
                 self._kept.pop(engine).cancel()
             await self._books.clock.sleep(self._interval)
             if not members:
@@ -56,7 +57,7 @@ class Repair:
 
     async def _keep(self, engine: str) -> None:
         """Waits for the engine's signs of life, or for its start; never for another engine."""
-        while True:
+        while engine in self._fleet.members():
             if engine in self._fleet.routed():
                 await self._books.clock.sleep(self._interval)
                 await self._look_at(engine)
@@ -72,7 +73,7 @@ class Repair:
     async def _replace(self, engine: str) -> None:
         """Raises Fatal when it fails again and again and no other engine serves."""
         failures = 0
-        while True:
+        while engine in self._fleet.members():
             try:
                 await self._fleet.restart(engine)
                 await self._publisher.join(engine)

@@ -188,6 +188,9 @@ class Service:
             if self._adaptive is not None:
                 self._crew.forever("feedback", follow_engines(self.books, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
+            if self._config.cluster.colocate:
+                # Both have started on the same devices; the engines come first.
+                await self._ports.learner.offload()
             self._crew.forever("repair", self._repair.run())
             await self._publisher.publish()
             await self._evaluate(self._first_rollout - 1)
@@ -220,6 +223,7 @@ class Service:
             groups = await self._only_fresh(rollout_id, groups)
             if prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+            await self._devices_to_learner()
             self._turn_to("step")
             await self._step(rollout_id, groups)
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
@@ -230,12 +234,14 @@ class Service:
                 self._trained = []
                 if continuous:
                     self._publisher.start(self._crew)
-                elif self._take_turns:
-                    await self._publisher.publish()
             if self._checkpoint_due(rollout_id):
                 self._turn_to("save")
                 await self._ports.learner.save(rollout_id, progress_of(rollout_id, self.books, self._ports.data))
                 self.books.progressed()
+            if self._take_turns:
+                self._turn_to("publish")
+                await self._devices_to_engines()
+                await self._publisher.publish()
             if self._evaluates_after(rollout_id):
                 evaluation = self._evaluate(rollout_id)
                 if self._take_turns:
@@ -253,6 +259,18 @@ class Service:
 
     def _turn_to(self, what: str) -> None:
         self._ports.events.emit(TrainerTurned(time=self._ports.clock.now(), to=what))
+
+    async def _devices_to_learner(self) -> None:
+        """Colocated, the engines leave their memory to the learner for its step; nothing is generated meanwhile."""
+        if self._config.cluster.colocate:
+            await self._ports.fleet.offload()
+            await self._ports.learner.onload()
+
+    async def _devices_to_engines(self) -> None:
+        """The other way round, before a publish: what is staged is beside the devices."""
+        if self._config.cluster.colocate:
+            await self._ports.learner.offload()
+            await self._ports.fleet.onload()
 
     def _checkpoint_due(self, rollout_id: int) -> bool:
         learner, done = self._config.learner, rollout_id + 1

@@ -212,6 +212,9 @@ class Engines:
 
     async def meet(self, engines: Sequence[str]) -> None: ...
 
+    async def fall_back(self, engine: str) -> str | None:
+        raise AssertionError("nothing fails here")
+
     # Fleet
     def members(self) -> Sequence[str]:
         """None to watch over: nothing fails here."""
@@ -239,6 +242,11 @@ class Engines:
         raise AssertionError("nothing fails here")
 
     check = restart = admit
+
+    async def offload(self) -> None:
+        raise AssertionError("nothing is shared here")
+
+    onload = offload
 
     async def check_router(self) -> None:
         raise AssertionError("nothing fails here")

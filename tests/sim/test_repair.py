@@ -30,6 +30,8 @@ class Fate:
     kills: Sequence[tuple[float, str]] = ()
     hangs: Sequence[tuple[float, str]] = ()
     never_back: bool = False
+    added: Sequence[tuple[float, str]] = ()
+    removed: Sequence[tuple[float, str]] = ()
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class MortalEngines(Engines):
     def __init__(self, clock: VirtualClock, latency: Latency, model: EngineModel, seed: int) -> None:
         super().__init__(clock, latency, model, seed)
         self.servers = {f"engine-{i}": Server() for i in range(self.fate.engines)}
+        self.gone: set[str] = set()
         self.starts: list[str] = []
         self.fences: list[float] = []
         """When engines were taken out."""
@@ -58,6 +61,15 @@ class MortalEngines(Engines):
             loop.call_later(at, self._die, name)
         for at, name in self.fate.hangs:
             loop.call_later(at, self._hang, name)
+        for at, name in self.fate.added:
+            loop.call_later(at, self.servers.__setitem__, name, Server(alive=False, routed=False))
+        for at, name in self.fate.removed:
+            loop.call_later(at, self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        self.gone.add(name)
+        self.servers[name].routed = False
+        self._die(name)
 
     def _die(self, name: str) -> None:
         server = self.servers[name]
@@ -95,8 +107,11 @@ class MortalEngines(Engines):
             for each in outcomes
         ]
 
+    async def fall_back(self, engine: str) -> str | None:
+        return None
+
     def members(self) -> Sequence[str]:
-        return tuple(self.servers)
+        return tuple(name for name in self.servers if name not in self.gone)
 
     def routed(self) -> Sequence[str]:
         return tuple(name for name, server in self.servers.items() if server.routed)
@@ -188,11 +203,10 @@ def test_an_engine_that_hangs_is_replaced_after_its_time_and_what_it_held_is_gen
 
 def test_a_kill_is_noticed_at_the_next_look():
     def fenced_after(interval: float) -> float:
-        engine = Engine(engine_health_interval_seconds=interval)
-        world = World(
-            config=config().model_copy(update={"engine": engine}), engine_kind=doomed(Fate(kills=[(20.5, "engine-1")]))
-        ).run()
-        return world.fleet.fences[0] - 20.5
+        """While a long step is taken, so that no publish notices it first."""
+        settings = config(num_rollout=2).model_copy(update={"engine": Engine(engine_health_interval_seconds=interval)})
+        fate = Fate(kills=[(22.5, "engine-1")])
+        return World(config=settings, engine_kind=doomed(fate), train_seconds=50).run().fleet.fences[0] - 22.5
 
     assert fenced_after(1.0) <= 1.0
     assert 1.0 < fenced_after(7.0) <= 7.0
@@ -223,6 +237,15 @@ def test_an_engine_that_stays_away_does_not_end_a_run_that_has_another():
     world = play(Fate(kills=[(20.3, "engine-1")], never_back=True))
     check_that_all_is_well(world)
     assert world.fleet.routed() == ("engine-0",)
+
+
+def test_engines_can_be_added_and_removed_while_the_run_goes_on():
+    alone = play(Fate(engines=1))
+    world = play(Fate(engines=1, added=[(10, "engine-1"), (10, "engine-2")], removed=[(40.3, "engine-0")]))
+    check_that_all_is_well(world)
+    assert world.fleet.starts == ["engine-1", "engine-2"], "the removed one is not started anew"
+    assert world.fleet.routed() == ("engine-1", "engine-2")
+    assert lost(alone) == []
 
 
 def kills_of(seed: int) -> list[tuple[float, str]]:

@@ -99,6 +99,11 @@ class Trainer:
             self.batches.append([group.feed_index for group in groups])
         return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=self.finite(rollout_id))
 
+    async def offload(self) -> None:
+        raise AssertionError("nothing is shared here")
+
+    onload = offload
+
     async def save(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         await self.clock.sleep(self.seconds)
         self.saved[rollout_id] = json.loads(json.dumps(progress))
@@ -157,6 +162,7 @@ class World:
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """A rival window, made from W, to compare with."""
     engine_kind: type[Engines] = Engines
+    trainer_kind: type[Trainer] = Trainer
     choose: Callable[[list[Group]], list[Group]] | None = None
     """An over-sampling filter of the batch functions."""
 
@@ -190,7 +196,7 @@ class World:
     async def _run(self) -> None:
         clock = VirtualClock()
         self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
-        self.trainer = Trainer(clock, self.train_seconds, self.finite, self.keeps_batches)
+        self.trainer = self.trainer_kind(clock, self.train_seconds, self.finite, self.keeps_batches)
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)
         self.service = Service(

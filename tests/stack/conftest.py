@@ -88,7 +88,7 @@ class Stack:
         played.events += await worker.events.remote()
         ray.kill(worker)
         # Engines that were replaced meanwhile have another address.
-        engines = [await actor.info.remote() for actor in surroundings.engine_actors.values()]
+        engines = [await parts[0].info.remote() for parts in surroundings.engine_actors.values()]
         self.cluster.surroundings = replace(self.cluster.surroundings, engines=engines)
         await run
         return played

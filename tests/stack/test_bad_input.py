@@ -63,12 +63,14 @@ def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
         ("--reasoning-gym-task chain_sun", "reasoning_gym_task 'chain_sun' is unknown; did you mean chain_sum?"),
         ("--metrics-port <taken_port>", "(Address already in use): set --metrics-port to a free port, or to 0"),
         ("--queue-capacity 3", "queue_capacity 3 never holds a batch"),
+        ("--sglang-mem-fraction-statik 0.8", "SGLang's server has no such argument; did you mean mem_fraction_static?"),
+        ("--ray-address 127.0.0.1:9", "no Ray cluster answers at ray_address 127.0.0.1:9"),
         (
             "--rollout-function-path nowhere.generate --windowed-fifo-ratio null",
             "rollout_function_path 'nowhere.generate' cannot be imported: ModuleNotFoundError",
         ),
     ],
-    ids=["checkpoint", "cut-checkpoint", "jsonl", "task", "port", "impossible", "function"],
+    ids=["checkpoint", "cut-checkpoint", "jsonl", "task", "port", "impossible", "argument", "ray", "function"],
     indirect=["flags"],
 )
 def test_it_is_refused_at_once_in_one_sentence(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:

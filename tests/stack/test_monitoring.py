@@ -40,7 +40,7 @@ EXPRESSIONS = [
     for expression in panel.queries.values()
 ]
 PATIENCE_SECONDS = 20.0
-RUN = ("train_async.py", "--num-rollout", "12")
+RUN = ("train_async.py", "--num-rollout", "8")
 
 
 def promtool(*arguments: str) -> str:
@@ -103,8 +103,8 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         config = settings(*RUN, "--run-dir", str(tmp_path_factory.mktemp("monitored")))
         folder = RunFolder.create(config)
         onlookers = until_the_end.enter_context(Onlookers(config, folder))
-        prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=1))
-        heartbeats = Heartbeats(stack.cluster.questions, time.time())
+        prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=3))
+        heartbeats = Heartbeats(stack.cluster.questions)
         until_the_end.callback(heartbeats.close)
 
         def watch(event: Event) -> None:
@@ -182,7 +182,7 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
 
 async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[Silent]:
     """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
-    heartbeats = Heartbeats(stack.cluster.questions, time.time())
+    heartbeats = Heartbeats(stack.cluster.questions)
     told: list[Silent] = []
     try:
         os.kill(learner, signal.SIGSTOP)

@@ -71,3 +71,11 @@ def test_generation_goes_on_as_soon_as_the_engine_is_back(killed: Played) -> Non
     fenced, back = [event.time for event in killed.of(EngineChanged)][1:]
     after = first(killed, GroupGenerated, lambda event: event.time > fenced)
     assert after.time - back < 10
+
+
+def test_colocated_engines_come_back_with_weights_and_cache_as_they_should_be(stack: Stack) -> None:
+    run = stack.play("train.py", "--colocate", "--num-rollout", "3", "--rollout-batch-size", "8", "--eval-size", "0")
+    assert len(run.of(StepEnded)) == 3
+    assert run.violations == []
+    assert run.of(EngineChanged) == run.of(EngineChanged)[:1], "no engine was lost on the way"
+    assert max(event.metrics["logprob_gap_max"] for event in run.of(StepEnded)) < 1e-4

@@ -3,53 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.broadcast import BroadcastWriter
-from miles_async.adapters.weights.choose import choose_writer
-from miles_async.adapters.weights.disk import DiskWriter
-from miles_async.adapters.weights.p2p import P2PWriter
-from miles_async.adapters.weights.writer import WeightWriter
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.weights.engine import call_engine
+from miles_async.adapters.weights.memory import MemoryWay
+from miles_async.adapters.weights.source import Source
+from miles_async.config.schema import TinyModel
+from miles_async.errors import EngineLost, Fatal
 from tests.stack.engine_stack import Stack, group_of
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
+WAYS = ["memory", "p2p", "broadcast", "disk", "disk_delta"]
 PROMPT = [(7 * i) % 250 for i in range(120)]
 
 
-@pytest.fixture(params=["p2p", "broadcast", "disk"])
-def writer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightWriter]:
-    ways = {"p2p": P2PWriter, "broadcast": BroadcastWriter, "disk": lambda: DiskWriter(tmp_path / "weights")}
-    made: WeightWriter = ways[request.param]()
+def source_of(
+    serving: Stack, folder: Path, *, rank: int = 0, sources: int = 1, everything: bool = True, timeout: float = 20.0
+) -> Source:
+    named = [(name, tuple(tensor.shape)) for name, tensor in serving.named_tensors()]
+    source = Source(named, folder, rank=rank, sources=sources, bucket=1 << 20, everything=everything, timeout=timeout)
+    source.meet([serving.engine])
+    return source
+
+
+@pytest.fixture
+def source(serving: Stack, tmp_path: Path) -> Iterator[Source]:
+    made = source_of(serving, tmp_path)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-def test_after_a_publish_nothing_is_drawn_from_old_weights(serving: Stack, writer: WeightWriter, mode: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_publish_nothing_is_drawn_from_old_weights(serving: Stack, source: Source, way: str, mode: str) -> None:
     """Cached prompts, requests in flight and new ones; under `in_place` running requests keep a mixed KV cache."""
 
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        writer.connect([serving.engine])
+        source.reach(way, "e0")
         await generator.generate(group_of(PROMPT), SamplingParams(max_new_tokens=8))
         serving.change_weights()
         version = next(serving.versions)
-        writer.stage(version, serving.named_tensors())
+        source.stage(version, serving.named_tensors())
+        source.prepare(way)
         flying = group_of(PROMPT[:60], samples=16)
         running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=200)))
         await asyncio.sleep(0.2)
         await fleet.pause(mode)
-        outcome = await asyncio.to_thread(writer.write, version, "e0")
+        outcome = await asyncio.to_thread(source.write, version, "e0", way)
+        assert outcome.error is None
         await fleet.commit("e0", version)
         await fleet.resume()
-        assert outcome.error is None
         assert outcome.bytes > 3_000_000
 
         cached = group_of(PROMPT, samples=2)
@@ -69,54 +83,174 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(serving: Stack, write
     serving.run(story)
 
 
-def test_a_write_to_an_engine_that_is_gone_is_an_outcome_with_an_error(serving: Stack) -> None:
-    gone = EngineInfo("gone", "http://127.0.0.1:9", 0, 1)
-    writer = DiskWriter(Path("/nonexistent"))
-    writer.connect([gone])
-    outcome = writer.write(7, "gone")
-    assert outcome.error is not None
-    assert outcome.error.startswith("engine gone: ")
-
-
-def test_a_version_that_was_not_staged_is_not_written(serving: Stack) -> None:
-    writer = P2PWriter()
-    writer.connect([serving.engine])
-    writer.stage(3, serving.named_tensors())
-    assert writer.write(3, "e0").error is None
-    assert writer.write(4, "e0").error == "version 4 is not staged (version 3 is)"
-    writer.close()
-
-
-def test_a_torn_write_is_noticed(serving: Stack) -> None:
-    """The staged copy changes between write and check, as if part of it had never arrived."""
-    writer = P2PWriter()
-    writer.connect([serving.engine])
-    writer.stage(5, serving.named_tensors())
-    assert writer.write(5, "e0").error is None
-    pieces = writer._staging.pieces
-    writer._staging.buffer[pieces[3].offset : pieces[3].offset + pieces[3].numel] += 1
-    assert writer._differs(writer._peers["e0"][0], pieces) == f"{pieces[3].parameter} differs from what was written"
-    writer.close()
-
-
-def test_auto_takes_one_sided_writes_where_they_work(serving: Stack, tmp_path: Path) -> None:
-    writer = choose_writer("auto", [serving.engine], serving.named_tensors, tmp_path)
-    assert writer.name == "p2p"
-    writer.close()
-
-
-def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, writer: WeightWriter) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: Source, way: str) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        writer.connect([serving.engine])
+        serving.change_weights()
         passing = [(name, tensor.clone()) for name, tensor in serving.named_tensors()]
         version = next(serving.versions)
-        writer.stage(version, passing)
+        source.stage(version, passing)
         for _, tensor in passing:
             tensor.fill_(torch.nan)
-        assert writer.write(version, "e0").error is None
+        assert source.write(version, "e0", way).error is None
         await fleet.commit("e0", version)
         group = group_of("2 + 2 =")
         await generator.generate(group)
         assert serving.error(group[0]) < 1e-4
 
     serving.run(story)
+
+
+def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path) -> None:
+    sources = [source_of(serving, tmp_path, rank=rank, sources=2) for rank in range(2)]
+    serving.change_weights()
+    version = next(serving.versions)
+    for way in WAYS:
+        for one in sources:
+            one.stage(version, serving.named_tensors())
+        outcomes = [one.write(version, "e0", way) for one in sources]
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        shares = [outcome.bytes for outcome in outcomes]
+        assert max(shares) < 1.2 * min(shares)
+    for one in sources:
+        one.close()
+
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        group = group_of("2 + 2 =")
+        await generator.generate(group)
+        assert serving.error(group[0]) < 1e-4
+
+    serving.run(story)
+
+
+def test_a_delta_carries_what_changed_and_whole_weights_where_the_base_is_another(
+    serving: Stack, source: Source
+) -> None:
+    whole, few = [], []
+    for version in (1, 2, 3):
+        if version > 1:
+            with torch.no_grad():
+                next(serving.model.parameters())[version].add_(0.1)
+        source.stage(version, serving.named_tensors())
+        outcome = source.write(version, "e0", "disk_delta")
+        assert outcome.error is None
+        (whole if version == 1 else few).append(outcome.bytes)
+    assert max(few) < whole[0] / 50
+    # Something else was written meanwhile: the sums tell, and what is written again is whole.
+    other = [(name, tensor + 0.1) for name, tensor in serving.named_tensors()]
+    source.stage(4, other)
+    assert source.write(4, "e0", "memory").error is None
+    source.stage(5, serving.named_tensors())
+    torn = source.write(5, "e0", "disk_delta")
+    assert torn.error is not None
+    again = source.write(5, "e0", "disk_delta")
+    assert again.error is None
+    assert again.bytes == whole[0]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_torn_write_is_noticed(
+    serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything: bool
+) -> None:
+    """A tensor that never arrived is seen in the samples; three bytes of one where everything is compared."""
+    source = source_of(serving, tmp_path, everything=everything)
+    serving.change_weights()
+    source.stage(1, serving.named_tensors())
+    assert source.write(1, "e0", "memory").error is None
+    serving.change_weights()
+    source.stage(2, serving.named_tensors())
+    staging = source._staging
+    write = MemoryWay._copy
+
+    def torn(way: MemoryWay, pid: int, copies: list[tuple[int, int, int]]) -> None:
+        if everything:
+            source, target, size = copies[3]
+            copies = [*copies[:3], (source + 3, target + 3, size - 3), *copies[4:]]
+        else:
+            copies = [*copies[:3], *copies[4:]]
+        write(way, pid, copies)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryWay, "_copy", torn)
+        error = source.write(2, "e0", "memory").error
+    assert error is not None
+    assert staging.placements[3].copies[0].parameter in error
+    assert error.endswith("differs from what was sent")
+    assert source.write(2, "e0", "memory").error is None
+    source.close()
+
+
+@pytest.mark.parametrize("way", ["memory", "p2p"])
+def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(serving: Stack, tmp_path: Path, way: str) -> None:
+    source = source_of(serving, tmp_path, timeout=1.0)
+    source.stage(1, serving.named_tensors())
+    assert source.write(1, "e0", way).error is None
+    scheduler = source._engines["e0"].ranks[0].pid
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        outcome = source.write(1, "e0", way)
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    assert outcome.final
+    assert outcome.seconds < 10
+    source.close()
+
+
+def test_a_version_that_was_not_staged_is_not_written(serving: Stack, source: Source) -> None:
+    source.stage(3, serving.named_tensors())
+    assert source.write(3, "e0", "memory").error is None
+    assert source.write(4, "e0", "memory").error == "engine e0: version 4 is not staged (version 3 is)"
+
+
+def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(serving: Stack, source: Source, tmp_path: Path) -> None:
+    with pytest.raises(EngineLost, match=r"^http://127\.0\.0\.1:9/weights_checker: .*refused"):
+        source.meet([EngineInfo("gone", "http://127.0.0.1:9", 0, 1)])
+    with pytest.raises(Fatal, match="is there twice; give every engine its own name and port"):
+        source.meet([serving.engine, EngineInfo("again", serving.engine.url, 0, 1)])
+    other = Source([("model.norm.weight", (7,))], tmp_path)
+    with pytest.raises(Fatal, match=r"^the engine serves another model: model\.norm\.weight has"):
+        other.meet([serving.engine])
+
+
+def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving: Stack, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks with gloo between them; two sources, every way, everything compared."""
+    create_tiny_model(TinyModel(), tmp_path / "tiny", seed=2)
+    engine = EngineServer(
+        EngineSpec(name="e1", model_path=str(tmp_path / "tiny"), log_path=tmp_path / "log", tp=2, cpus=(0, 1))
+    )
+    try:
+        info = engine.start()
+        two = Stack(info, serving.router_url, tmp_path / "tiny", serving.model)
+        sources = [source_of(two, tmp_path / "weights", rank=rank, sources=2) for rank in range(2)]
+        for version, way in enumerate(WAYS, start=1):
+            two.change_weights()
+            for one in sources:
+                one.stage(version, two.named_tensors())
+            assert [one.write(version, "e1", way).error for one in sources] == [None, None], way
+            assert logprob_error(two) < 1e-4, way
+        with pytest.raises(EngineLost, match=r"engine e0 holds its weights in another layout than e1"):
+            sources[0].meet([info, serving.engine])
+        for one in sources:
+            one.close()
+    finally:
+        engine.stop()
+
+
+def logprob_error(stack: Stack) -> float:
+    """Of a short answer, asked for directly."""
+    prompt = PROMPT[:20]
+    call_engine(stack.engine.url, "/flush_cache", {}, timeout=20)
+    request = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    answer = call_engine(stack.engine.url, "/generate", request, timeout=20)
+    tokens = prompt + answer["output_ids"]
+    with torch.no_grad():
+        logits = stack.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    drawn = answer["meta_info"]["output_token_logprobs"]
+    return max(
+        abs(float(logits[place - 1, tokens[place]]) - drawn[place - len(prompt)][0])
+        for place in range(len(prompt), len(tokens))
+    )

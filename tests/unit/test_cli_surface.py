@@ -46,7 +46,7 @@ def test_the_help_lists_every_flag_once_under_its_section():
 
 def test_the_help_gives_choices_and_defaults():
     text = " ".join(help_text("train.py").split())
-    assert "--weight-transfer auto|p2p|broadcast|disk How weights reach the engines" in text
+    assert "--weight-transfer auto|memory|p2p|broadcast|disk|disk_delta How weights reach the engines" in text
     assert "(default 1000)" in text
     assert "usage: python train.py" in text
 

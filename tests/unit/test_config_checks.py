@@ -6,6 +6,7 @@ from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
 from miles_async.core.bounds import Schedule
+from miles_async.errors import UserError
 
 RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
 ASYNC = {"rollout_function_path": FULLY_ASYNC_FUNCTION}
@@ -262,3 +263,31 @@ def test_lessons_need_the_supervised_loss_and_may_come_one_by_one():
 
 def test_a_search_corpus_that_is_not_there_is_named():
     assert refusal(tool_search_corpus="nowhere.jsonl") == "tool_search_corpus nowhere.jsonl: no such file"
+
+
+def test_a_server_argument_that_sglang_does_not_have_is_told_at_once():
+    sentence = refusal(sglang_server_args={"mem_fraction_statik": 0.8, "attention-backend": "triton"})
+    assert sentence == (
+        "--sglang-mem-fraction-statik: SGLang's server has no such argument; did you mean mem_fraction_static?"
+    )
+    assert "set rollout_num_gpus_per_engine" in refusal(sglang_server_args={"tp_size": 2})
+
+
+def test_half_the_address_of_a_router_is_refused():
+    assert "set both, or neither" in refusal(sglang_router_ip="10.0.0.1")
+    assert refusals(sglang_router_ip="10.0.0.1", sglang_router_port=30000) == []
+
+
+def test_a_policy_that_hashes_requests_onto_engines_is_warned_about():
+    several = {"rollout_num_gpus": 2}
+    [note] = notes(config(sglang_router_policy="consistent_hashing", **several), "train.py")
+    assert "one engine may get most of them" in note
+    assert notes(config(sglang_router_policy="power_of_two", **several), "train.py") == []
+    with pytest.raises(UserError, match="sglang_router_policy: input should be 'cache_aware'"):
+        config(sglang_router_policy="nearest")
+
+
+def test_colocation_is_for_turns_and_for_no_more_engines_than_the_learner_has_devices():
+    assert refusals("train.py", colocate=True) == []
+    assert "colocate is for train.py" in refusal("train_async.py", colocate=True)
+    assert "set it to 1 or less" in refusal("train.py", colocate=True, rollout_num_gpus=2)

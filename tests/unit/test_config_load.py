@@ -82,22 +82,22 @@ def test_null_unsets_what_a_file_set(config_file):
 
 
 def test_numbers_with_an_exponent_are_numbers_everywhere(config_file):
-    file = config_file("learner: {lr: 1e-5}\nengine: {sglang_server_args: {a: 1e-3}}")
-    config = load("--config", file, "--sglang-b", "2e-3")
+    file = config_file("learner: {lr: 1e-5}\nengine: {sglang_server_args: {watchdog_timeout: 1e3}}")
+    config = load("--config", file, "--sglang-schedule-conservativeness", "2e-1")
     assert config.learner.lr == 1e-5
-    assert config.engine.sglang_server_args == {"a": 1e-3, "b": 2e-3}
+    assert config.engine.sglang_server_args == {"watchdog_timeout": 1e3, "schedule_conservativeness": 2e-1}
 
 
 def test_other_sglang_flags_are_collected_for_the_server():
     arguments = load(
-        "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache", "--sglang-cuda-graph-bs", "1", "2",
+        "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache", "--sglang-lora-paths", "1", "2",
         "--sglang-server-concurrency", "9",
     ).engine  # fmt: skip
     assert arguments.sglang_server_concurrency == 9
     assert arguments.sglang_server_args == {
         "mem_fraction_static": 0.8,
         "disable_radix_cache": True,
-        "cuda_graph_bs": [1, 2],
+        "lora_paths": [1, 2],
     }
 
 
@@ -166,7 +166,7 @@ def test_an_empty_section_or_file_sets_nothing(config_file):
 
 def test_the_written_configuration_loads_as_an_equal_one(tmp_path):
     config = load(
-        "--rollout-stop", "END", "1", "--lr", "1e-7", "--engine-cpus", "0", "--sglang-a", "x: y",
+        "--rollout-stop", "END", "1", "--lr", "1e-7", "--engine-cpus", "0", "--sglang-load-format", "x: y",
         "--prompt-template", "{q} é",
     )  # fmt: skip
     write_config(config, tmp_path / "config.yaml")

@@ -163,6 +163,9 @@ PROOF = {
     "seed": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # weights
     "weight_transfer": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
+    "update_weight_buffer_size": f"{PLACE}::test_weights_take_their_buffers_checks_and_patience",
+    "check_weight_update_equal": f"{PLACE}::test_weights_take_their_buffers_checks_and_patience",
+    "update_weight_timeout_seconds": f"{PLACE}::test_weights_take_their_buffers_checks_and_patience",
     "pause_generation_mode": f"{PLACE}::test_engines_are_paused_in_the_mode_asked_for",
     "update_weights_interval": f"{SERVICE}::test_an_update_interval_publishes_every_so_many_batches_and_the_last",
     # engine
@@ -176,6 +179,9 @@ PROOF = {
     "engine_start_timeout_seconds": f"{PLACE}::test_a_server_that_is_late_is_ended_with_a_sentence",
     "engine_health_interval_seconds": f"{REPAIR}::test_a_kill_is_noticed_at_the_next_look",
     "engine_health_timeout_seconds": f"{FLEET}::test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused",
+    "sglang_router_ip": f"{PLACE}::test_a_router_of_the_users_own_is_used_and_must_answer",
+    "sglang_router_port": f"{PLACE}::test_a_router_of_the_users_own_is_used_and_must_answer",
+    "colocate": "sim/test_colocated.py::test_engines_and_learner_take_turns_on_the_devices",
     "ray_address": f"{PLACE}::test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here",
     "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
     # skip

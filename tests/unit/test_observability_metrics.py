@@ -8,6 +8,7 @@ import time
 from typing import Any
 from urllib.request import urlopen
 
+import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,12 +27,14 @@ from miles_async.observability.events import (
     PublishStarted,
     Pulse,
     Queue,
+    RouterChanged,
     RunStarted,
     SamplesRemoved,
     Silent,
     StepEnded,
     StepStarted,
 )
+from miles_async.observability.histogram import Histogram
 from miles_async.observability.metrics import Metrics
 from miles_async.observability.page import LivePage
 from miles_async.observability.server import MetricsServer
@@ -390,3 +393,28 @@ def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.Capture
         scraper.join(5)
     assert not any(scraper.is_alive() for scraper in scrapers)
     assert capfd.readouterr().err == ""
+
+
+def test_a_histogram_counts_what_prometheus_own_counts() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bounds = (0.5, 1.0, 2.0)
+    histogram = Histogram("h", "Of anything.", "kind", bounds, ours)
+    reference = prometheus_client.Histogram("h", "Of anything.", ["kind"], buckets=bounds, registry=theirs)
+    for kind, value in [("a", 0.0), ("a", 0.5), ("a", 0.50001), ("b", 2.0), ("b", 7.0), ("a", -1.0)]:
+        histogram.labels(kind).observe(value)
+        reference.labels(kind).observe(value)
+    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == expected
+
+
+def test_engines_that_come_and_go_and_the_routers_health_are_shown() -> None:
+    watched = Watched(
+        EngineChanged(time=101.0, engine="a", state="fenced", version=3, reason="it drew no token"),
+        RouterChanged(time=101.0, up=True, engines=3, healthy=2),
+    )
+    assert watched("engine_changes_total", engine="a", state="fenced") == 1
+    assert watched("router_up") == 1
+    assert watched("router_engines", health="healthy") == 2
+    assert watched("router_engines", health="unhealthy") == 1
+    watched.observe(RouterChanged(time=102.0, up=False, engines=0, healthy=0))
+    assert watched("router_up") == 0

@@ -23,7 +23,7 @@ from miles_async.rollout.contract import flat_args
 from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
-from workers.preflight import dynamic_filter, preflight, rollout_function
+from workers.preflight import dynamic_filter, preflight, reachable_ray, rollout_function
 
 RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "eval_size": 0}
 
@@ -135,3 +135,10 @@ def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
     settings = config(dynamic_sampling_filter_path=f"{user_module}.broken")
     with pytest.raises(BadTrajectory, match=r"group sample_0_0: filter preflight_mine\.broken raised IndexError"):
         dynamic_filter(settings, flat_args(settings))(group(1.0))
+
+
+def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:
+    reachable_ray(None)
+    reachable_ray("auto")
+    with pytest.raises(UserError, match=r"no Ray cluster answers at ray_address 127\.0\.0\.1:9 .*refused"):
+        reachable_ray("127.0.0.1:9")

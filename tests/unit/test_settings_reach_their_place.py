@@ -24,7 +24,16 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
-from workers.specs import engine_spec, eval_sampling_of, greedy_of, ray_arguments, router_spec, sampling_of
+from workers.learner import weight_source
+from workers.specs import (
+    engine_spec,
+    eval_sampling_of,
+    external_router,
+    greedy_of,
+    ray_arguments,
+    router_spec,
+    sampling_of,
+)
 
 LOGS = Path("/logs")
 
@@ -65,6 +74,19 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
     assert f"{words} " not in command_line(weight_transfer="disk")
 
 
+def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
+    source = weight_source(
+        config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0),
+        [],
+        tmp_path,
+        0,
+        1,
+    )
+    assert (source.bucket, source.everything, source.timeout) == (7, True, 3.0)
+    usual = weight_source(config(), [], tmp_path, 0, 1)
+    assert (usual.bucket, usual.everything) == (512 << 20, False)
+
+
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
     spec = engine_spec(config(engine_cpus=[3, 5]), "e", checkpoint, LOGS)
@@ -88,6 +110,14 @@ def test_the_router_gets_its_policy_and_its_patience() -> None:
     settings = config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
     arguments = router.arguments(router_spec(settings, LOGS), 1, 2)
     assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9)
+
+
+def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
+    assert external_router(config()) is None
+    url = external_router(config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
+    assert url == "http://127.0.0.1:9"
+    with pytest.raises(UserError, match=r"name no sglang-router: http://127\.0\.0\.1:9/workers: .*refused"):
+        router.require_router(url)
 
 
 def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -> None:

@@ -23,6 +23,12 @@ class Server:
         self.asked: list[str] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._answer(reader, writer)
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             method, path, _ = line.decode().split()
             while (header := await reader.readline()).strip():
@@ -31,7 +37,8 @@ class Server:
             body = (await reader.readexactly(size)).decode()
             self.asked.append(f"{method} {path} {body}".removesuffix(" {}"))
             if (answer := self.answers.get(f"{method} {path}")) is None:
-                await asyncio.sleep(60)
+                await reader.read()  # until the asker gives up
+                return
             text = json.dumps(answer).encode()
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,19 @@ def test_the_cause_is_the_last_exception_of_the_log() -> None:
     assert cause(log) == "ValueError: bad model"
     assert cause("only words\nthe last word\n\n") == "the last word"
     assert cause("") == "it wrote nothing"
+
+
+def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_their_own_devices(
+    spec: EngineSpec, cuda: bool
+) -> None:
+    second = replace(spec, host="10.0.0.2", nodes=2, node_rank=1, devices=(4, 5))
+    words = " ".join(launch.command(second, 30000, 30001, "10.0.0.1:30002"))
+    assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:30002" in words
+    assert "--host 10.0.0.2" in words
+    assert "--nccl-port" not in words
+    assert launch.environment(second)["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec, cuda: bool) -> None:
+    assert ("--enable-memory-saver" in launch.command(replace(spec, colocated=True), 1, 2, 3)) is cuda
+    assert "--enable-memory-saver" not in launch.command(spec, 1, 2, 3)

@@ -104,7 +104,7 @@ class Process:
 
 def looks(process: Question, *times: float) -> tuple[Heartbeats, list[tuple[float, float]]]:
     """The heartbeats after looking at these times, and the time and seconds of every silence told."""
-    beats = Heartbeats({"p": process}, times[0])
+    beats = Heartbeats({"p": process})
     told: list[tuple[float, float]] = []
 
     async def look() -> None:
@@ -133,6 +133,18 @@ def test_a_process_that_hangs_is_told_of_every_second_until_it_answers_again() -
     process.running.clear()
     _, told = looks(ask, 100.0, 101.0, 102.0, 102.5, 103.0, 104.0)
     assert told == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
+
+
+def test_an_engine_that_was_removed_is_not_silent() -> None:
+    questions: dict[str, Question] = {"engine-1": Process(False).ask}
+    beats = Heartbeats(questions)
+
+    async def look() -> list[float]:
+        told = [silent.seconds for now in (100.0, 103.0) for silent in beats.look(now)]
+        del questions["engine-1"]
+        return told + [silent.seconds for now in (104.0, 105.0) for silent in beats.look(now)]
+
+    assert asyncio.run(look()) == [0.0, 3.0, 0.0]
 
 
 def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:

@@ -1,19 +1,34 @@
-"""Hugging Face tensors in the engine's own layout: fused, padded, split among ranks."""
+"""Hugging Face tensors in the engine's own layout: fused, padded, repeated, split among ranks.
+
+The engine's ranks are tensors of this process; they are written the way that another process' memory is written.
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from miles_async.adapters.weights.choose import _advice
-from miles_async.adapters.weights.layout import FusedStaging
-from miles_async.errors import Fatal
+from miles_async.adapters.sglang.engine_weights import apply_delta, machine, sums
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights.delta import Base, changes
+from miles_async.adapters.weights.engine import Engine, Memory, Region
+from miles_async.adapters.weights.layout import place
+from miles_async.adapters.weights.memory import MemoryWay, _rest
+from miles_async.adapters.weights.source import _advice
+from miles_async.adapters.weights.staging import Staging, share
+from miles_async.errors import EngineLost, Fatal
 
-WIDTH, HEADS, VOCABULARY = 8, 16, 10
+WIDTH, HEADS, VOCABULARY, EXPERTS = 8, 16, 10, 3
 LAYER = "model.layers.0"
+Shapes = dict[str, tuple[int, ...]]
 
 
-def weights() -> dict[str, torch.Tensor]:
+def weights(seed: int = 0) -> dict[str, Tensor]:
     shapes = {
         "model.embed_tokens": (VOCABULARY, WIDTH),
         f"{LAYER}.self_attn.q_proj": (HEADS, WIDTH),
@@ -25,80 +40,217 @@ def weights() -> dict[str, torch.Tensor]:
         f"{LAYER}.mlp.down_proj": (WIDTH, 12),
         f"{LAYER}.input_layernorm": (WIDTH,),
     }
-    torch.manual_seed(0)
-    return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    for expert in range(EXPERTS):
+        shapes |= {
+            f"model.layers.1.mlp.experts.{expert}.gate_proj": (4, WIDTH),
+            f"model.layers.1.mlp.experts.{expert}.up_proj": (4, WIDTH),
+            f"model.layers.1.mlp.experts.{expert}.down_proj": (WIDTH, 4),
+        }
+    generator = torch.Generator().manual_seed(seed)
+    return {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def sizes(ranks: int, padded_vocabulary: int = 12) -> list[dict[str, int]]:
-    split = {
-        "model.embed_tokens": padded_vocabulary * WIDTH,
-        f"{LAYER}.self_attn.qkv_proj": (HEADS + 8) * WIDTH,
-        f"{LAYER}.self_attn.o_proj": HEADS * WIDTH,
-        f"{LAYER}.mlp.gate_up_proj": 24 * WIDTH,
-        f"{LAYER}.mlp.down_proj": 12 * WIDTH,
+def engine_shapes(ranks: int, key_heads: int | None = None) -> Shapes:
+    """Of one rank; `key_heads` are its rows of keys and of values where it is not its part of the four."""
+    rows = HEADS // ranks + 2 * (key_heads or 4 // ranks)
+    return {
+        "model.embed_tokens.weight": (12 // ranks, WIDTH),
+        f"{LAYER}.self_attn.qkv_proj.weight": (rows, WIDTH),
+        f"{LAYER}.self_attn.o_proj.weight": (WIDTH, HEADS // ranks),
+        f"{LAYER}.mlp.gate_up_proj.weight": (24 // ranks, WIDTH),
+        f"{LAYER}.mlp.down_proj.weight": (WIDTH, 12 // ranks),
+        f"{LAYER}.input_layernorm.weight": (WIDTH,),
+        "model.layers.1.mlp.experts.w13_weight": (EXPERTS, 8 // ranks, WIDTH),
+        "model.layers.1.mlp.experts.w2_weight": (EXPERTS, WIDTH, 4 // ranks),
     }
-    whole = {f"{LAYER}.input_layernorm": WIDTH}
-    return [
-        {f"{name}.weight": size // ranks for name, size in split.items()}
-        | {f"{name}.weight": size for name, size in whole.items()}
-    ] * ranks
 
 
-def parameter(staging: FusedStaging, rank: int, name: str) -> torch.Tensor:
-    (piece,) = [piece for piece in staging.pieces if (piece.rank, piece.parameter) == (rank, f"{name}.weight")]
-    return staging.buffer[piece.offset : piece.offset + piece.numel]
+def named(tensors: dict[str, Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
+class Rank(nn.Module):
+    """An engine rank's parameters under SGLang's names."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.held = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+
+    def named_parameters(self, *_: object, **__: object) -> object:
+        return self.held.items()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.held[f"{name}.weight"].data
+
+
+def engine_of(ranks: list[Rank]) -> Engine:
+    def regions(rank: Rank) -> dict[str, Region]:
+        return {
+            name: Region(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "cpu")
+            for name, tensor in rank.held.items()
+        }
+
+    memories = tuple(Memory(os.getpid(), machine(), regions(rank)) for rank in ranks)
+    return Engine(EngineInfo("e", "http://nowhere", os.getpid(), len(ranks)), memories)
+
+
+def staged(tensors: dict[str, Tensor], engine: Engine, source: int = 0, sources: int = 1) -> Staging:
+    placements = place(named(tensors), [rank.shapes for rank in engine.ranks])
+    staging = Staging(share(placements, source, sources), engine.ranks[0].dtypes)
+    staging.fill(1, reversed(tensors.items()))
+    return staging
+
+
+@pytest.mark.parametrize("sources", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_rank_gets_its_part_of_every_tensor(ranks: int) -> None:
+def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
+    ranks: int, dtype: torch.dtype, sources: int
+) -> None:
+    there = [Rank(engine_shapes(ranks), dtype) for _ in range(ranks)]
     tensors = weights()
-    staging = FusedStaging(sizes(ranks), torch.float32)
-    staging.fill(reversed(tensors.items()))
+    engine = engine_of(there)
+    shares = [staged(tensors, engine, source, sources) for source in range(sources)]
+    for staging in shares:
+        MemoryWay().write(staging, engine)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
-    def part(name: str, dim: int, rank: int) -> torch.Tensor:
-        return tensors[f"{LAYER}.{name}.weight"].chunk(ranks, dim)[rank]
+    def part(name: str, dim: int, rank: int) -> Tensor:
+        return tensors[f"{name}.weight"].chunk(ranks, dim)[rank]
 
-    for rank in range(ranks):
-        qkv = torch.cat([part(f"self_attn.{name}_proj", 0, rank) for name in "qkv"])
-        gate_up = torch.cat([part(f"mlp.{name}_proj", 0, rank) for name in ("gate", "up")])
-        assert torch.equal(parameter(staging, rank, f"{LAYER}.self_attn.qkv_proj"), qkv.flatten())
-        assert torch.equal(parameter(staging, rank, f"{LAYER}.mlp.gate_up_proj"), gate_up.flatten())
-        assert torch.equal(
-            parameter(staging, rank, f"{LAYER}.self_attn.o_proj"), part("self_attn.o_proj", 1, rank).flatten()
-        )
-        assert torch.equal(parameter(staging, rank, f"{LAYER}.mlp.down_proj"), part("mlp.down_proj", 1, rank).flatten())
-        assert torch.equal(
-            parameter(staging, rank, f"{LAYER}.input_layernorm"), tensors[f"{LAYER}.input_layernorm.weight"]
-        )
-    rows = torch.cat([parameter(staging, rank, "model.embed_tokens") for rank in range(ranks)]).view(-1, WIDTH)
+    for rank, held in enumerate(there):
+        qkv = torch.cat([part(f"{LAYER}.self_attn.{name}_proj", 0, rank) for name in "qkv"])
+        gate_up = torch.cat([part(f"{LAYER}.mlp.{name}_proj", 0, rank) for name in ("gate", "up")])
+        assert torch.equal(held[f"{LAYER}.self_attn.qkv_proj"], qkv)
+        assert torch.equal(held[f"{LAYER}.mlp.gate_up_proj"], gate_up)
+        assert torch.equal(held[f"{LAYER}.self_attn.o_proj"], part(f"{LAYER}.self_attn.o_proj", 1, rank))
+        assert torch.equal(held[f"{LAYER}.mlp.down_proj"], part(f"{LAYER}.mlp.down_proj", 1, rank))
+        assert torch.equal(held[f"{LAYER}.input_layernorm"], tensors[f"{LAYER}.input_layernorm.weight"])
+        for expert in range(EXPERTS):
+            its = f"model.layers.1.mlp.experts.{expert}"
+            w13 = torch.cat([part(f"{its}.{name}_proj", 0, rank) for name in ("gate", "up")])
+            assert torch.equal(held.held["model.layers.1.mlp.experts.w13_weight"][expert], w13)
+            assert torch.equal(
+                held.held["model.layers.1.mlp.experts.w2_weight"][expert], part(f"{its}.down_proj", 1, rank)
+            )
+    rows = torch.cat([held["model.embed_tokens"] for held in there])
     assert torch.equal(rows[:VOCABULARY], tensors["model.embed_tokens.weight"])
     assert not rows[VOCABULARY:].any()
+    # All shares together are one copy of the model.
+    assert sum(staging.buffer.numel() for staging in shares) == sum(
+        tensor.numel() * tensor.element_size() for tensor in tensors.values()
+    )
+
+
+def test_ranks_that_outnumber_the_key_heads_hold_the_same_ones() -> None:
+    there = [Rank(engine_shapes(4, key_heads=2)) for _ in range(4)]
+    tensors = weights()
+    MemoryWay().write(staged(tensors, engine_of(there)), engine_of(there))
+    keys = tensors[f"{LAYER}.self_attn.k_proj.weight"]
+    for rank, held in enumerate(there):
+        assert torch.equal(held[f"{LAYER}.self_attn.qkv_proj"][4:6], keys[rank // 2 * 2 :][:2])
+
+
+def test_a_staged_tensor_can_be_had_as_it_was_and_in_buckets_of_any_size() -> None:
+    tensors = weights()
+    staging = staged(tensors, engine_of([Rank(engine_shapes(2)) for _ in range(2)]))
+    for name, tensor in tensors.items():
+        assert torch.equal(staging.tensor(name), tensor)
+    buckets = list(staging.buckets(1024))
+    assert len(buckets) > 2
+    assert sum(len(bucket) for bucket in buckets) == len(tensors)
+    for bucket in buckets:
+        flat = torch.cat([tensors[placement.name].flatten() for placement in bucket])
+        assert torch.equal(staging.flat(bucket).view(torch.float32), flat)
+        assert len(bucket) == 1 or flat.numel() * 4 <= 1024
+
+
+def test_a_byte_that_did_not_arrive_is_found_where_everything_is_compared() -> None:
+    there = [Rank(engine_shapes(2)) for _ in range(2)]
+    staging = staged(weights(), engine_of(there))
+    MemoryWay().write(staging, engine_of(there))
+    windows, expected = staging.windows(2, everything=True)
+    assert [sums(rank, windows[number]) for number, rank in enumerate(there)] == expected
+    there[1][f"{LAYER}.mlp.down_proj"].view(torch.uint8)[3, 5] ^= 1
+    [differs] = [number for number, found in enumerate(sums(there[1], windows[1])) if found != expected[1][number]]
+    assert windows[1][differs][0] == f"{LAYER}.mlp.down_proj.weight"
 
 
 def test_a_tied_output_layer_is_left_out() -> None:
     tensors = weights()
-    staging = FusedStaging(sizes(1), torch.float32)
-    staging.fill([*tensors.items(), ("lm_head.weight", tensors["model.embed_tokens.weight"])])
-    assert staging.buffer.any()
+    tied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    assert len(place(named(tied), [engine_shapes(1)])) == len(tensors)
 
 
-def test_a_parameter_that_nothing_was_exported_for_is_named() -> None:
+def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_differs() -> None:
     tensors = weights()
+    less = {name: tensor for name, tensor in tensors.items() if "layernorm" not in name}
+    more = tensors | {f"{LAYER}.mlp.router.weight": torch.zeros(3)}
+    wider = tensors | {f"{LAYER}.mlp.down_proj.weight": torch.zeros(WIDTH, 16)}
+    half = {name: tensor for name, tensor in tensors.items() if "up_proj" not in name}
+    for learner, sentence in [
+        (less, r"the learner has nothing for its parameter model\.layers\.0\.input_layernorm\.weight"),
+        (more, r"it has no parameter model\.layers\.0\.mlp\.router\.weight"),
+        (wider, r"down_proj\.weight has the shape \(8, 12\)"),
+        (half, r"gate_up_proj\.weight has 192 elements there, and 96 in the learner"),
+    ]:
+        with pytest.raises(Fatal, match=f"the engine serves another model: .*{sentence}"):
+            place(named(learner), [engine_shapes(1)])
+
+
+def test_a_share_that_is_no_longer_exported_whole_is_not_staged() -> None:
+    tensors = weights()
+    staging = staged(tensors, engine_of([Rank(engine_shapes(1))]))
     del tensors[f"{LAYER}.mlp.up_proj.weight"]
-    with pytest.raises(Fatal, match=r"nothing for the engine's parameter model\.layers\.0\.mlp\.gate_up_proj\.weight"):
-        FusedStaging(sizes(1), torch.float32).fill(tensors.items())
+    with pytest.raises(Fatal, match=r"no longer exports model\.layers\.0\.mlp\.up_proj\.weight"):
+        staging.fill(2, tensors.items())
+    assert staging.version is None
 
 
-def test_a_tensor_that_the_engine_does_not_know_is_named() -> None:
-    tensors = weights() | {f"{LAYER}.mlp.router.weight": torch.zeros(3)}
-    with pytest.raises(Fatal, match=r"no parameter model\.layers\.0\.mlp\.router\.weight"):
-        FusedStaging(sizes(1), torch.float32).fill(tensors.items())
+def test_a_write_that_stopped_short_goes_on_where_it_did() -> None:
+    assert _rest([(0, 100, 10), (50, 200, 10)], 4) == [(4, 104, 6), (50, 200, 10)]
+    assert _rest([(0, 100, 10), (50, 200, 10)], 10) == [(50, 200, 10)]
+    assert _rest([(0, 100, 10), (50, 200, 10)], 20) == []
 
 
-def test_key_heads_that_the_engine_repeats_are_refused_with_a_way_out() -> None:
-    more = [{name: size + WIDTH * ("qkv" in name) for name, size in rank.items()} for rank in sizes(2)]
-    with pytest.raises(Fatal, match="set weight_transfer to broadcast"):
-        FusedStaging(more, torch.float32).fill(weights().items())
+def test_a_process_that_is_gone_cannot_be_written() -> None:
+    engine = engine_of([Rank(engine_shapes(1))])
+    staging = staged(weights(), engine)
+    gone = Engine(engine.info, (Memory(2**22 - 1, machine(), engine.ranks[0].regions),))
+    with pytest.raises(EngineLost, match="its memory cannot be written: No such process"):
+        MemoryWay().write(staging, gone)
+
+
+def test_another_machines_memory_is_out_of_reach() -> None:
+    engine = engine_of([Rank(engine_shapes(1))])
+    away = Engine(engine.info, (Memory(1, "another boot", engine.ranks[0].regions),))
+    with pytest.raises(EngineLost, match="is on another machine"):
+        MemoryWay().connect(away)
+
+
+def test_changes_carry_the_bytes_that_changed_and_are_refused_by_another_base(tmp_path: Path) -> None:
+    there = [Rank(engine_shapes(2)) for _ in range(2)]
+    engine = engine_of(there)
+    tensors = weights()
+    staging = staged(tensors, engine)
+    MemoryWay().write(staging, engine)
+    base = Base(staging.fills, 1, staging.buffer.clone())
+    tensors[f"{LAYER}.mlp.down_proj.weight"][2, 7] *= 1.001
+    staging.fill(2, tensors.items())
+    changed, notes = changes(staging, base)
+    carried = sum(tensor.numel() for name, tensor in changed.items() if name.endswith(".bytes"))
+    assert 0 < carried <= 4
+    save_file(changed, tmp_path / "delta", metadata=notes)
+    for rank in range(2):
+        apply_delta(there[rank], tmp_path / "delta", rank)
+    windows, expected = staging.windows(2, everything=True)
+    assert [sums(rank, windows[number]) for number, rank in enumerate(there)] == expected
+    there[1][f"{LAYER}.self_attn.o_proj"][0, 0] += 1
+    with pytest.raises(ValueError, match=r"o_proj\.weight is not what it was in version 1"):
+        apply_delta(there[1], tmp_path / "delta", 1)
+    (tmp_path / "torn").write_bytes((tmp_path / "delta").read_bytes()[:-1])
+    with pytest.raises(ValueError, match="torn"):
+        apply_delta(there[0], tmp_path / "torn", 0)
 
 
 def test_a_missing_library_is_answered_with_the_command_that_installs_it() -> None:

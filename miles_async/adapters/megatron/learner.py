@@ -21,6 +21,7 @@ from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.adapters.megatron.checkpoint import write_checkpoint
 from miles_async.adapters.megatron.model import build_model, build_reference
+from miles_async.adapters.megatron.offload import offload, onload
 from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
 from miles_async.adapters.megatron.training_state import load_state, save_state
 from miles_async.config.schema import Algorithm, RunConfig
@@ -207,6 +208,13 @@ class MegatronLearner:
         if self._rank == 0:
             write_checkpoint(Path(path), tensors, like=self._checkpoint, notes=notes)
         dist.barrier()
+
+    def offload(self) -> None:
+        """Leave the GPU's memory to an engine that shares it, until `onload`."""
+        offload(self._model.ddp, self._model.optimizer)
+
+    def onload(self) -> None:
+        onload(self._model.ddp, self._model.optimizer)
 
     def save_state(self, folder: str) -> None:
         """Write this rank's part of a checkpoint that `load_state` resumes exactly."""

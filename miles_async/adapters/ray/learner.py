@@ -1,20 +1,19 @@
-"""The learner and its weight channel, as the pipeline sees them, over the Ray actors of all ranks."""
+"""The learner as the pipeline sees it, over the Ray actors of all ranks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from miles_async.adapters.checkpoints import CheckpointFolder
 from miles_async.adapters.megatron.batch import rank_shares
-from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.config.schema import RunConfig
-from miles_async.errors import EngineLost, Fatal
-from miles_async.types import Group, StepReport, WriteOutcome
+from miles_async.errors import Fatal
+from miles_async.types import Group, StepReport
 
 Rank = Any
 """Handle of a `workers.learner.LearnerRank` actor."""
@@ -44,6 +43,12 @@ class RayLearner:
             metrics=reports[0].metrics,
         )
 
+    async def offload(self) -> None:
+        await _of_all(rank.offload.remote() for rank in self._ranks)
+
+    async def onload(self) -> None:
+        await _of_all(rank.onload.remote() for rank in self._ranks)
+
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
         results = await _of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)
@@ -69,37 +74,6 @@ class RayLearner:
 
     async def save_hf(self, path: str) -> None:
         await _of_all(rank.save_hf.remote(path) for rank in self._ranks)
-
-
-class RayWeightChannel:
-    """`ports.WeightChannel`: all ranks gather, rank 0 writes."""
-
-    def __init__(self, name: str, ranks: Sequence[Rank], address: Callable[[str], EngineInfo]) -> None:
-        """`address` tells where the engine of a name is now."""
-        self._name = name
-        self._ranks = ranks
-        self._address = address
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    async def stage(self, version: int) -> None:
-        await _of_all(rank.stage.remote(version) for rank in self._ranks)
-
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        [outcomes] = await _of_all([self._ranks[0].write.remote(version, list(engines))])
-        return outcomes  # type: ignore[no-any-return]
-
-    async def meet(self, engines: Sequence[str]) -> None:
-        try:
-            await self._ranks[0].reconnect.remote([self._address(engine) for engine in engines])
-        except RayTaskError as error:
-            if isinstance(error.cause, EngineLost):
-                raise error.cause from None
-            raise Fatal(f"a learner rank failed: {_cause(error)}") from error
-        except RayError as error:
-            raise Fatal(f"a learner rank failed: {_cause(error)}") from error
 
 
 async def _of_all(calls: Any) -> list[Any]:

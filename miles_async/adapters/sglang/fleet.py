@@ -20,7 +20,7 @@ from typing import Protocol
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import BadTrajectory, EngineLost
-from miles_async.observability.events import EngineChanged
+from miles_async.observability.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
 
@@ -46,7 +46,7 @@ class Unowned:
         raise EngineLost("the router does not answer and is not ours to start; it is used again when it is back")
 
 
-def _untold(event: EngineChanged) -> None: ...
+def _untold(event: Event) -> None: ...
 
 
 class SGLangFleet:
@@ -57,17 +57,23 @@ class SGLangFleet:
         router_url: str,
         *,
         processes: Processes | None = None,
-        tell: Callable[[EngineChanged], None] = _untold,
+        tell: Callable[[Event], None] = _untold,
         timeout: float = 30.0,
         health_timeout: float = 30.0,
+        colocated: bool = False,
     ) -> None:
+        """`colocated` engines must be idle when they leave their devices, and so are never asked for a token."""
         self._router = router_url
         self._processes = processes or Unowned()
         self._tell = tell
         self._timeout = timeout
         self._health_timeout = health_timeout
+        self._colocated = colocated
         self._client = JsonClient()
+        self._members: dict[str, None] = {}
+        """In order of their coming."""
         self._known: dict[str, EngineInfo] = {}
+        """Where they are, or were last."""
         self._routed: dict[str, EngineInfo] = {}
         self._joining: dict[str, EngineInfo] = {}
         """Told to the router, which has not taken them yet."""
@@ -77,9 +83,21 @@ class SGLangFleet:
         """Of all engines that ever were ours: a router may have others' engines too."""
         self._paused = False
         self._pauses = 0
+        self._seen: tuple[bool, int, int] | None = None
+        """What the router was like: whether it answered, its engines, the healthy ones."""
 
     def members(self) -> Sequence[str]:
-        return tuple(self._known)
+        return tuple(self._members)
+
+    def enlist(self, engine: str) -> None:
+        """Make an engine a member that has yet to be started."""
+        self._members[engine] = None
+
+    async def dismiss(self, engine: str) -> None:
+        """Remove an engine for good: out of the router, and nobody starts it anew."""
+        self._members.pop(engine, None)
+        await self.fence(engine, "it was removed")
+        self._changed(engine, "lost", "it was removed")
 
     def routed(self) -> Sequence[str]:
         return tuple(self._routed)
@@ -90,6 +108,7 @@ class SGLangFleet:
 
     def introduce(self, engine: EngineInfo) -> None:
         """Make an engine known under its name, anew after a restart; requests reach it only after `admit`."""
+        self._members[engine.name] = None
         self._known[engine.name] = engine
         self._urls.add(engine.url)
 
@@ -127,6 +146,22 @@ class SGLangFleet:
         await self._all_or_fence(go_on)
         self._paused = False
 
+    async def offload(self) -> None:
+        """See `ports.Fleet.offload`. SGLang gives memory up only where it was started with `enable_memory_saver`."""
+        self._paused, self._pauses = True, self._pauses + 1
+
+        async def release(engine: EngineInfo) -> None:
+            await self._post(engine, "/release_memory_occupation", {})
+
+        await self._all_or_fence(release)
+
+    async def onload(self) -> None:
+        async def take(engine: EngineInfo) -> None:
+            await self._post(engine, "/resume_memory_occupation", {})
+
+        await self._all_or_fence(take)
+        self._paused = False
+
     async def fence(self, engine: str, reason: str) -> None:
         """Take an engine out of the router and wait until it is out."""
         info = self._routed.pop(engine, None)
@@ -156,6 +191,9 @@ class SGLangFleet:
     async def check(self, engine: str) -> None:
         """See `ports.Fleet.check`. SGLang answers for a busy engine by the tokens that it draws anyway."""
         info, pauses = self._known[engine], self._pauses
+        if self._colocated:
+            await self._load_of(info)
+            return
         try:
             await self._client.get(f"{info.url}/health_generate", within=self._health_timeout)
         except EngineLost as lost:
@@ -168,7 +206,9 @@ class SGLangFleet:
         """See `ports.Fleet.restart`."""
         self._versions.pop(engine, None)
         try:
-            self.introduce(await self._processes.restart_engine(engine))
+            info = await self._processes.restart_engine(engine)
+            if engine in self._members:
+                self.introduce(info)
         except EngineLost as lost:
             self._changed(engine, "lost", str(lost))
             raise
@@ -178,8 +218,10 @@ class SGLangFleet:
         try:
             workers = await self._workers()
         except EngineLost:
+            self._router_seen(None)
             await self._processes.restart_router()
             workers = await self._workers()
+        self._router_seen(workers)
         listed = {worker["url"]: worker["id"] for worker in workers}
         wanted = {info.url: info for info in self._routed.values()}
         for info in wanted.values():
@@ -210,6 +252,13 @@ class SGLangFleet:
     def _changed(self, engine: str, state: str, reason: str | None) -> None:
         version = self._versions.get(engine)
         self._tell(EngineChanged(time=time.time(), engine=engine, state=state, version=version, reason=reason))
+
+    def _router_seen(self, workers: list[dict[str, str]] | None) -> None:
+        healthy = sum(bool(worker["is_healthy"]) for worker in workers or ())
+        seen = (workers is not None, len(workers or ()), healthy)
+        if seen != self._seen:
+            self._seen = seen
+            self._tell(RouterChanged(time=time.time(), up=seen[0], engines=seen[1], healthy=healthy))
 
     async def _post(self, engine: EngineInfo, path: str, body: object = None) -> None:
         """Raises EngineLost also where the engine refuses: it is not in the state that it should be in."""

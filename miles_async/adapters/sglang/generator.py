@@ -121,6 +121,11 @@ class SGLangGenerator:
         self._under_way: dict[int, _UnderWay] = {}
         """By identity of the group: one that is sent back and admitted again may carry the same names."""
 
+    def resize(self, limit: int) -> None:
+        """So many samples may be at the engines from now on; what is there already stays."""
+        self._limit = limit
+        self._places.resize(limit)
+
     @property
     def in_flight(self) -> int:
         """Samples at the engines now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,18 @@ class EngineSpec:
     """Any other argument of `sglang.launch_server` by its own name, dashes or underscores; these win."""
     start_timeout: float = 300.0
     """Seconds until it must be healthy."""
+    health_timeout: float = 30.0
+    """Seconds without a token after which it says itself, when asked, that it is not well."""
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+    devices: tuple[int, ...] = ()
+    """The GPUs of this node that it uses; none leaves them to SGLang."""
+    colocated: bool = False
+    """A learner shares its devices: it can give its memory up and take it back."""
+    nodes: int = 1
+    """Servers that make up the engine, one per node."""
+    node_rank: int = 0
+    """Which of them this is; requests go to the first alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,7 @@ class EngineInfo:
 
 
 class EngineServer:
-    """One SGLang server process on loopback."""
+    """One SGLang server process, on loopback unless its engine spans machines."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -62,7 +75,12 @@ class EngineServer:
         self.info: EngineInfo
         """Of the server that was started last."""
 
-    def start(self) -> EngineInfo:
+    def rendezvous(self) -> str:
+        """A fresh address for the servers of an engine that spans nodes; this is the first of them."""
+        self._meeting = claim_port(self.spec.host)
+        return f"{self.spec.host}:{self._meeting.number}"
+
+    def start(self, rendezvous: str | None = None) -> EngineInfo:
         """Start it and wait until it is healthy.
 
         Raises UserError for a model folder that is none, Fatal with the last cause in the log when it dies or is late.
@@ -70,10 +88,10 @@ class EngineServer:
         _require_checkpoint(self.spec.model_path)
         for _ in range(PORT_ATTEMPTS):
             self._release_ports()
-            self._ports = [claim_port() for _ in range(3)]
+            self._ports = [claim_port(self.spec.host) for _ in range(3)]
             port, bootstrap_port, rendezvous_port = (claimed.number for claimed in self._ports)
-            url = f"http://127.0.0.1:{port}"
-            arguments = command(self.spec, port, bootstrap_port, rendezvous_port)
+            url = f"http://{self.spec.host}:{port}"
+            arguments = command(self.spec, port, bootstrap_port, rendezvous or rendezvous_port)
             self._process = ServerProcess(
                 f"engine {self.spec.name}", "sglang.launch_server", arguments, f"{url}/health", self.spec.log_path
             )
@@ -90,16 +108,16 @@ class EngineServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
-    def answers(self) -> str | Literal[False]:
-        """Where it serves its metrics; False where it does not answer."""
+    def answers(self) -> str | Literal[False] | None:
+        """Where it serves its metrics, None where another node does; False where it does not answer."""
         if self._process is None or not self._process.answers():
             return False
-        return urlsplit(self._process.health_url).netloc
+        return None if self.spec.node_rank else urlsplit(self._process.health_url).netloc
 
-    def restart(self) -> EngineInfo:
+    def restart(self, rendezvous: str | None = None) -> EngineInfo:
         """End what is left of it and start it anew, at another url. Raises as `start` does."""
         self.stop()
-        return self.start()
+        return self.start(rendezvous)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -112,16 +130,16 @@ class EngineServer:
             self._ports.pop().release()
 
 
-def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous_port: int) -> list[str]:
+def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous: int | str) -> list[str]:
     """Arguments of `sglang.launch_server`.
 
-    `bootstrap_port` is where the addresses of the weights are told, `rendezvous_port` where its ranks meet.
+    `bootstrap_port` is where the addresses of the weights are told, `rendezvous` where its ranks meet: a port, or for
+    an engine that spans nodes an address.
     """
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
-        "host": "127.0.0.1",
+        "host": spec.host,
         "port": port,
-        "nccl-port": rendezvous_port,
         "tp-size": spec.tp,
         "max-running-requests": spec.concurrency,
         "random-seed": spec.seed,
@@ -132,9 +150,15 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous_port: i
         # An idle scheduler polls without pause otherwise: a whole core that the learner could use.
         "sleep-on-idle": True,
     }
+    if spec.nodes > 1:
+        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank, "dist-init-addr": rendezvous}
+    else:
+        arguments["nccl-port"] = rendezvous
     if spec.p2p:
         arguments["remote-instance-weight-loader-start-seed-via-transfer-engine"] = True
         arguments["engine-info-bootstrap-port"] = bootstrap_port
+    if spec.colocated and has_cuda():
+        arguments["enable-memory-saver"] = True
     if not has_cuda():
         arguments |= {
             "device": "cpu",
@@ -151,16 +175,19 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous_port: i
 def environment(spec: EngineSpec) -> dict[str, str]:
     """What the server needs beside our own environment."""
     values = {
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "HOST_IP": "127.0.0.1",
+        "SGLANG_HOST_IP": spec.host,
+        "HOST_IP": spec.host,
         "HF_HUB_OFFLINE": "1",
-        "NO_PROXY": "127.0.0.1",
+        "NO_PROXY": f"127.0.0.1,{spec.host}",
         # A health check that generates a token would hang while the engine is paused for a publish.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         # Longer than the router keeps an idle connection, or it sends a request into one that is being closed.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
+        "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout)),
         "PYTHONUNBUFFERED": "1",
     }
+    if spec.devices:
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
     if not has_cuda():
         cores = spec.cpus or tuple(sorted(os.sched_getaffinity(0)))
         values |= {

@@ -20,6 +20,11 @@ class Places:
         self._busy = 0.0
         self._busy_since = 0.0
 
+    def resize(self, limit: int) -> None:
+        """What is taken beyond a lower limit is given back as it ends."""
+        self.limit = limit
+        self._admit()
+
     @property
     def taken(self) -> int:
         return self._taken
@@ -69,7 +74,8 @@ class Places:
         while self._queue:
             count, turn = self._queue[0]
             if not turn.done():
-                if self._taken + count > self.limit:
+                # One that came under a higher limit than there is now enters alone.
+                if self._taken + count > self.limit and self._taken:
                     return
                 self._change(count)
                 turn.set_result(True)

@@ -3,8 +3,9 @@
     [project.entry-points."sglang.srt.plugins"]
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
-One keeps cached prefixes honest after a weight publish and is active everywhere. The others are active only without
-CUDA: memory open to one-sided writes, a fast start, decoding attention in batches, a pause that leaves the core alone.
+Active everywhere: cached prefixes are kept honest after a weight publish, the engine tells what its weights are, and
+takes changes to them from disk (`engine_weights.py`). Only without CUDA: memory open to one-sided writes, a fast start,
+decoding attention in batches, a pause that leaves the core alone.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from miles_async.adapters.sglang import cpu_attention
+    from miles_async.adapters.sglang import cpu_attention, engine_weights
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._add_request_to_queue", name_prefix, HookType.BEFORE)
+    HookRegistry.register(
+        "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.answer, HookType.AROUND
+    )
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_changes, HookType.AROUND)
     if not torch.cuda.is_available():
         loader = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
         HookRegistry.register(f"{loader}.register_memory_region_v2", _register_parameters, HookType.REPLACE)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.process import PortTaken, ServerProcess
-from miles_async.errors import Fatal
+from miles_async.errors import Fatal, UserError
 
 PORT_ATTEMPTS = 3
 
@@ -62,6 +64,11 @@ class RouterServer:
         return url
 
     @property
+    def metrics_url(self) -> str:
+        """In Prometheus' format; after `start`."""
+        return f"http://127.0.0.1:{self._ports[1].number}/metrics"
+
+    @property
     def pid(self) -> int:
         assert self._process is not None, "start() comes first"
         return self._process.pid
@@ -73,7 +80,7 @@ class RouterServer:
         """Where it serves its metrics; False where it does not answer."""
         if self._process is None or not self._process.answers():
             return False
-        return f"127.0.0.1:{self._ports[1].number}"
+        return urlsplit(self.metrics_url).netloc
 
     def stop(self) -> None:
         if self._process is not None:
@@ -83,6 +90,18 @@ class RouterServer:
     def _release_ports(self) -> None:
         while self._ports:
             self._ports.pop().release()
+
+
+def require_router(url: str, within: float = 10.0) -> None:
+    """Raises UserError where no sglang-router answers at `url`."""
+    try:
+        with urllib.request.urlopen(f"{url}/workers", timeout=within) as answer:
+            json.load(answer)["workers"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"sglang_router_ip and sglang_router_port name no sglang-router: {url}/workers: {error}; start one there, "
+            "or unset both"
+        ) from error
 
 
 def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:

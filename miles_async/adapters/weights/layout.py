@@ -1,108 +1,144 @@
-"""The engine's own layout of the weights: which slice of which Hugging Face tensor lies where in which parameter.
+"""The engine's own layout of the weights: which part of which Hugging Face tensor lies where in which parameter.
 
-SGLang joins the query, key and value projections into `qkv_proj` and the gate and up projections into `gate_up_proj`,
-pads the vocabulary, and gives each tensor-parallel rank its part: output features of column-parallel layers, input
-features of row-parallel ones, rows of the vocabulary.
+SGLang joins the query, key and value projections into `qkv_proj`, the gate and up projections into `gate_up_proj` and
+the experts of a layer into one tensor; it pads the vocabulary, repeats key and value heads where there are more ranks
+than heads, and gives each tensor-parallel rank its part: rows of column-parallel layers and of the vocabulary, columns
+of row-parallel layers. Joined rows are neighbours, so each part is one contiguous copy, once columns lie by rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from miles_async.adapters.weights.writer import NamedTensors
 from miles_async.errors import Fatal
 
+Shape = tuple[int, ...]
+
 _FUSED = {
-    "q_proj": ("qkv_proj", 0, 3),
-    "k_proj": ("qkv_proj", 1, 3),
-    "v_proj": ("qkv_proj", 2, 3),
-    "gate_proj": ("gate_up_proj", 0, 2),
-    "up_proj": ("gate_up_proj", 1, 2),
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
 }
-"""Projection: the parameter it is part of, its place in it, and how many parts that has."""
-_ROW_PARALLEL = {"o_proj", "down_proj"}
-_VOCABULARY = {"embed_tokens", "lm_head"}
+"""Projection: the parameter it is part of, and its place in it."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_VOCABULARY = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One parameter of one rank, `[offset, offset + numel)` in the staging buffer, in elements."""
+class Copy:
+    """`numel` elements of a tensor, from `source` on as it is staged, to `target` in a parameter of a rank."""
 
     rank: int
     parameter: str
-    offset: int
+    source: int
+    target: int
     numel: int
 
 
-class FusedStaging:
-    """A buffer that holds the weights as the engine's ranks hold them.
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one Hugging Face tensor goes."""
 
-    `sizes` gives the number of elements per parameter, one mapping per tensor-parallel rank.
+    name: str
+    shape: Shape
+    columns: int
+    """The parts that its columns are staged in, one after the other; 1 where it is staged as it is."""
+    copies: tuple[Copy, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def place(tensors: Iterable[tuple[str, Shape]], ranks: Sequence[Mapping[str, Shape]]) -> list[Placement]:
+    """Plan the way of every tensor. `ranks` are the engine's parameters, one mapping per tensor-parallel rank.
+
+    Raises Fatal when engine and learner do not hold the same model.
     """
+    tensors = list(tensors)
+    rows = {name: shape[0] for name, shape in tensors}
+    placements, covered = [], dict.fromkeys(ranks[0], 0)
+    for name, shape in tensors:
+        target = _target(name)
+        if target not in ranks[0]:
+            if _VOCABULARY.fullmatch(name):
+                continue  # a tied output layer has no memory of its own in the engine
+            raise Fatal(f"the engine serves another model: it has no parameter {target} for {name}")
+        columns, copies = _copies(name, shape, target, ranks, rows)
+        placements.append(Placement(name, shape, columns, tuple(copies)))
+        covered[target] += sum(copy.numel for copy in copies if copy.rank == 0)
+    for target, filled in covered.items():
+        whole = math.prod(ranks[0][target])
+        if filled == 0:
+            raise Fatal(f"the engine serves another model: the learner has nothing for its parameter {target}")
+        if filled != whole and not _VOCABULARY.fullmatch(target):
+            raise _misfit(target, f"{whole} elements", f"{filled}")
+    return placements
 
-    def __init__(self, sizes: Sequence[Mapping[str, int]], dtype: torch.dtype) -> None:
-        self.sizes = [dict(rank) for rank in sizes]
-        self.pieces: list[Piece] = []
-        offset = 0
-        for rank, parameters in enumerate(self.sizes):
-            for parameter, numel in parameters.items():
-                self.pieces.append(Piece(rank, parameter, offset, numel))
-                offset += numel
-        self.buffer = torch.zeros(offset, dtype=dtype)
-        self._views = {
-            (piece.rank, piece.parameter): self.buffer[piece.offset : piece.offset + piece.numel]
-            for piece in self.pieces
-        }
 
-    @torch.no_grad()
-    def fill(self, named_tensors: NamedTensors) -> None:
-        """Copy full Hugging Face tensors in, in whatever order they come; parts of a fused one wait for each other.
+def _target(name: str) -> str:
+    """The engine's parameter that a Hugging Face tensor is part of."""
+    if expert := _EXPERT.fullmatch(name):
+        return f"{expert[1]}.{'w2' if expert[3] == 'down_proj' else 'w13'}_weight"
+    module, _, kind = name.rpartition(".")
+    path, _, layer = module.rpartition(".")
+    fused, _ = _FUSED.get(layer, (layer, 0))
+    return ".".join(part for part in (path, fused, kind) if part)
 
-        Raises Fatal when a parameter of the engine stays without weights or a tensor does not fit.
-        """
-        missing = set(self._views)
-        waiting: dict[str, dict[int, torch.Tensor]] = {}
-        for name, tensor in named_tensors:
-            module, _, kind = name.rpartition(".")
-            path, _, layer = module.rpartition(".")
-            fused, place, parts = _FUSED.get(layer, (layer, 0, 1))
-            target = f"{path}.{fused}.{kind}" if path else f"{fused}.{kind}"
-            if target not in self.sizes[0]:
-                if layer in _VOCABULARY:
-                    continue  # a tied output layer has no memory of its own in the engine
-                raise Fatal(f"the engine has no parameter {target} for {name}; set weight_transfer to broadcast")
-            together = waiting.setdefault(target, {})
-            together[place] = tensor
-            if len(together) == parts:
-                del waiting[target]
-                self._place(target, layer, [together[part] for part in range(parts)])
-                missing -= {(rank, target) for rank in range(len(self.sizes))}
-        if missing:
-            _, parameter = min(missing)
-            raise Fatal(f"the learner exported nothing for the engine's parameter {parameter}")
 
-    def _place(self, target: str, layer: str, tensors: Sequence[torch.Tensor]) -> None:
-        for rank in range(len(self.sizes)):
-            view, offset = self._views[rank, target], 0
-            for tensor in tensors:
-                shard = self._shard(layer, tensor, rank, view.numel())
-                view[offset : offset + shard.numel()].view_as(shard).copy_(shard)
-                offset += shard.numel()
-            if offset != view.numel() and layer not in _VOCABULARY:
-                raise Fatal(
-                    f"{target} has {view.numel()} elements in the engine and {offset} in the learner; "
-                    "set weight_transfer to broadcast, where the engine splits the weights itself"
-                )
+def _copies(
+    name: str, shape: Shape, target: str, ranks: Sequence[Mapping[str, Shape]], rows: Mapping[str, int]
+) -> tuple[int, list[Copy]]:
+    there = ranks[0][target]
+    first, expert = 0, _EXPERT.fullmatch(name)
+    if expert:
+        if int(expert[2]) >= there[0]:
+            raise _misfit(target, f"{there[0]} experts", f"{int(expert[2]) + 1} at least")
+        there = there[1:]
+        first = int(expert[2]) * math.prod(there)
+    if len(there) != len(shape):
+        raise _misfit(target, f"the shape {there}", f"{name} of {shape}")
+    if len(shape) == 2 and there[1] != shape[1]:
+        if there[1] * len(ranks) != shape[1] or there[0] != shape[0]:
+            raise _misfit(target, f"the shape {there} on each of {len(ranks)} ranks", f"{name} of {shape}")
+        part = math.prod(there)
+        return len(ranks), [Copy(rank, target, rank * part, first, part) for rank in range(len(ranks))]
+    width = math.prod(shape[1:])
+    copies = []
+    for rank in range(len(ranks)):
+        start, count, above = _rows(name, shape[0], there[0], rank, len(ranks), rows)
+        copies.append(Copy(rank, target, start * width, first + above * width, count * width))
+    return 1, copies
 
-    def _shard(self, layer: str, tensor: torch.Tensor, rank: int, numel: int) -> torch.Tensor:
-        """Rank's part of a full tensor; `numel` is the size of the whole parameter on that rank."""
-        ranks = len(self.sizes)
-        if layer in _VOCABULARY:
-            rows = numel // tensor.shape[1]
-            return tensor[rank * rows : (rank + 1) * rows]
-        if ranks == 1 or (tensor.dim() == 1 and layer not in _FUSED):
-            return tensor
-        return tensor.chunk(ranks, dim=1 if layer in _ROW_PARALLEL else 0)[rank]
+
+def _rows(name: str, total: int, there: int, rank: int, ranks: int, rows: Mapping[str, int]) -> tuple[int, int, int]:
+    """A rank's rows of a tensor, first and number, and how many rows lie above them in the parameter."""
+    layer = name.rpartition(".")[0].rpartition(".")[2]
+    fused, place_in_it = _FUSED.get(layer, ("", 0))
+    if fused == "qkv_proj":
+        query = rows[name.replace(layer, "q_proj")] // ranks
+        key = (there - query) // 2
+        count = key if place_in_it else query
+        above = (0, query, query + key)[place_in_it]
+        # With fewer heads than ranks, neighbours hold the same ones.
+        start = rank // max(1, count * ranks // total) * count
+        return start, count, above
+    if fused == "gate_up_proj":
+        return rank * (total // ranks), total // ranks, place_in_it * (there // 2)
+    if _VOCABULARY.fullmatch(name) and there * ranks >= total:
+        start = min(rank * there, total)
+        return start, min(there, total - start), 0
+    if there == total:
+        return 0, total, 0
+    if there * ranks != total:
+        raise _misfit(_target(name), f"{there} rows on each of {ranks} ranks", f"{total}")
+    return rank * there, there, 0
+
+
+def _misfit(target: str, engine: str, learner: str) -> Fatal:
+    return Fatal(f"the engine serves another model: {target} has {engine} there, and {learner} in the learner")

@@ -1,0 +1,138 @@
+"""Fifty publishes under load to two real engines while writes are delayed, lost, torn, refused, and engines killed.
+
+    python -m benchmarks.weight_faults [--publishes 50] [--kills 1] [--seed 0]
+
+Under `retract` every token of every request is then drawn from the weights that its span names: the log-probabilities
+of all of them are computed anew by the Hugging Face model with the weights of that version. Prints what was injected,
+what was done about it and the largest distance; writes benchmarks/results/weight-faults.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.generator import SGLangGenerator
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+from miles_async.config.schema import TinyModel
+from tests.stack.engine_stack import Stack
+from tests.stack.weight_faults import Told, publish_under_load
+
+RESULTS = Path(__file__).parent / "results" / "weight-faults.json"
+
+
+class Dice:
+    """The faults of a run, and how many of each there were."""
+
+    def __init__(self, seed: int, kills: int, publishes: int) -> None:
+        self._draw = random.Random(seed)
+        self._writes = 0
+        # A publish is two writes at least.
+        self._kill_at = {2 * publishes * (number + 1) // (kills + 1) for number in range(kills)}
+        self.thrown: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[str | None]:
+        while True:
+            self._writes += 1
+            fault = self._draw.choices(["lost", "torn", "refused", "slow", None], [0.08, 0.08, 0.06, 0.15, 0.63])[0]
+            if self._writes in self._kill_at:
+                fault = "killed"
+            self.thrown[fault or "none"] += 1
+            yield fault
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--publishes", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    dice = Dice(arguments.seed, arguments.kills, arguments.publishes)
+    results: list[Told] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        create_tiny_model(TinyModel(), folder / "tiny", seed=1)
+        servers = {
+            f"e{i}": EngineServer(
+                EngineSpec(name=f"e{i}", model_path=str(folder / "tiny"), log_path=folder / f"e{i}.log")
+            )
+            for i in range(2)
+        }
+        router = RouterServer(RouterSpec(log_path=folder / "router.log"))
+        infos: dict[str, EngineInfo] = {}
+
+        def kill(engine: str) -> None:
+            servers[engine].stop()
+
+        def repair(engine: str) -> EngineInfo:
+            if not servers[engine].alive():
+                infos[engine] = servers[engine].start()
+            return infos[engine]
+
+        async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+            fleet.introduce(infos["e1"])
+            await fleet.commit("e1", 0)
+            await fleet.admit("e1")
+            results.append(
+                await publish_under_load(
+                    stack,
+                    fleet,
+                    generator,
+                    folder / "weights",
+                    engines=list(infos.values()),
+                    faults=iter(dice),
+                    publishes=arguments.publishes,
+                    streams=6,
+                    new_tokens=120,
+                    kill=kill,
+                    repair=repair,
+                )
+            )
+
+        try:
+            with ThreadPoolExecutor(3) as pool:
+                starting = pool.submit(router.start)
+                infos.update(zip(servers, pool.map(EngineServer.start, servers.values()), strict=True))
+            model = Qwen3ForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
+            stack = Stack(infos["e0"], starting.result(), folder / "tiny", model)
+            stack.run(story)
+        finally:
+            router.stop()
+            for server in servers.values():
+                server.stop()
+    [told] = results
+    errors = told.errors(stack)
+    result = {
+        "publishes": arguments.publishes,
+        "writes": dict(dice.thrown),
+        "steps": dict(Counter(step.then for step in told.steps)),
+        "requests lost with an engine": told.lost_requests,
+        "samples": len(told.samples),
+        "tokens": sum(sample.response_length for sample in told.samples),
+        "spans": len(errors),
+        "samples over several versions": sum(len(sample.spans) > 1 for sample in told.samples),
+        "largest distance of a log-probability": max(errors),
+    }
+    for key, value in result.items():
+        print(f"{key:40} {value}")
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {RESULTS}")
+    if max(errors) > 1e-4:
+        raise SystemExit("a token was not drawn from the weights that its span names")
+
+
+if __name__ == "__main__":
+    main()

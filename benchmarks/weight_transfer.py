@@ -1,0 +1,273 @@
+"""Weights from one process to two real SGLang engines on this machine: which way is how fast, and how long they pause.
+
+    python -m benchmarks.weight_transfer --megabytes 100 [--few-tensors] [--rounds 20] [--only bare|ways|pause]
+
+Three questions, for a model of so many bytes in 200 tensors (or nearly all of them in one):
+- what share of the bytes per second of bare `batch_transfer_sync_write` the p2p way keeps, between the same processes;
+- how far what `auto` takes is from the best of all ways, and of p2p and broadcast, with one engine and with two;
+- how long a publish stands in the way of decoding, against 1.2 times the write, one decode step and 20 ms.
+
+All are medians of interleaved rounds. Prints tables and adds to benchmarks/results/weight-transfer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from miles_async.adapters.megatron.tiny_model import byte_tokenizer
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+from miles_async.adapters.weights.p2p import P2PWay
+from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.way import segments
+
+WAYS = ("memory", "p2p", "broadcast")
+RESULTS = Path(__file__).parent / "results" / "weight-transfer.json"
+STREAMS = 8
+TITLES = {
+    "bare": "GB/s to one engine",
+    "ways": "milliseconds for a checked write to all engines at once",
+    "pause": "milliseconds of a publish under load, one engine",
+}
+
+
+def create_model(path: Path, megabytes: int, *, few_tensors: bool) -> None:
+    """18 layers have 200 tensors; one layer below a large vocabulary has nearly all bytes in the embedding."""
+    size = megabytes * 1_000_000 // 4
+    width = 64 if few_tensors else max(32, round((size / (16 * 18)) ** 0.5 / 16) * 16)
+    config = Qwen3Config(
+        vocab_size=max(320, size // width // 64 * 64) if few_tensors else 320,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=1 if few_tensors else 18,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=width // 4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Bench:
+    def __init__(self, engines: Sequence[EngineInfo], checkpoint: Path, folder: Path, rounds: int) -> None:
+        model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        self._engines = engines
+        self._rounds = rounds
+        self._source = Source([(name, tuple(tensor.shape)) for name, tensor in self._weights], folder, timeout=30.0)
+        self._source.meet(engines)
+        self._version = 0
+        for way in WAYS:
+            for engine in engines:
+                self._source.reach(way, engine.name)
+        self._stage()
+        self.bytes = self._source._staging.buffer.numel()
+
+    def _stage(self) -> None:
+        self._version += 1
+        self._source.stage(self._version, self._weights)
+        for way in WAYS:
+            self._source.prepare(way)
+
+    def _write(self, way: str, engines: Sequence[EngineInfo]) -> None:
+        """All engines at once, as the learner does it, checked."""
+        with ThreadPoolExecutor(len(engines)) as pool:
+            outcomes = list(pool.map(lambda engine: self._source.write(self._version, engine.name, way), engines))
+        for outcome in outcomes:
+            if outcome.error:
+                raise SystemExit(outcome.error)
+
+    def against_bare(self) -> dict[str, float]:
+        """Gigabytes per second to one engine: Mooncake's own call, the way, and the way with its check."""
+        way = self._source._ways["p2p"]
+        assert isinstance(way, P2PWay)
+        staging, engine = self._source._staging, self._source._engines[self._engines[0].name]
+        pieces = list(segments(staging, staging.placements, 0))
+        regions, here = engine.ranks[0].regions, staging.buffer.data_ptr()
+        arguments = (
+            way._sessions[engine.name][0],
+            [here + source for source, _, _, _ in pieces],
+            [regions[parameter].address + target for _, parameter, target, _ in pieces],
+            [size for _, _, _, size in pieces],
+        )
+        calls: dict[str, Callable[[], Any]] = {
+            "bare": lambda: way._engine.batch_transfer_sync_write(*arguments),
+            "p2p": lambda: way.write(staging, engine),
+            "p2p, checked": lambda: self._write("p2p", self._engines[:1]),
+        }
+        took: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(self._rounds):
+            for name, call in calls.items():
+                took[name].append(seconds(call))
+        rates = {name: self.bytes / median(values) / 1e9 for name, values in took.items()}
+        return {"tensors": len(pieces), **rates, "p2p / bare": rates["p2p"] / rates["bare"]}
+
+    def ways(self, engines: Sequence[EngineInfo]) -> dict[str, Any]:
+        """Milliseconds per way, and what `auto` takes after the two writes that it makes."""
+        tried = {}
+        for way in WAYS:
+            self._write(way, engines)
+            tried[way] = seconds(lambda way=way: self._write(way, engines))
+        chosen = min(tried, key=tried.__getitem__)
+        without_memory = min(("p2p", "broadcast"), key=tried.__getitem__)
+        took: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(self._rounds):
+            for way in WAYS:
+                took[way].append(seconds(lambda way=way: self._write(way, engines)))
+        medians = {way: 1e3 * median(values) for way, values in took.items()}
+        return {
+            "engines": len(engines),
+            **medians,
+            "auto": chosen,
+            "auto / best": medians[chosen] / min(medians.values()),
+            "auto of two": without_memory,
+            "auto of two / better": medians[without_memory] / min(medians["p2p"], medians["broadcast"]),
+        }
+
+    async def pauses(self, router_url: str) -> list[dict[str, Any]]:
+        fleet = SGLangFleet(router_url)
+        engine = self._engines[0]
+        fleet.introduce(engine)
+        await fleet.commit(engine.name, self._version)
+        await fleet.admit(engine.name)
+        rows = []
+        async with aiohttp.ClientSession() as session:
+            over, gaps = asyncio.Event(), []
+            streams = [asyncio.create_task(stream(session, engine.url, k, gaps, over)) for k in range(STREAMS)]
+            await asyncio.sleep(2.0)
+            step = median(gaps)
+            paused: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
+            for _ in range(self._rounds):
+                for way in WAYS:
+                    paused[way].append(await self._publish(fleet, engine, way))
+                    await asyncio.sleep(0.1)
+            over.set()
+            await asyncio.gather(*streams)
+        await fleet.close()
+        for way, phases in paused.items():
+            pause, stop, write, commit = (median(values) for values in zip(*phases, strict=True))
+            allowed = 1.2 * write + step + 0.020
+            rows.append(
+                {
+                    "way": way,
+                    "pause": 1e3 * pause,
+                    "stop": 1e3 * stop,
+                    "write": 1e3 * write,
+                    "commit": 1e3 * commit,
+                    "decode step": 1e3 * step,
+                    "allowed": 1e3 * allowed,
+                    "pause / allowed": pause / allowed,
+                }
+            )
+        return rows
+
+    async def _publish(self, fleet: SGLangFleet, engine: EngineInfo, way: str) -> tuple[float, ...]:
+        """Seconds from the order to stop to that to go on; of stopping, writing with its check, and committing."""
+        await asyncio.to_thread(self._stage)
+        began = time.perf_counter()
+        await fleet.pause("retract")
+        stopped = time.perf_counter()
+        outcome = await asyncio.to_thread(self._source.write, self._version, engine.name, way)
+        if outcome.error:
+            raise SystemExit(outcome.error)
+        written = time.perf_counter()
+        await fleet.commit(engine.name, self._version)
+        committed = time.perf_counter()
+        await fleet.resume()
+        return time.perf_counter() - began, stopped - began, written - stopped, committed - written
+
+
+async def stream(session: aiohttp.ClientSession, url: str, k: int, gaps: list[float], over: asyncio.Event) -> None:
+    """One request after the other; seconds between two tokens into `gaps`."""
+    request = {
+        "input_ids": [(3 * k + i) % 250 for i in range(12)],
+        "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+        "stream": True,
+    }
+    while not over.is_set():
+        last = None
+        async with session.post(f"{url}/generate", json=request) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    now = time.perf_counter()
+                    if last is not None:
+                        gaps.append(now - last)
+                    last = now
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    print(title)
+    print("  " + "".join(f"{name:>22}" for name in rows[0]))
+    for row in rows:
+        print(
+            "  " + "".join(f"{value:22.2f}" if isinstance(value, float) else f"{value:>22}" for value in row.values())
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--few-tensors", action="store_true")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=["bare", "ways", "pause"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = folder / "model"
+        create_model(checkpoint, arguments.megabytes, few_tensors=arguments.few_tensors)
+        servers = [
+            EngineServer(EngineSpec(name=f"e{i}", model_path=str(checkpoint), log_path=folder / f"e{i}.log"))
+            for i in range(2)
+        ]
+        router = RouterServer(RouterSpec(log_path=folder / "router.log"))
+        try:
+            with ThreadPoolExecutor(3) as pool:
+                starting = pool.submit(router.start)
+                engines = list(pool.map(EngineServer.start, servers))
+            bench = Bench(engines, checkpoint, folder / "weights", arguments.rounds)
+            questions: dict[str, Callable[[], list[dict[str, Any]]]] = {
+                "bare": lambda: [bench.against_bare()],
+                "ways": lambda: [bench.ways(engines[:1]), bench.ways(engines)],
+                "pause": lambda: asyncio.run(bench.pauses(starting.result())),
+            }
+            result = {name: ask() for name, ask in questions.items() if arguments.only in (None, name)}
+        finally:
+            router.stop()
+            for server in servers:
+                server.stop()
+    print(f"{bench.bytes:,} bytes")
+    for name, rows in result.items():
+        show(TITLES[name], rows)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known.setdefault(f"{arguments.megabytes} MB{', one tensor' if arguments.few_tensors else ''}", {}).update(result)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+    print(f"wrote {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

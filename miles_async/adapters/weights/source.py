@@ -1,0 +1,166 @@
+"""One source rank's side of publishing: what it stages, and how it sends that to an engine and checks it.
+
+Every rank of the learner is a source of its share of the tensors, and sends it by itself; see `staging.share`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights.broadcast import BroadcastWay
+from miles_async.adapters.weights.disk import DeltaWay, DiskWay
+from miles_async.adapters.weights.engine import Engine, meet, sums
+from miles_async.adapters.weights.layout import Shape, place
+from miles_async.adapters.weights.memory import MemoryWay
+from miles_async.adapters.weights.p2p import P2PWay
+from miles_async.adapters.weights.staging import NamedTensors, Staging, share
+from miles_async.adapters.weights.way import Way
+from miles_async.errors import EngineLost, Fatal
+from miles_async.types import WriteOutcome
+
+
+class Source:
+    """Calls block; `stage` must not run beside any other, `write` may run for several engines at once.
+
+    `tensors` are the Hugging Face names and shapes of all weights, `folder` is where the disk ways keep files, `bucket`
+    is in bytes. `everything`: compare all bytes after a write, not samples.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, Shape]],
+        folder: Path,
+        *,
+        rank: int = 0,
+        sources: int = 1,
+        bucket: int = 512 << 20,
+        everything: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
+        self._tensors = tensors
+        self._rank, self._sources = rank, sources
+        self.bucket, self.everything, self.timeout = bucket, everything, timeout
+        folder /= f"source_{rank}"
+        self._make: dict[str, Callable[[], Way]] = {
+            "memory": MemoryWay,
+            "p2p": lambda: P2PWay(bucket=bucket, timeout=timeout),
+            "broadcast": lambda: BroadcastWay(bucket=bucket, timeout=timeout, source=rank),
+            "disk": lambda: DiskWay(folder, bucket=bucket, timeout=timeout),
+            "disk_delta": lambda: DeltaWay(folder, bucket=bucket, timeout=timeout),
+        }
+        self._ways: dict[str, Way] = {}
+        self._engines: dict[str, Engine] = {}
+        self._staging: Staging | None = None
+        self._ready: dict[str, int] = {}
+        """What each way has prepared, by the fill of the staging."""
+        self._reached: set[tuple[str, str]] = set()
+        """Ways and the engines that they are connected to."""
+        self._preparing = Lock()
+
+    def meet(self, engines: Sequence[EngineInfo]) -> None:
+        """These are the engines from now on; what is staged stays so.
+
+        Raises EngineLost when one does not answer or holds its weights in another layout than the others, Fatal when
+        it serves another model.
+        """
+        for info in engines:
+            if [other.name for other in engines].count(info.name) > 1 or [e.url for e in engines].count(info.url) > 1:
+                raise Fatal(f"engine {info.name} at {info.url} is there twice; give every engine its own name and port")
+        wanted = {info.name: info for info in engines}
+        for name, engine in list(self._engines.items()):
+            if wanted.get(name) != engine.info:
+                self._forget(name)
+        for name, info in wanted.items():
+            if name not in self._engines:
+                self._engines[name] = self._fitting(meet(info, timeout=self.timeout))
+
+    def reach(self, way: str, name: str) -> None:
+        """Connect a way to an engine. Raises EngineLost with what to do about it."""
+        with self._preparing:
+            if (way, name) in self._reached:
+                return
+            try:
+                if way not in self._ways:
+                    self._ways[way] = self._make[way]()
+            except ImportError as failure:
+                raise EngineLost(_advice(failure)) from failure
+            self._ways[way].connect(self._engines[name])
+            self._reached.add((way, name))
+
+    def stage(self, version: int, named_tensors: NamedTensors) -> None:
+        """Copy this rank's share aside as `version`; the tensors may change afterwards."""
+        assert self._staging is not None, "meet() comes before stage()"
+        self._staging.fill(version, named_tensors)
+
+    def prepare(self, way: str) -> None:
+        """Do what this way can do before the pause. A write does it where this was not called."""
+        assert self._staging is not None, "meet() comes first"
+        with self._preparing:
+            if way in self._ways and self._ready.get(way) != self._staging.fills:
+                self._ways[way].stage(self._staging)
+                self._ready[way] = self._staging.fills
+
+    def write(self, version: int, name: str, way: str) -> WriteOutcome:
+        """Write the staged version to one engine and check it. Never raises for what happens to an engine."""
+        assert self._staging is not None, "meet() comes before write()"
+        started, size = time.perf_counter(), 0
+        error = None
+        try:
+            if self._staging.version != version:
+                raise EngineLost(f"version {version} is not staged (version {self._staging.version} is)")
+            if self._staging.placements:  # there may be more sources than tensors
+                self.reach(way, name)
+                self.prepare(way)
+                size = self._ways[way].write(self._staging, self._engines[name])
+                self._check(self._engines[name])
+        except (EngineLost, Fatal) as failure:
+            error = f"engine {name}: {failure}"
+        seconds = time.perf_counter() - started
+        # Whatever waits for an engine gives up after the timeout, and may leave something behind that goes on.
+        final = error is not None and seconds > 0.9 * self.timeout
+        return WriteOutcome(engine=name, seconds=seconds, bytes=size, error=error, final=final)
+
+    def close(self) -> None:
+        for way in self._ways.values():
+            way.close()
+        self._ways, self._reached, self._ready = {}, set(), {}
+
+    def _forget(self, name: str) -> None:
+        del self._engines[name]
+        for way in self._ways.values():
+            way.forget(name)
+        self._reached = {(way, other) for way, other in self._reached if other != name}
+
+    def _fitting(self, engine: Engine) -> Engine:
+        """The engine, once it is certain that what is staged for the others fits it."""
+        shapes = [rank.shapes for rank in engine.ranks]
+        for other in self._engines.values():
+            if shapes != [rank.shapes for rank in other.ranks] or engine.ranks[0].dtypes != other.ranks[0].dtypes:
+                raise EngineLost(
+                    f"engine {engine.name} holds its weights in another layout than {other.name}; start all with the "
+                    "same model, dtype and tensor-parallel size"
+                )
+        if self._staging is None:
+            mine = share(place(self._tensors, shapes), self._rank, self._sources)
+            self._staging = Staging(mine, engine.ranks[0].dtypes)
+        return engine
+
+    def _check(self, engine: Engine) -> None:
+        """Compare what stands in the engine's memory with what was sent. Raises EngineLost where it differs."""
+        assert self._staging is not None, "meet() comes first"
+        windows, expected = self._staging.windows(len(engine.ranks), everything=self.everything)
+        found = sums(engine, windows, timeout=self.timeout)
+        for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+            for (parameter, _, _), here, there in zip(windows[rank], ours, theirs, strict=True):
+                if here != there:
+                    raise EngineLost(f"{parameter} of rank {rank} differs from what was sent")
+
+
+def _advice(failure: ImportError) -> str:
+    if "libibverbs" in str(failure):
+        return "Mooncake needs libibverbs; install it with: apt-get install libibverbs1"
+    return f"Mooncake could not be loaded ({failure}); install mooncake-transfer-engine-non-cuda"

@@ -1,0 +1,65 @@
+"""Engines and learner on the same devices: each has left before the other comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miles_async.config.schema import Cluster, Rollout, RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.types import Group, StepReport
+from tests.sim.engines import Engines
+from tests.sim.world import Trainer, World
+
+
+class Sharing:
+    """Who has its memory on the devices. Both start there."""
+
+    def __init__(self) -> None:
+        self.learner = self.engines = True
+        self.handed_over = 0
+
+
+def test_engines_and_learner_take_turns_on_the_devices() -> None:
+    sharing = Sharing()
+
+    class SharedEngines(Engines):
+        async def generate(self, group: Group) -> None:
+            assert sharing.engines
+            assert not sharing.learner
+            await super().generate(group)
+
+        async def commit(self, engine: str, version: int) -> None:
+            assert sharing.engines
+            assert not sharing.learner
+            await super().commit(engine, version)
+
+        async def offload(self) -> None:
+            assert self.in_flight == 0
+            sharing.engines = False
+
+        async def onload(self) -> None:
+            assert not sharing.learner
+            sharing.engines = True
+
+    class SharedTrainer(Trainer):
+        async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+            assert sharing.learner
+            assert not sharing.engines
+            sharing.handed_over += 1
+            return await super().train(rollout_id, groups)
+
+        async def offload(self) -> None:
+            sharing.learner = False
+
+        async def onload(self) -> None:
+            assert not sharing.engines
+            sharing.learner = True
+
+    settings = RunConfig(
+        rollout=Rollout(rollout_batch_size=4, num_rollout=5, n_samples_per_prompt=2), cluster=Cluster(colocate=True)
+    )
+    world = World(
+        config=settings, schedule=Schedule.TURNS, engine_kind=SharedEngines, trainer_kind=SharedTrainer, problems=3
+    ).run()
+    assert sharing.handed_over == 5
+    assert world.audit.violations == []

@@ -1,0 +1,111 @@
+"""What the publisher does about a weight write that fails: again, another way, and then without that engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from miles_async.config.schema import Rollout, RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.observability.events import PublishEnded, WriteFailed
+from miles_async.observability.metrics import Metrics
+from miles_async.types import WriteOutcome
+from tests.sim.engines import Engines
+from tests.sim.world import World
+
+VERSION = 2
+"""The publish in which writes fail."""
+
+
+@dataclass
+class Trouble:
+    """Makes writes of one version to one engine fail, and keeps what was done then."""
+
+    failures: int
+    """Writes that fail, from the first one on."""
+    ways: list[str] = field(default_factory=lambda: ["broadcast", "disk"])
+    """To fall back to."""
+    final: bool = False
+    attempts: int = 0
+    announced: list[tuple[str, int]] = field(default_factory=list)
+    fenced: list[str] = field(default_factory=list)
+
+
+def play(trouble: Trouble) -> World:
+    class TwoEngines(Engines):
+        def routed(self) -> Sequence[str]:
+            return [engine for engine in ("good", "bad") if engine not in trouble.fenced]
+
+        async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+            outcomes = await super().write(version, engines)
+            if version != VERSION or "bad" not in engines:
+                return outcomes
+            trouble.attempts += 1
+            error = "torn" if trouble.attempts <= trouble.failures else None
+            return [WriteOutcome(engine="bad", seconds=0.1, bytes=1, error=error, final=trouble.final)]
+
+        async def fall_back(self, engine: str) -> str | None:
+            return trouble.ways.pop(0) if trouble.ways else None
+
+        async def commit(self, engine: str, version: int) -> None:
+            trouble.announced.append((engine, version))
+            await super().commit(engine, version)
+
+        async def fence(self, engine: str, reason: str) -> None:
+            trouble.fenced.append(engine)
+
+    settings = Rollout(rollout_batch_size=4, num_rollout=4, n_samples_per_prompt=2, max_weight_staleness=3)
+    world = World(config=RunConfig(rollout=settings), schedule=Schedule.FULLY_ASYNC, engine_kind=TwoEngines).run()
+    assert world.audit.violations == []
+    return world
+
+
+def steps(world: World) -> list[tuple[str, str | None]]:
+    failed = world.trace.of(WriteFailed)
+    assert {(event.version, event.engine, event.error) for event in failed} <= {(VERSION, "bad", "torn")}
+    return [(event.then, event.way) for event in failed]
+
+
+def test_a_torn_write_is_written_again() -> None:
+    trouble = Trouble(failures=1)
+    world = play(trouble)
+    assert steps(world) == [("retry", None)]
+    assert ("bad", VERSION) in trouble.announced
+    assert trouble.fenced == []
+
+
+def test_what_fails_again_goes_another_way() -> None:
+    trouble = Trouble(failures=3)
+    world = play(trouble)
+    assert steps(world) == [("retry", None), ("fall_back", "broadcast"), ("fall_back", "disk")]
+    assert ("bad", VERSION) in trouble.announced
+    assert trouble.fenced == []
+
+
+def test_an_engine_that_no_way_reaches_is_fenced_and_never_told_the_version() -> None:
+    trouble = Trouble(failures=99)
+    world = play(trouble)
+    assert steps(world) == [("retry", None), ("fall_back", "broadcast"), ("fall_back", "disk"), ("fence", None)]
+    assert ("bad", VERSION) not in trouble.announced
+    assert ("good", VERSION) in trouble.announced
+    assert [event.fenced for event in world.trace.of(PublishEnded)][VERSION] == ["bad"]
+
+
+def test_a_write_that_did_not_end_in_time_is_not_tried_again() -> None:
+    trouble = Trouble(failures=99, final=True)
+    assert steps(play(trouble)) == [("fence", None)]
+    assert trouble.attempts == 1
+
+
+def test_every_step_is_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    for event in play(Trouble(failures=99)).trace.of(WriteFailed):
+        metrics.observe(event)
+    counted = {
+        then: registry.get_sample_value("miles_async_weight_write_failures_total", {"then": then})
+        for then in ("retry", "fall_back", "fence")
+    }
+    assert counted == {"retry": 1, "fall_back": 2, "fence": 1}

@@ -1,0 +1,185 @@
+"""Publishes under load while writes are lost, torn, refused, slow, or meet an engine that dies; then every token again.
+
+Only the transport is tampered with: staging, checks, publisher, fleet and engines are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.system_clock import SystemClock
+from miles_async.adapters.weights.channel import Channel
+from miles_async.adapters.weights.engine import Engine
+from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.staging import Staging
+from miles_async.adapters.weights.way import Way
+from miles_async.errors import EngineLost
+from miles_async.observability.events import Event, WriteFailed
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.publish import Publisher
+from miles_async.types import Sample, SampleStatus
+from tests.stack.engine_stack import Stack, group_of
+from tests.stack.local_sources import LocalSources
+
+WAYS = ("memory", "p2p", "broadcast", "disk")
+PROMPTS = [[(7 * i + k) % 250 for i in range(60)] for k in range(4)]
+DELAY_SECONDS = 0.15
+
+
+class FaultyWay:
+    """A way that does the next of `faults` at each write: `lost`, `torn`, `refused`, `slow`, `killed` or none."""
+
+    def __init__(self, way: Way, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
+        self._way = way
+        self._faults = faults
+        self._kill = kill
+        self.connect, self.forget, self.stage, self.close = way.connect, way.forget, way.stage, way.close
+
+    def write(self, staging: Staging, engine: Engine) -> int:
+        match next(self._faults, None):
+            case "lost":
+                return staging.buffer.numel()
+            case "torn":
+                half = copy(staging)
+                half.placements = staging.placements[: len(staging.placements) // 2]
+                return self._way.write(half, engine)
+            case "refused":
+                raise EngineLost("refused, as injected")
+            case "slow":
+                time.sleep(DELAY_SECONDS)
+            case "killed":
+                self._kill(engine.name)
+        return self._way.write(staging, engine)
+
+
+@dataclass
+class Told:
+    """What came of it."""
+
+    steps: list[WriteFailed] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    lost_requests: int = 0
+    weights: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """The parameters of every version."""
+    paused: list[float] = field(default_factory=list)
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, WriteFailed):
+            self.steps.append(event)
+
+    def errors(self, stack: Stack) -> list[float]:
+        """Of each span of each sample: the largest distance of its log-probabilities from those of its version."""
+        now = [parameter.detach().clone() for parameter in stack.model.parameters()]
+        distances = []
+        by_version = [
+            (span.version, sample, span.start, span.end)
+            for sample in self.samples
+            for span in sample.spans
+            if span.end > span.start
+        ]
+        for version in sorted({entry[0] for entry in by_version}):
+            load(stack, self.weights[version])
+            distances += [stack.error(sample, start, end) for v, sample, start, end in by_version if v == version]
+        load(stack, now)
+        return distances
+
+
+def load(stack: Stack, parameters: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for mine, given in zip(stack.model.parameters(), parameters, strict=True):
+            mine.copy_(given)
+
+
+def faulty(sources: LocalSources, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
+    """Tamper with every way of sources that were not used yet."""
+
+    def tamper(source: Source, way: str) -> None:
+        make = source._make[way]
+        source._make[way] = lambda: FaultyWay(make(), faults, kill)
+
+    for source in sources.all:
+        for way in WAYS:
+            tamper(source, way)
+
+
+async def publish_under_load(
+    stack: Stack,
+    fleet: SGLangFleet,
+    generator: SGLangGenerator,
+    folder: Path,
+    *,
+    engines: Sequence[EngineInfo],
+    faults: Iterator[str | None],
+    publishes: int,
+    streams: int,
+    new_tokens: int,
+    kill: Callable[[str], None] = lambda engine: None,
+    repair: Callable[[str], EngineInfo] | None = None,
+) -> Told:
+    """`kill` ends an engine, `repair` starts it anew where it is dead and tells where it is now."""
+    told = Told()
+    books = Books(SystemClock(), told)
+    known = {engine.name: engine for engine in engines}
+    sources = LocalSources(stack.named_tensors, folder, timeout=10.0)
+    faulty(sources, faults, kill)
+    channel = Channel(WAYS, sources, known.__getitem__)
+    await channel.meet(list(known))
+    publisher = Publisher(
+        books=books,
+        channel=channel,
+        fleet=fleet,
+        pause_mode="retract",
+        queue_depth=lambda: 0,
+        on_live=lambda: None,
+    )
+    over = asyncio.Event()
+
+    async def stream(number: int) -> None:
+        while not over.is_set():
+            group = group_of(PROMPTS[number % len(PROMPTS)], samples=2)
+            try:
+                await generator.generate(group, SamplingParams(max_new_tokens=new_tokens))
+            except EngineLost:
+                told.lost_requests += 1
+            told.samples += [sample for sample in group if sample.status is not SampleStatus.PENDING]
+
+    first = next(stack.versions)
+    tasks: list[asyncio.Task[None]] = []
+    for version in range(first, first + publishes):
+        next(stack.versions)
+        stack.change_weights()
+        told.weights[version] = [parameter.detach().clone() for parameter in stack.model.parameters()]
+        await publisher.stage(version, [])
+        await publisher.publish()
+        for lost in known.keys() - set(fleet.routed()):
+            assert repair is not None, f"{lost} was fenced: {told.steps[-1].error}"
+            known[lost] = await asyncio.to_thread(repair, lost)
+            await rejoin(fleet, channel, version, known[lost])
+        tasks = tasks or [asyncio.create_task(stream(number)) for number in range(streams)]
+        await asyncio.sleep(0.1)
+    over.set()
+    await asyncio.gather(*tasks)
+    sources.close()
+    return told
+
+
+async def rejoin(fleet: SGLangFleet, channel: Channel, version: int, engine: EngineInfo) -> None:
+    """Give an engine that was fenced the version that is live, then requests."""
+    fleet.introduce(engine)
+    await channel.meet([*fleet.routed(), engine.name])
+    for _ in range(20):
+        [outcome] = await channel.write(version, [engine.name])
+        if outcome.error is None:
+            break
+    await fleet.commit(engine.name, version)
+    await fleet.admit(engine.name)

@@ -1,0 +1,71 @@
+"""Who gets which device."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from miles_async.config.derived import demand_of
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import Assignment
+from miles_async.config.load import build
+from miles_async.core.placement import Bundle, Demand, by_node, plan
+from miles_async.errors import UserError
+
+
+def cluster(*nodes: tuple[str, int], seed: int = 0) -> list[Bundle]:
+    """Bundles of `(address, devices)`, as Ray returns them: in no order."""
+    places = [(address, device) for address, devices in nodes for device in range(devices)]
+    random.Random(seed).shuffle(places)
+    return [Bundle(index, node, device) for index, (node, device) in enumerate(places)]
+
+
+def devices(bundles: tuple[Bundle, ...]) -> list[tuple[str, int]]:
+    return [(bundle.node, bundle.device) for bundle in bundles]
+
+
+def demand(**settings: object) -> Demand:
+    return demand_of(build([Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()]))
+
+
+def test_neighbouring_ranks_get_neighbouring_devices_whatever_order_ray_returns_them_in() -> None:
+    wanted = Demand(learner=4, engines=2, per_engine=2)
+    for seed in range(5):
+        found = plan(cluster(("10.0.0.10", 4), ("10.0.0.9", 4), seed=seed), wanted)
+        assert devices(found.learner) == [("10.0.0.9", device) for device in range(4)]
+        assert [devices(engine) for engine in found.engines] == [
+            [("10.0.0.10", 0), ("10.0.0.10", 1)],
+            [("10.0.0.10", 2), ("10.0.0.10", 3)],
+        ]
+
+
+def test_colocated_engines_share_the_learners_devices() -> None:
+    found = plan(cluster(("a", 4)), Demand(learner=4, engines=2, per_engine=2, colocated=True))
+    assert [bundle for engine in found.engines for bundle in engine] == list(found.learner)
+
+
+def test_an_engine_larger_than_a_node_spans_nodes_evenly_and_answers_on_the_first() -> None:
+    [engine] = plan(cluster(("10.0.0.2", 8), ("10.0.0.1", 8)), Demand(learner=0, engines=1, per_engine=16)).engines
+    first, second = by_node(engine)
+    assert ({bundle.node for bundle in first}, len(first)) == ({"10.0.0.1"}, 8)
+    assert ({bundle.node for bundle in second}, len(second)) == ({"10.0.0.2"}, 8)
+
+
+def test_an_engine_that_would_be_torn_unevenly_is_refused_in_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"engine 0 would get 1 of a and 3 of b: SGLang wants as many devices"):
+        plan(cluster(("a", 4), ("b", 4)), Demand(learner=3, engines=1, per_engine=4))
+
+
+def test_debug_modes_and_colocation_shrink_what_is_asked_for() -> None:
+    sizes = {
+        "actor_num_nodes": 2,
+        "actor_num_gpus_per_node": 4,
+        "rollout_num_gpus": 8,
+        "rollout_num_gpus_per_engine": 2,
+    }
+    assert demand(**sizes) == Demand(learner=8, engines=4, per_engine=2)
+    assert demand(**sizes).bundles == 16
+    assert demand(**sizes, colocate=True).bundles == 8
+    assert demand(**sizes, debug_rollout_only=True).bundles == 8
+    assert demand(**sizes, debug_train_only=True, load_debug_rollout_data="x").engines == 0

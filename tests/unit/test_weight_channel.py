@@ -1,0 +1,101 @@
+"""Which way weights take: what was asked for, what is fastest, and what comes after a way that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights.channel import Channel, find_ways
+from miles_async.errors import Fatal, UserError
+from miles_async.types import WriteOutcome
+
+ENGINES = [EngineInfo("a", "http://a", 1, 1), EngineInfo("b", "http://b", 2, 1)]
+ADDRESS = {engine.name: engine for engine in ENGINES}
+
+
+class TwoSources:
+    """Writes take the given seconds of real time by each way; a way without any does not work."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds = seconds
+        self.staged: list[tuple[int, Sequence[str]]] = []
+        self.written: list[tuple[str, str]] = []
+
+    async def meet(self, engines: Sequence[EngineInfo]) -> None: ...
+
+    async def reach(self, way: str, engine: str) -> None: ...
+
+    async def stage(self, version: int, ways: Sequence[str]) -> None:
+        self.staged.append((version, ways))
+
+    async def write(self, version: int, engine: str, way: str) -> list[WriteOutcome]:
+        self.written.append((engine, way))
+        await asyncio.sleep(self.seconds.get(way, 0))
+        error = None if way in self.seconds else f"no {way} here"
+        whole = WriteOutcome(engine=engine, seconds=0.1, bytes=30)
+        return [whole, WriteOutcome(engine=engine, seconds=0.2, bytes=20, error=error)]
+
+
+def ways(sources: TwoSources, wanted: str) -> tuple[str, ...]:
+    return asyncio.run(find_ways(sources, wanted, ENGINES))
+
+
+def test_auto_takes_what_was_fastest_and_keeps_the_others_by_speed() -> None:
+    assert ways(TwoSources(memory=0.06, p2p=0.0, broadcast=0.03), "auto") == ("p2p", "broadcast", "memory", "disk")
+
+
+def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
+    assert ways(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
+    assert ways(TwoSources(disk=0.0), "auto") == ("disk",)
+    with pytest.raises(Fatal, match="no way to move weights to the engines works; by disk: no disk here"):
+        ways(TwoSources(), "auto")
+
+
+def test_a_way_asked_for_by_name_comes_first_or_is_refused() -> None:
+    assert ways(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
+    with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here"):
+        ways(TwoSources(memory=0.0), "p2p")
+
+
+def test_an_engine_falls_back_alone_and_starts_over_when_it_was_started_anew() -> None:
+    async def story() -> None:
+        sources = TwoSources(p2p=0.0, broadcast=0.0)
+        address = dict(ADDRESS)
+        channel = Channel(("p2p", "broadcast"), sources, address.__getitem__)
+        await channel.meet(["a", "b"])
+        await channel.stage(1)
+        assert await channel.fall_back("b") == "broadcast"
+        await channel.write(1, ["a", "b"])
+        assert sources.written == [("a", "p2p"), ("b", "broadcast")]
+        assert await channel.fall_back("b") is None
+        await channel.stage(2)
+        assert sources.staged == [(1, ["p2p"]), (2, ["broadcast", "p2p"])]
+        address["b"] = EngineInfo("b", "http://b2", 3, 1)
+        await channel.meet(["a", "b"])
+        await channel.write(2, ["b"])
+        assert sources.written[-1] == ("b", "p2p")
+
+    asyncio.run(story())
+
+
+def test_what_one_source_could_not_send_has_not_arrived() -> None:
+    async def story() -> None:
+        channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
+        [outcome] = await channel.write(1, ["a"])
+        assert outcome == WriteOutcome(engine="a", seconds=0.2, bytes=50, error="no p2p here")
+
+    asyncio.run(story())
+
+
+def test_versions_only_rise() -> None:
+    async def story() -> None:
+        channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
+        await channel.stage(3)
+        await channel.stage(3)
+        with pytest.raises(Fatal, match="weight version 2 was to be staged after version 3; versions only rise"):
+            await channel.stage(2)
+
+    asyncio.run(story())
