@@ -115,7 +115,7 @@ def test_the_page_names_no_outside_resource_and_lets_only_its_own_script_run() -
     assert "{{" not in html
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[MetricsServer]:
     registry = CollectorRegistry()
     Gauge("miles_async_tested", "Something.", registry=registry).set(3)
