@@ -142,7 +142,7 @@ def measure(hours: float) -> dict[str, float]:
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
         last_hour = list(of_last_hour(folder, hours))
-        view, trace = View(staleness_limit=2), PerfettoTrace(folder.trace, 64 * 2**20)
+        view, trace = View(), PerfettoTrace(folder.trace, 64 * 2**20)
         figures |= follow("view", view, last_hour) | follow("trace", trace, last_hour)
         trace.close()
         figures["trace_mb_per_hour"] = folder.trace.stat().st_size / 1e6

@@ -22,6 +22,7 @@ from miles_async.observability.events import (
     PublishStarted,
     Pulse,
     Queue,
+    RouterChanged,
     RunEnded,
     RunStarted,
     SampleShown,
@@ -31,6 +32,7 @@ from miles_async.observability.events import (
     StepStarted,
     TrainerTurned,
     Warned,
+    WriteFailed,
 )
 
 SAMPLES_KEPT = 12
@@ -75,6 +77,7 @@ class Board:
         self._publish_started: PublishStarted | None = None
         self._publish: PublishEnded | None = None
         self._engines: dict[str, EngineChanged] = {}
+        self._router: RouterChanged | None = None
         self._silent: dict[str, float] = {}
         """When each process that does not answer was last heard."""
         self._scores: dict[str, list[Evaluated]] = {}
@@ -111,6 +114,8 @@ class Board:
                 self._published(event)
             case EngineChanged():
                 self._engines[event.engine] = event
+            case RouterChanged():
+                self._router = event
             case Silent():
                 self._heard(event)
             case Evaluated():
@@ -122,6 +127,9 @@ class Board:
                 self._samples.append(event)
             case Warned():
                 self._notices.append(event)
+            case WriteFailed():
+                text = f"version {event.version} did not arrive at {event.engine} ({event.error}): {event.then}"
+                self._notices.append(Warned(time=event.time, text=text))
             case Stalled():
                 self._notices.append(Warned(time=event.time, text=f"no group was collected for {event.seconds:.0f} s"))
             case RunEnded():
@@ -180,6 +188,7 @@ class Board:
             "fed": self._fed,
             "requests": self._busy.in_flight if self._busy is not None else 0,
             "queue": {"depth": self._queue.depth, "blocked": self._queue.blocked} if self._queue is not None else None,
+            "staleness_limit": self._run.staleness_limit if self._run is not None else None,
             "pulse": self._pulse,
             "pulse_age": max(0.0, now - self._pulse.time) if self._pulse is not None else None,
             "outcomes": dict(self._outcomes.most_common()),
@@ -187,6 +196,7 @@ class Board:
             "step": self._step,
             "publish": self._publish,
             "publishing": self._publish_started and self._publish_started.version,
+            "router": self._router,
             "engines": [self._engines[name] for name in sorted(self._engines)],
             "silent": {name: now - heard for name, heard in self._silent.items()},
             "scores": self._scores,

@@ -52,7 +52,7 @@ class Onlookers:
         """Raises UserError when the metrics port cannot be had."""
         registry = CollectorRegistry()
         self._metrics = Metrics(registry)
-        self._view = View(staleness_limit=config.rollout.max_weight_staleness)
+        self._view = View()
         self._server = MetricsServer(registry, LivePage(self._view), config.observability.metrics_port)
         self._trace = TraceWriter(folder.events)
         self._perfetto = (

@@ -50,7 +50,7 @@ class Told:
 
     @staticmethod
     def of(name: str, config: dict[str, Any], events: Iterator[Event]) -> Told:
-        view = View(staleness_limit=config.get("rollout.max_weight_staleness"), recent=False)
+        view = View(recent=False)
         summary = Summary()
         until = 0.0
         for event in events:

@@ -15,12 +15,11 @@ Span = Literal["recent", "whole"]
 class View:
     """Written by the thread that hears the events, read by those that answer browsers."""
 
-    def __init__(self, *, staleness_limit: int | None, recent: bool = True) -> None:
+    def __init__(self, *, recent: bool = True) -> None:
         """`recent`: whether the last minutes are kept apart too."""
         self._lock = Lock()
         self._board = Board()
         self._charts = Charts(recent=recent)
-        self._staleness_limit = staleness_limit
 
     def observe(self, event: Event) -> None:
         with self._lock:
@@ -31,7 +30,7 @@ class View:
         """Plain values for JSON: how things stand `now`, and the series of a span."""
         with self._lock:
             return {
-                "now": {**self._board.figures(now), "staleness_limit": self._staleness_limit},
+                "now": self._board.figures(now),
                 "span": span,
                 "figures": self._charts.figures(span, self._board.until(now)),
             }

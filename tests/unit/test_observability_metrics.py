@@ -217,7 +217,7 @@ def test_blocked_admission_is_counted_by_cause() -> None:
 
 def test_metrics_are_served_on_loopback_until_closed() -> None:
     watched = Watched(RUN, Queue(time=101.0, depth=7, blocked=0))
-    server = MetricsServer(watched.registry, LivePage(View(staleness_limit=None)), port=0)
+    server = MetricsServer(watched.registry, LivePage(View()), port=0)
     try:
         with urlopen(server.url, timeout=5) as response:
             assert "miles_async_queue_depth_groups 7.0" in response.read().decode()
@@ -231,7 +231,7 @@ def test_a_port_in_use_is_one_sentence_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"metrics_port {port} .*set --metrics-port"):
-            MetricsServer(CollectorRegistry(), LivePage(View(staleness_limit=None)), port)
+            MetricsServer(CollectorRegistry(), LivePage(View()), port)
 
 
 def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -> None:
@@ -368,7 +368,7 @@ def test_the_verdict_is_one_and_the_trainers_time_never_falls() -> None:
 
 def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.CaptureFixture[str]) -> None:
     see = Watched(RUN)
-    server = MetricsServer(see.registry, LivePage(View(staleness_limit=None)), port=0)
+    server = MetricsServer(see.registry, LivePage(View()), port=0)
     stopping = threading.Event()
     outcomes: list[str] = []
 

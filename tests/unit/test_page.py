@@ -47,7 +47,7 @@ def told(offered: Group) -> SampleShown:
 
 
 def view_with(response: str) -> View:
-    view = View(staleness_limit=2)
+    view = View()
     view.observe(
         RunStarted(
             time=100.0,
@@ -108,14 +108,14 @@ def test_html_in_a_sample_stays_inside_the_data_of_the_page() -> None:
 
 
 def test_the_page_names_no_outside_resource_and_lets_only_its_own_script_run() -> None:
-    html = LivePage(View(staleness_limit=None)).html(101.0).decode()
+    html = LivePage(View()).html(101.0).decode()
     assert re.findall(r'(?:src|href)="(?!data:)', html) == []
     assert [url for url in re.findall(r"https?://[\w.]+", html) if "w3.org" not in url] == []
     assert re.search(r"default-src 'none'; script-src 'sha256-[\w+/]+=';", html)
     assert "{{" not in html
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[MetricsServer]:
     registry = CollectorRegistry()
     Gauge("miles_async_tested", "Something.", registry=registry).set(3)
@@ -146,7 +146,7 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
     gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
     for place in range(500):
         gauge.labels(str(place)).set(place)
-    server = MetricsServer(registry, LivePage(View(staleness_limit=None)), 0)
+    server = MetricsServer(registry, LivePage(View()), 0)
     answers: list[bytes | None] = []
 
     def scrape() -> None:
@@ -172,7 +172,7 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
 
 def test_a_client_that_says_nothing_does_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.observability.server._Handler.timeout", 0.05)
-    server = MetricsServer(CollectorRegistry(), LivePage(View(staleness_limit=None)), 0)
+    server = MetricsServer(CollectorRegistry(), LivePage(View()), 0)
     with socket.create_connection(("127.0.0.1", server.port)):
         begun = time.monotonic()
         server.close()

@@ -38,6 +38,7 @@ def run(folder: Path, *, reward: float = 0.5, limit: int = 2, steps: int = 3) ->
             queue_capacity=1000,
             window=3,
             slots=8,
+            staleness_limit=limit,
         ),
         ClusterReady(time=110.0, weight_transfer="p2p", warm_start_seconds=1.0, warm_start_cached=True),
         BottleneckFound(time=110.0, verdict="rollout-bound", why="the trainer waited", knob="more engines", shares={}),

@@ -15,12 +15,14 @@ from miles_async.observability.events import (
     PublishEnded,
     Pulse,
     Queue,
+    RouterChanged,
     RunEnded,
     RunStarted,
     Silent,
     StepEnded,
     StepStarted,
     TrainerTurned,
+    WriteFailed,
 )
 from miles_async.observability.timeline import Timeline
 
@@ -198,6 +200,17 @@ def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() 
     assert figures["silent"] == {"engine-1": 3.0}
     board.observe(Silent(time=105.0, process="engine-1", seconds=0.0))
     assert board.figures(106.0)["silent"] == {}
+
+
+def test_the_router_and_writes_that_failed_are_told() -> None:
+    board = Board()
+    board.observe(RUN)
+    board.observe(RouterChanged(time=101.0, up=True, engines=2, healthy=1))
+    failed = WriteFailed(time=102.0, version=4, engine="engine-1", error="timed out", then="fence", way=None)
+    board.observe(failed)
+    figures = board.figures(103.0)
+    assert (figures["router"].engines, figures["router"].healthy) == (2, 1)
+    assert figures["notices"] == [{"at": 2.0, "text": "version 4 did not arrive at engine-1 (timed out): fence"}]
 
 
 def test_ages_stand_still_once_the_run_has_ended() -> None:

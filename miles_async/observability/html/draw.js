@@ -46,7 +46,7 @@ function drawPipeline(now) {
   $("pipeline").replaceChildren(...stages(now).map((stage) => {
     const item = el("li", { className: `stage${stage.id === culprit ? " bottleneck" : ""}` },
       el("div", { className: "name", textContent: stage.name }),
-      el("div", { className: "big" }, stage.big, el("small", { textContent: stage.unit })));
+      el("div", { className: "big" }, stage.big, " ", el("small", { textContent: stage.unit })));
     if (stage.fill !== undefined) {
       const fill = el("div");
       fill.style.width = `${Math.min(100, 100 * stage.fill)}%`;
@@ -89,8 +89,9 @@ function table(head, rows, empty) {
 }
 
 function drawTables(now) {
+  const router = now.router ? [["router", now.router.up ? "up" : "does not answer", "–", `${now.router.healthy} of ${plural(now.router.engines, "engine")} healthy`]] : [];
   $("engines").replaceChildren(table(["engine", "state", "version", ""],
-    now.engines.map((e) => [e.engine, now.silent[e.engine] ? `silent for ${duration(now.silent[e.engine])}` : e.state, e.version === null ? "–" : `v${e.version}`, e.reason ?? ""]), "No engine has been named yet."));
+    router.concat(now.engines.map((e) => [e.engine, now.silent[e.engine] ? `silent for ${duration(now.silent[e.engine])}` : e.state, e.version === null ? "–" : `v${e.version}`, e.reason ?? ""])), "No engine has been named yet."));
   const ages = Object.entries(now.staleness), most = Math.max(1, ...ages.map(([, n]) => n)), sum = ages.reduce((a, [, n]) => a + n, 0);
   $("ages").replaceChildren(table(["versions old", "groups", ""], ages.map(([age, n]) => {
     const bar = el("div");

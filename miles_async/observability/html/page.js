@@ -1,7 +1,7 @@
 /* The live page: asks for the state once a second, draws it, and says so when nobody answers. */
 
 const PERIOD = 1000;
-let span = "recent", held = false, shown = null, heard = Date.now();
+let span = "recent", held = false, shown = null, next = null;
 
 const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
 
@@ -31,20 +31,21 @@ async function ask() {
       const answer = await fetch(`state.json?span=${span}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
       if (!answer.ok) throw new Error(answer.statusText);
       draw(await answer.json());
-      heard = Date.now();
       $("lost").hidden = true;
     } catch {
       setText($("lost"), "The run does not answer any more: it has ended, or its driver hangs. What you see is its last state.");
       $("lost").hidden = false;
     }
   }
-  setTimeout(ask, PERIOD);
+  clearTimeout(next);
+  next = setTimeout(ask, PERIOD);
 }
 
 for (const button of document.querySelectorAll("[data-span]")) {
   button.addEventListener("click", () => {
     span = button.dataset.span;
     for (const other of document.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", other === button);
+    ask();
   });
 }
 $("hold").addEventListener("click", () => {
@@ -53,4 +54,4 @@ $("hold").addEventListener("click", () => {
 });
 
 draw(JSON.parse($("state").textContent));
-setTimeout(ask, PERIOD);
+next = setTimeout(ask, PERIOD);
