@@ -39,8 +39,14 @@ def buckets(histogram: str, *matches: str) -> str:
     return f"sum by (le) (increase({of(histogram + '_bucket', *matches)}{RATE}))"
 
 
-def engine(metric: str) -> str:
+def theirs(metric: str) -> str:
+    """A metric of another system, of the runs chosen."""
     return f"{metric}{{{CHOSEN}}}"
+
+
+def engine(metric: str) -> str:
+    """One of SGLang's: prometheus-client makes the colon an underscore for a Prometheus that asks for OpenMetrics."""
+    return f'{{__name__=~"sglang[:_]{metric}", {CHOSEN}}}'
 
 
 VERDICT = Panel(
@@ -329,21 +335,21 @@ ENGINES = Dashboard(
                     "",
                     "short",
                     {
-                        "{{process}} running": engine("sglang:num_running_reqs"),
-                        "{{process}} waiting": engine("sglang:num_queue_reqs"),
+                        "{{process}} running": engine("num_running_reqs"),
+                        "{{process}} waiting": engine("num_queue_reqs"),
                     },
                 ),
                 Panel(
                     "KV cache in use",
                     "Near 1, requests are retracted: lower --sglang-server-concurrency.",
                     "percentunit",
-                    {"{{process}}": engine("sglang:token_usage")},
+                    {"{{process}}": engine("token_usage")},
                 ),
                 Panel(
                     "Generation",
                     "Tokens per second.",
                     "short",
-                    {"{{process}}": f"sum by (run, process) (rate(sglang:generation_tokens_total{{{CHOSEN}}}{RATE}))"},
+                    {"{{process}}": f"sum by (run, process) (rate({engine('generation_tokens_total')}{RATE}))"},
                 ),
             ),
         ),
@@ -354,13 +360,13 @@ ENGINES = Dashboard(
                     "Requests",
                     "Per second.",
                     "short",
-                    {"{{route}}": f"sum by (route) (rate(smg_router_requests_total{{{CHOSEN}}}{RATE}))"},
+                    {"{{route}}": f"sum by (route) (rate({theirs('smg_router_requests_total')}{RATE}))"},
                 ),
                 Panel(
                     "Is it there",
                     "1 while Prometheus reaches the process.",
                     "short",
-                    {"{{process}}": engine("up")},
+                    {"{{process}}": theirs("up")},
                 ),
             ),
         ),
