@@ -8,7 +8,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run test test-unit test-stack sim bench inspect lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench dashboards monitoring inspect report lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,13 +28,17 @@ setup-gpu: ## On a machine with CUDA: install SGLang with its own dependencies a
 run: $(READY) ## The main job: a tiny model learns arithmetic under fully asynchronous RL
 	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
-test: $(READY) ## All tests: unit, simulation, then the real engines (at most 10 minutes)
+# Only tests need it, so `make run` does not wait for it.
+browser:
+	@bash requirements/browser.sh
+
+test: $(READY) browser ## All tests: unit, simulation, then the real engines (at most 10 minutes)
 	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Unit tests, seconds
 	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
 
-test-stack: $(READY) ## Tests on the real engines
+test-stack: $(READY) browser ## Tests on the real engines
 	@$(PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
 sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
@@ -50,6 +54,15 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.skip_replay
 	@$(PYTHON) -m benchmarks.jsonl_start
 	@$(PYTHON) -m benchmarks.rollout_worker
+	@$(PYTHON) -m benchmarks.page
+	@$(PYTHON) -m benchmarks.instrumentation
+	@$(PYTHON) -m benchmarks.frozen
+
+dashboards: $(READY) ## Write Grafana's dashboards as JSON from dashboards/content.py
+	@$(PYTHON) -m dashboards.build
+
+monitoring: $(READY) ## A real Prometheus with our rules on the runs in runs/, or on a recorded one (RUN=runs/latest)
+	@$(PYTHON) -m dashboards.prometheus $(if $(RUN),--recorded $(RUN)) $(ARGS)
 
 skip-ls: $(READY) ## List recordings that --skip-… made (DIR=dump_dir)
 	@$(PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)
@@ -59,6 +72,9 @@ skip-rm: $(READY) ## Remove recordings (DIR=dump_dir, ARGS="--steps 5-9"); all o
 
 inspect: $(READY) ## Look at a saved batch (ARGS="debug/0.safetensors", or with --sample 7)
 	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
+
+report: $(READY) ## One HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
+	@$(PYTHON) -m miles_async.observability.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

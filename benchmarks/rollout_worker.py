@@ -35,7 +35,7 @@ from miles_async.adapters.system_clock import SystemClock
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
 from miles_async.config.schema import Rollout, RunConfig
 from miles_async.errors import EngineLost
-from miles_async.observability.events import Event, GroupGenerated
+from miles_async.observability.events import Event, EventSink, GroupGenerated
 from miles_async.pipeline.service import Ports, Service
 from miles_async.pipeline.source import RolloutSource
 from miles_async.rewards.builtin import exact
@@ -99,6 +99,12 @@ class Instant:
     def routed(self) -> Sequence[str]:
         return ("fake",)
 
+    def members(self) -> Sequence[str]:
+        """None that could fall ill."""
+        return ()
+
+    async def check_router(self) -> None: ...
+
     async def loads(self) -> Sequence[EngineLoad]:
         return []
 
@@ -117,13 +123,16 @@ class Instant:
 
 @dataclass
 class Finished:
-    """An event sink that notes when groups were generated and rewarded."""
+    """An event sink that notes when groups were generated and rewarded, and tells `further` of all that happens."""
 
+    further: EventSink | None = None
     times: list[float] = field(default_factory=list)
 
     def emit(self, event: Event) -> None:
         if isinstance(event, GroupGenerated):
             self.times.append(event.time)
+        if self.further is not None:
+            self.further.emit(event)
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,9 @@ class Load:
     """Samples at the engine, on average."""
 
 
-async def measure(url: str, in_flight: int, latency: float, spread: float, seconds: float) -> Load:
+async def measure(
+    url: str, in_flight: int, latency: float, spread: float, seconds: float, sink: EventSink | None = None
+) -> Load:
     """`in_flight` samples at the engine throughout, after a warm-up of one second and two latencies."""
     rollout = Rollout(
         rollout_function_path=FULLY_ASYNC_FUNCTION,
@@ -153,7 +164,7 @@ async def measure(url: str, in_flight: int, latency: float, spread: float, secon
     await client.close()
     sampling = SamplingParams(max_new_tokens=TOKENS)
     generator = SGLangGenerator(url, Bytes(), sampling, limit=in_flight, engine_urls=lambda: [url])
-    instant, finished = Instant(), Finished()
+    instant, finished = Instant(), Finished(sink)
     ports = Ports(
         clock=SystemClock(),
         events=finished,

@@ -45,6 +45,24 @@ install_libibverbs() {
     echo "libibverbs1 is missing, so weights travel by broadcast instead of P2P. To install it: sudo $command" >&2
 }
 
+# `make monitoring` and its tests. The package is unpacked into .venv: installing it would start a server that listens.
+install_prometheus() {
+    [ -x "$venv/bin/promtool" ] || command -v promtool >/dev/null && return
+    local folder
+    folder=$(mktemp -d)
+    if command -v apt-get >/dev/null; then
+        echo "Unpacking Debian's prometheus"
+        (
+            cd "$folder"
+            apt-get download -qq prometheus || { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get download -qq prometheus; }
+            dpkg-deb --extract prometheus_*.deb .
+        ) >/dev/null 2>&1 && cp "$folder"/usr/bin/{prometheus,promtool} "$venv/bin/"
+    fi
+    rm -rf "$folder"
+    [ -x "$venv/bin/promtool" ] && return
+    echo "prometheus is missing, so \`make monitoring\` and its tests do not work. To install it: sudo apt-get install prometheus" >&2
+}
+
 [ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || create_venv
 if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     echo "Installing for CUDA; this downloads many gigabytes"
@@ -57,3 +75,4 @@ else
     pip install --no-deps --no-build-isolation --editable .
 fi
 install_libibverbs
+install_prometheus

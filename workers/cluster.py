@@ -39,6 +39,7 @@ from miles_async.errors import Fatal, MilesError, UserError
 from miles_async.observability.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
+from workers.heartbeats import Question
 from workers.learner import LearnerRank
 from workers.placement import Placement, beside_the_driver, reserve
 from workers.preflight import Lessons, checkpoint_to_resume
@@ -72,6 +73,8 @@ class Cluster:
         self._router_actor: ActorHandle | None = None
         self._daemons: set[psutil.Process] = set()
         """Ray's own processes, where we started them; all actors and servers descend from them."""
+        self.questions: dict[str, Question] = {}
+        """How to ask each process whether it is there, by its name."""
         self._placements: list[Placement] = []
         """The run's own, and one for each engine that was added since."""
         self._worker: ActorHandle
@@ -94,8 +97,17 @@ class Cluster:
                 f"Ray cannot be had at ray_address {self._config.cluster.ray_address or 'local'}: {reason}"
             ) from error
         self._daemons = set(psutil.Process().children()) - others
+        # Ray cannot be told to write anywhere else: sockets lie in the same folder, and their paths may not be long.
+        session = ray.get_runtime_context()
+        (self.logs / "ray").symlink_to(Path(session.get_temp_dir()) / session.get_session_name() / "logs")
         log.info("ray is up", seconds=round(time.monotonic() - started, 1))
         return self
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All processes that this one started, on this machine, which run Python."""
+        started = psutil.Process().children(recursive=True)
+        return [process for process in started if Path(_executable(process)).name.startswith("python")]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -138,6 +150,11 @@ class Cluster:
         self._worker = self._actor(
             RolloutWorker, "rollout", self._config, self._entry, self._folder, **beside_the_driver()
         )
+        named = {f"learner-{rank}": ranks[rank] for rank in range(len(ranks))} | {"rollout": self._worker}
+        for name, actor in named.items():
+            actor.log_to.remote(self.logs, name)  # carried out first, and nobody has to wait for it
+        self.questions |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
+        self.questions["rollout"] = self._worker.answers.remote
         if started is None:
             started = await _call(ranks[0].warm_start, lessons.problems, lessons.check)
         log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
@@ -192,6 +209,8 @@ class Cluster:
             log.info("engine is being added", engine=name)
         while len(self._engine_actors) > engines:
             name, parts = self._engine_actors.popitem()
+            for rank in range(len(parts)):
+                del self.questions[_part(name, rank)]
             await _call(self._worker.remove_engine, name)
             for part in parts:
                 await _call(part.stop)
@@ -207,8 +226,13 @@ class Cluster:
         return ray.remote(kind).options(name=name, **options).remote(*arguments)
 
     def _server(self, kind: type[Any], name: str, spec: Any, options: Mapping[str, Any]) -> ActorHandle:
-        """Two calls at once, so that it can be stopped while it starts; Ray starts its process anew when it dies."""
-        return self._actor(kind, name, spec, max_concurrency=2, max_restarts=-1, **options)
+        """Several calls at once, so that it can be stopped, and asked whether it answers, while it starts.
+
+        Ray starts its process anew when it dies.
+        """
+        server = self._actor(kind, name, spec, max_concurrency=4, max_restarts=-1, **options)
+        self.questions[name] = server.answers.remote
+        return server
 
     async def _load(self, place: Placement, ranks: Sequence[ActorHandle], checkpoint: str) -> None:
         host = place.host(place.plan.learner[0])
@@ -253,7 +277,7 @@ class Cluster:
                 node_rank=rank,
             )
             options = place.on(there[0], ENGINE_SHARE)
-            parts.append(self._server(Engine, name if rank == 0 else f"{name}-node{rank}", spec, options))
+            parts.append(self._server(Engine, _part(name, rank), spec, options))
         return parts
 
     async def _engine(self, name: str) -> EngineInfo:
@@ -272,6 +296,18 @@ def _of_learner(place: Placement, rank: int) -> dict[str, Any]:
     """Where a rank goes. A run without a learner borrows an engine's place to make its model."""
     bundle = place.plan.learner[rank] if place.plan.learner else place.plan.engines[0][0]
     return place.on(bundle, LEARNER_SHARE)
+
+
+def _part(engine: str, node_rank: int) -> str:
+    """The name of the actor that is an engine's part on one node."""
+    return engine if node_rank == 0 else f"{engine}-node{node_rank}"
+
+
+def _executable(process: psutil.Process) -> str:
+    try:
+        return process.exe()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
 
 
 async def _call(method: Any, *arguments: Any) -> Any:

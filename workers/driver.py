@@ -18,7 +18,7 @@ import structlog
 from miles_async.config.derived import bounds_of, engines, table
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
-from miles_async.errors import Fatal, MilesError, UserError
+from miles_async.errors import MilesError, UserError
 from miles_async.observability.events import RunEnded, RunStarted
 from miles_async.observability.logging import configure_logging
 from miles_async.observability.onlookers import Onlookers
@@ -27,13 +27,12 @@ from workers.preflight import Lessons, preflight
 
 if TYPE_CHECKING:
     from workers.cluster import Cluster
+    from workers.watchdog import Watchdog
 
 T = TypeVar("T")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 TICK_SECONDS = 0.25
-SILENCE_SECONDS = 120.0
-"""A rollout worker that sends nothing for so long is stuck or dead; it speaks twice a second otherwise."""
 
 
 class Interrupted(Exception):
@@ -61,14 +60,17 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Less
     with Onlookers(config, folder) as onlookers:
         # Ray takes seconds to import: only after everything cheap has been found to be in order.
         from workers.cluster import Cluster
+        from workers.watchdog import Watchdog
 
-        log.info("run", folder=str(folder.path), metrics=onlookers.metrics_url)
+        structlog.contextvars.bind_contextvars(run=folder.path.name)
+        log.info("run", folder=str(folder.path), page=onlookers.page_url, metrics=onlookers.metrics_url)
         onlookers.emit(run_started(config, folder, entry))
         reason = "done"
         try:
             async with Cluster(config, folder, entry) as cluster:
                 onlookers.emit(await _unless(stop, cluster.start(lessons)))
-                await _follow(cluster, onlookers, stop, entry)
+                with Watchdog(cluster, onlookers, config.observability) as watchdog:
+                    await _follow(cluster, onlookers, watchdog, stop, entry)
             if stop.is_set():
                 raise Interrupted
         except (Interrupted, asyncio.CancelledError):
@@ -107,20 +109,17 @@ class _Resizing:
             log.warning(f"the number of engines stays: {error}")
 
 
-async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event, entry: str) -> None:
-    """Pass the service's events on until it ends. Raises what ended it."""
+async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, stop: asyncio.Event, entry: str) -> None:
+    """Pass the service's events on until it ends. Raises what ended it, or Fatal when it does not answer."""
     run = asyncio.ensure_future(cluster.run())
     resizing = _Resizing(cluster, entry)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizing.start)
     asked_to_stop = False
-    heard_at = time.monotonic()
     events: asyncio.Future[list[Any]] = asyncio.ensure_future(cluster.events())
     try:
         while True:
             await asyncio.wait([run, events], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            onlookers.tick()
             if events.done():
-                heard_at = time.monotonic()
                 onlookers.emit(*events.result())
                 events = asyncio.ensure_future(cluster.events())
             if run.done():
@@ -129,10 +128,7 @@ async def _follow(cluster: Cluster, onlookers: Onlookers, stop: asyncio.Event, e
             if stop.is_set() and not asked_to_stop:
                 asked_to_stop = True
                 await cluster.stop()
-            if time.monotonic() - heard_at > SILENCE_SECONDS:
-                raise Fatal(
-                    f"the rollout worker has not answered for {SILENCE_SECONDS:.0f}s; its log is in {cluster.logs}"
-                )
+            watchdog.look(time.time())
     finally:
         resizing.cancel()
         run.cancel()
@@ -183,4 +179,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
         queue_capacity=config.rollout.queue_capacity,
         window=bounds.window,
         slots=bounds.slots,
+        staleness_limit=config.rollout.max_weight_staleness,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 
 
@@ -22,6 +24,10 @@ class Engine:
     def restart(self, rendezvous: str | None = None) -> EngineInfo:
         """End what is left of the server and start it anew. Raises as `start` does."""
         return self._server.restart(rendezvous)
+
+    def answers(self) -> str | Literal[False] | None:
+        """Where the server serves its metrics, None where another node does; False where it does not answer."""
+        return self._server.answers()
 
     def info(self) -> EngineInfo:
         """Where the server is now; after `start`."""

@@ -17,7 +17,7 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.adapters.warm_starts import Problems, WarmStarted
 from miles_async.config.schema import RunConfig
-from miles_async.observability.logging import configure_logging
+from miles_async.observability.logging import configure_logging, configure_worker_logging
 from miles_async.types import StepReport, WriteOutcome
 
 # The driver names this class and must not wait for torch and Megatron, which take ten seconds to import: the actor's
@@ -62,6 +62,10 @@ class LearnerRank:
         self._source: Source | None = None
         self._copy: CheckpointCopy
 
+    async def log_to(self, logs: Path, process: str) -> None:
+        """Write log and output into files there from now on."""
+        configure_worker_logging(logs, process, logs.parent.name)
+
     async def warm_start(self, problems: Problems, check: Problems) -> WarmStarted:
         """The checkpoint to start from, taught or found in the cache. Only on one rank, and before `start`."""
 
@@ -101,6 +105,7 @@ class LearnerRank:
         await self._in_weights(lambda: self._sending.reach(way, engine))
 
     async def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
+        structlog.contextvars.bind_contextvars(rollout=rollout_id)
         return await self._in_step(lambda: self._train(rollout_id, steps))
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
@@ -109,6 +114,7 @@ class LearnerRank:
     async def stage(self, version: int, ways: Sequence[str]) -> None:
         """Copy this rank's share of the weights aside as `version`, ready to go by `ways`; all ranks at once."""
         self._learner.version = version
+        structlog.contextvars.bind_contextvars(version=version)
         await self._in_step(lambda: self._sending.stage(version, self._learner.weights()))
         for way in ways:
             await self._in_weights(partial(self._sending.prepare, way))

@@ -38,6 +38,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
 from miles_async.observability.events import DataSkipped, Event, Warned
+from miles_async.observability.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.progress import resume
@@ -113,6 +114,10 @@ class RolloutWorker:
         self._fleet: SGLangFleet
         self._frontend: SGLangGenerator
 
+    async def log_to(self, logs: Path, process: str) -> None:
+        """Write log and output into files there from now on."""
+        configure_worker_logging(logs, process, logs.parent.name)
+
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
         config = self._config
@@ -140,6 +145,7 @@ class RolloutWorker:
             limit=places,
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
+            on_request=self._outbox.emit if config.observability.trace else None,
         )
         trajectories = Trajectories(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
         endpoint = AgentEndpoint(trajectories)
@@ -261,6 +267,9 @@ class RolloutWorker:
     async def events(self) -> list[Event]:
         """What happened since the last call; waits up to half a second for something to happen."""
         return await self._outbox.take(0.5)
+
+    async def answers(self) -> None:
+        """Return, to show that the event loop turns."""
 
     async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
         """Start another engine in the background; it serves once it holds the current weights."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 
 
@@ -21,6 +23,10 @@ class Router:
     def restart(self) -> str:
         """Start the router anew at its old address, without engines. Raises Fatal with one sentence."""
         return self._server.restart()
+
+    def answers(self) -> str | Literal[False]:
+        """Where the server serves its metrics; False where it does not answer."""
+        return self._server.answers()
 
     def metrics_url(self) -> str:
         """Where its own metrics are served; after `start`."""

@@ -486,10 +486,28 @@ class Observability(Section):
     """Folder that holds a folder per run, and `latest`."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of /metrics on loopback; 0 takes a free one and prints it."""
+    sample_interval_seconds: float | None = Field(5.0, gt=0)
+    """Seconds between two generated samples that page and report show; null shows none."""
+    trace: bool = False
+    """Write trace.json into the run folder: groups, requests, steps, publishes and pauses, for ui.perfetto.dev."""
+    trace_max_bytes: int = Field(64 * 2**20, ge=2**16)
+    """Size of that file at most; when it gets full, groups and requests are left out first."""
     log_format: Literal["console", "json"] = "console"
     """Log lines for people or for machines."""
     progress_bar: bool = True
     """Show the progress bar on stderr."""
+    use_tensorboard: bool = False
+    """Write the curves of the run into its folder for TensorBoard, too."""
+    use_wandb: bool = False
+    """Send the curves of the run to Weights & Biases, too."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline keeps them in the run folder; `wandb sync` sends them later."""
+    wandb_project: str | None = None
+    """Project there. Unset: project_name."""
+    wandb_group: str | None = None
+    """Group there. Unset: experiment_name."""
+    wandb_always_use_train_step: bool = False
+    """Plot rollouts and evaluations over optimizer steps, not over rollouts."""
     no_progress_warn_seconds: float = Field(30.0, gt=0)
     """Warn each time this long passes without a collected group."""
     no_progress_abort_seconds: float = Field(600.0, gt=0)

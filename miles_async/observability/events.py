@@ -29,6 +29,8 @@ class RunStarted(Event, frozen=True):
     window: int
     slots: int | None
     """B, or None where no staleness limit is set."""
+    staleness_limit: int | None = None
+    """`--max-weight-staleness`."""
 
 
 class ClusterReady(Event, frozen=True):
@@ -73,6 +75,35 @@ class GroupReplayed(Event, frozen=True):
     sequence: int
     recorded: str
     """The feed index that it was recorded under."""
+
+
+class SampleShown(Event, frozen=True):
+    """A sample for people to read, of a group that was just generated; one every few seconds."""
+
+    sequence: int
+    feed_index: str
+    prompt: str
+    """Shortened, and without control characters, like `response`."""
+    response: str
+    label: str
+    reward: float
+    rewards: list[float]
+    """Of all samples of its group."""
+    tokens: int
+    """Of the response."""
+    versions: tuple[int, int]
+    """Oldest and newest weight version of its tokens."""
+    truncated: bool
+
+
+class RequestEnded(Event, frozen=True):
+    """Samples came back from the engines. Told with `--trace` only."""
+
+    sequence: int | None
+    """The group's; None in evaluations and single turns."""
+    started: float
+    samples: int
+    response_tokens: int
 
 
 class GroupFiltered(Event, frozen=True):
@@ -230,6 +261,60 @@ class LoopLag(Event, frozen=True):
     seconds: float
 
 
+class TrainerTurned(Event, frozen=True):
+    """The trainer turns to something else."""
+
+    to: str
+    """`batch` (waits for one), `step`, `publish` (waits for or makes one), `save` or `evaluate`."""
+
+
+class Pulse(Event, frozen=True):
+    """Where the rollout side stands, twice a second, whether anything happens or not."""
+
+    generating: int
+    """Groups at the engines."""
+    rewarding: int
+    """Groups that are generated and wait for their reward."""
+    oldest: int | None
+    """Sequence number of the group that is at the engines for longest."""
+    oldest_seconds: float
+    waits_for: str | None
+    """What admission waits for now (`core.admission.Blocked`)."""
+    waits_seconds: float
+    head: int
+    """Head of the window: its sequence number."""
+    head_state: str | None
+    """None where it is not admitted yet."""
+    head_seconds: float
+    """How long it has been the head."""
+    queue: int
+    blocked: int
+    """Finished groups that the window holds back."""
+    collected: int
+    wanted: int
+    """Groups the trainer waits for now; 0 while it does not wait."""
+    trainer_version: int
+    live_version: int
+
+
+class Silent(Event, frozen=True):
+    """A process of the run leaves the question whether it is there unanswered; 0 seconds: it answers again."""
+
+    process: str
+    """Such as `learner-0`, `engine-1`, `router` or `rollout`."""
+    seconds: float
+
+
+class BottleneckFound(Event, frozen=True):
+    """The verdict (`verdict.py`) is another one."""
+
+    verdict: str
+    why: str
+    knob: str
+    shares: dict[str, float]
+    """Of the trainer's recent time, by what it did or waited for."""
+
+
 class Warned(Event, frozen=True):
     """Something the user should know, after which the run goes on."""
 
@@ -246,6 +331,8 @@ AnyEvent = (
     | ClusterReady
     | GroupMoved
     | GroupGenerated
+    | SampleShown
+    | RequestEnded
     | GroupFiltered
     | GroupReplayed
     | SamplesRemoved
@@ -264,6 +351,10 @@ AnyEvent = (
     | EngineBusy
     | Stalled
     | LoopLag
+    | TrainerTurned
+    | Pulse
+    | Silent
+    | BottleneckFound
     | Warned
     | RunEnded
 )

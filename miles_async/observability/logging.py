@@ -7,11 +7,13 @@ Modules get their logger with `structlog.get_logger(__name__)` and say an event 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor
 from tqdm import tqdm
 
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
@@ -33,7 +35,36 @@ class _BesideTheBar(logging.Handler):
 
 def configure_logging(log_format: Literal["console", "json"], *, level: int = logging.INFO) -> None:
     """Ours from `level` up, other libraries from WARNING up; on stderr, since users grep stdout for its three lines."""
+    _configure(_BesideTheBar(), log_format, level)
+
+
+def configure_worker_logging(logs: Path, process: str, run: str, *, level: int = logging.INFO) -> None:
+    """Of a process without a terminal: our lines as JSON into `<process>.jsonl`, all other output into `<process>.log`.
+
+    The other output is that of native code, too. The driver shows what matters of both (`noise.py`). Every line of ours
+    is bound to `run`.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / f"{process}.log").open("ab", buffering=0) as noise:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(noise.fileno(), 1)
+        os.dup2(noise.fileno(), 2)
+    # Not a context variable: one set here would end with this call's task.
+    bound = _bound(run=run, process=process)
+    _configure(logging.FileHandler(logs / f"{process}.jsonl"), "json", level, bound)
+
+
+def _bound(**values: str) -> Processor:
+    def add(logger: Any, name: str, event: EventDict) -> EventDict:
+        return {**values, **event}
+
+    return add
+
+
+def _configure(handler: logging.Handler, log_format: Literal["console", "json"], level: int, *first: Processor) -> None:
     shared: list[Processor] = [
+        *first,
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -49,7 +80,6 @@ def configure_logging(log_format: Literal["console", "json"], *, level: int = lo
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-    handler = _BesideTheBar()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

@@ -47,6 +47,15 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def trace(self) -> Path:
+        """Chrome trace events, see `perfetto.py`."""
+        return self.path / "trace.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -1,17 +1,56 @@
-"""The line of a step: how fast it went, what it took, what came of it."""
+"""One line per training step that says all of it: to be read, grepped and parsed instead of pieced together."""
 
 from __future__ import annotations
 
-from miles_async.observability.events import StepEnded
+from typing import Any
 
-_SHOWN = ("tokens_per_second", "mfu", "memory_gib", "loss", "value_loss", "grad_norm", "lr")
-"""Metrics that a line tells of, where the learner reports them."""
+import structlog
+
+from miles_async.observability.events import Drained, Event, PublishEnded, StepEnded, StepStarted
+
+log = structlog.get_logger(__name__)
 
 
-def step_facts(event: StepEnded) -> dict[str, float | int | bool]:
-    facts: dict[str, float | int | bool] = {"rollout": event.rollout, "seconds": round(event.ended - event.started, 2)}
-    facts |= {name: float(f"{event.metrics[name]:.4g}") for name in _SHOWN if name in event.metrics}
-    facts["reward"] = float(f"{event.reward:.4g}")
-    if not event.finite:
-        facts["finite"] = False
-    return facts
+class Steps:
+    """Logs `step` at the end of each, and binds every line after to its rollout and weight version."""
+
+    def __init__(self) -> None:
+        self._drained: Drained | None = None
+        self._started: StepStarted | None = None
+        self._publish: PublishEnded | None = None
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case Drained():
+                self._drained = event
+            case StepStarted():
+                self._started = event
+                structlog.contextvars.bind_contextvars(rollout=event.rollout, version=event.version)
+            case PublishEnded():
+                self._publish = event
+            case StepEnded():
+                log.info("step", **self._facts(event))
+            case _:
+                pass
+
+    def _facts(self, event: StepEnded) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "rollout": event.rollout,
+            "seconds": round(event.ended - event.started, 3),
+            "tokens": event.tokens,
+            "reward": round(event.reward, 4),
+            "response_length": round(event.response_length, 2),
+        }
+        if (started := self._started) is not None:
+            facts |= {
+                "version": started.version,
+                "groups": len(started.groups),
+                "staleness_mean": round(sum(started.staleness) / len(started.staleness), 2),
+                "staleness_max": max(started.staleness),
+            }
+        if (drained := self._drained) is not None:
+            facts |= {"waited": round(drained.waited, 3), "queue": drained.depth, "recycled": drained.recycled}
+        if (publish := self._publish) is not None:
+            facts |= {"last_publish": publish.version, "last_pause": round(publish.paused_seconds, 3)}
+        facts |= {name: round(value, 5) for name, value in event.metrics.items()}
+        return facts if event.finite else {**facts, "finite": False}

@@ -26,6 +26,7 @@ from miles_async.observability.events import (
     StepEnded,
     StepStarted,
 )
+from miles_async.observability.verdict import KNOBS, Verdicts
 from miles_async.types import DropReason
 
 
@@ -40,6 +41,7 @@ class Summary:
     def __init__(self) -> None:
         self._run: RunStarted | None = None
         self._cluster: ClusterReady | None = None
+        self._verdicts = Verdicts()
         self._ended: RunEnded | None = None
         self._last_time = 0.0
         self._steps: list[StepEnded] = []
@@ -58,6 +60,7 @@ class Summary:
 
     def observe(self, event: Event) -> None:
         self._last_time = max(self._last_time, event.time)
+        self._verdicts.observe(event)
         match event:
             case RunStarted():
                 self._run = event
@@ -90,6 +93,7 @@ class Summary:
         started = self._run.time if self._run is not None else None
         ended = self._ended.time if self._ended is not None else self._last_time
         publish_ms = [1e3 * (publish.staged_seconds + publish.paused_seconds) for publish in self._publishes]
+        verdict = self._verdicts.overall
         pause_ms = [1e3 * publish.paused_seconds for publish in self._publishes]
         return {
             "run": self._run.run if self._run is not None else None,
@@ -117,6 +121,9 @@ class Summary:
             "staleness_histogram": {str(age): self._staleness[age] for age in sorted(self._staleness)},
             "recycled": self._dropped[DropReason.STALE],
             "dropped": dict(sorted(self._dropped.items())),
+            "verdict": verdict,
+            "knob": KNOBS[verdict] if verdict is not None else None,
+            "verdict_seconds": {kind: round(seconds, 3) for kind, seconds in self._verdicts.seconds.items()},
         }
 
     def _evaluated(self, event: Evaluated) -> None:
@@ -170,6 +177,7 @@ _LINES = {
     "pause": "{pause_ms_median:.0f} ms median, {pause_ms_max:.0f} ms max",
     "staleness": "max {staleness_max}, groups by age {staleness_histogram}",
     "recycled": "{recycled} groups; dropped {dropped}",
+    "verdict": "{verdict}: {knob}",
     "ended": "{reason}",
 }
 

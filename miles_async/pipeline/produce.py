@@ -12,6 +12,8 @@ from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 
+import structlog
+
 from miles_async.core.admission import Admission, Blocked
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
@@ -19,6 +21,7 @@ from miles_async.core.queue import GroupQueue
 from miles_async.core.window import WindowedFIFOCollector
 from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
 from miles_async.observability.events import AdmissionBlocked, GroupFiltered, GroupGenerated, Queue
+from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books, sequence_of
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.recycle import Recycler
@@ -55,6 +58,7 @@ class Producer:
         queue_capacity: int,
         partial_rollout: bool,
         serving: Callable[[], bool],
+        shown: Shown,
     ) -> None:
         """`serving` tells whether any engine takes requests."""
         self._books = books
@@ -66,8 +70,15 @@ class Producer:
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
         self._serving = serving
+        self._shown = shown
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
+        self.at_engines_since: dict[int, float] = {}
+        """The same groups: when they went there, oldest first."""
+        self.rewarding = 0
+        """Groups that are generated and wait for their reward."""
+        self.waits_for: tuple[Blocked, float] | None = None
+        """What admission waits for now, and since when."""
         self._overdue: set[int] = set()
         """Groups that the head policy aborted and that have not come back yet."""
         self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
@@ -92,6 +103,7 @@ class Producer:
         """Stop admitting; what is in flight is aborted and goes back to the feed. Returns when nothing is in flight."""
         while self._loops:
             self._loops.pop().cancel()
+        self.waits_for = None
         counts = self._books.ledger.counts
         self._closing = True
         try:
@@ -112,13 +124,14 @@ class Producer:
             return admission.blocked_by(books.ledger) if self._serving() else Blocked.NO_ENGINE
 
         def moved_on(cause: Blocked) -> bool:
-            """No longer blocked, or by the engines now and not before, or the other way round."""
-            return (now := blocked()) is None or (now is Blocked.NO_ENGINE) is not (cause is Blocked.NO_ENGINE)
+            return blocked() is not cause
 
         while True:
             if cause := blocked():
                 blocked_at = books.clock.now()
+                self.waits_for = cause, blocked_at
                 await books.changed.until(partial(moved_on, cause))
+                self.waits_for = None
                 books.events.emit(
                     AdmissionBlocked(time=books.clock.now(), cause=cause, seconds=books.clock.now() - blocked_at)
                 )
@@ -160,6 +173,8 @@ class Producer:
     async def _produce(self, group: Group) -> None:
         """One attempt, from admission to its end: in the window, or out of it."""
         books, sequence = self._books, sequence_of(group)
+        # The task is the group's own: whatever is logged on the way, by a user's function too, names it.
+        structlog.contextvars.bind_contextvars(group=sequence, feed_index=group.feed_index)
         books.advance([group], State.IN_FLIGHT)
         try:
             outcome = await self._attempt(group)
@@ -194,14 +209,19 @@ class Producer:
             return Outcome.ABORTED
         started = clock.now()
         self._generating[sequence] = group
+        self.at_engines_since[sequence] = started
         try:
             await self._generator.generate(group)
         finally:
-            del self._generating[sequence]
+            del self._generating[sequence], self.at_engines_since[sequence]
         if any(sample.status is SampleStatus.ABORTED for sample in group):
             return Outcome.ABORTED
         generated = clock.now()
-        await self._rewarder.score(group)
+        self.rewarding += 1
+        try:
+            await self._rewarder.score(group)
+        finally:
+            self.rewarding -= 1
         verdict = self._keep(group)
         if not verdict:
             reason = verdict.reason if isinstance(verdict, Verdict) else Verdict(False).reason
@@ -218,6 +238,7 @@ class Producer:
                 truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
             )
         )
+        self._shown.offer(clock.now(), group)
         return Outcome.KEPT if verdict else Outcome.FILTERED
 
     def _send_back(self, group: Group) -> None:

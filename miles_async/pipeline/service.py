@@ -42,7 +42,8 @@ from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
 from miles_async.errors import Fatal
-from miles_async.observability.events import EventSink, StepEnded, StepStarted
+from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
+from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.drain import Drain
@@ -136,6 +137,7 @@ class Service:
             queue_capacity=config.rollout.queue_capacity,
             partial_rollout=config.rollout.partial_rollout,
             serving=self._serving,
+            shown=Shown(ports.events, config.observability.sample_interval_seconds),
         )
         self._drain = Drain(
             books=self.books,
@@ -215,6 +217,7 @@ class Service:
         first = self._first_rollout
         batch = self._crew.spawn(f"rollout-{first}", self._next_batch(rollout, first))
         for rollout_id in range(first, last + 1):
+            self._turn_to("batch")
             groups = await self._unless_stopped(batch)
             if groups is None:
                 break
@@ -222,37 +225,47 @@ class Service:
             prefetch = not continuous and not self._take_turns
             if prefetch:
                 # Nothing is in flight between two batches: the version goes live before the next one starts.
+                self._turn_to("publish")
                 await self._publisher.publish()
+                self._turn_to("batch")
             groups = await self._only_fresh(rollout_id, groups)
             if prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
             await self._devices_to_learner()
+            self._turn_to("step")
             await self._step(rollout_id, groups)
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
             # After steps that were not finite alone there are no new weights, and so no new version.
             if due and self._trained:
+                self._turn_to("publish")
                 await self._publisher.stage(self.books.trainer_version + 1, self._trained)
                 self._trained = []
                 if continuous:
                     self._publisher.start(self._crew)
             if checkpoint_due(self._config, rollout_id):
+                self._turn_to("save")
                 await self._checkpoint(rollout_id)
             if self._take_turns:
+                self._turn_to("publish")
                 await self._devices_to_engines()
                 await self._publisher.publish()
             if self._evaluates_after(rollout_id):
                 evaluation = self._evaluate(rollout_id)
                 if self._take_turns:
+                    self._turn_to("evaluate")
                     await evaluation
                 else:
                     # On the same engines, while training goes on: its samples may span several versions.
                     self._crew.spawn(f"evaluate-{rollout_id}", evaluation)
             if not prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+        self._turn_to("publish")
         await self._publisher.idle()
         await self._publisher.publish()
         if self._checkpoint_written is not None:
+            self._turn_to("save")
             await self._checkpoint_written
+        self._turn_to("evaluate")
 
     async def _checkpoint(self, rollout_id: int) -> None:
         """Copied between two steps, written while the next ones are taken unless `async_save` is off; one at a time."""
@@ -265,6 +278,9 @@ class Service:
         if not self._config.learner.async_save:
             await self._checkpoint_written
         self.books.progressed()
+
+    def _turn_to(self, what: str) -> None:
+        self._ports.events.emit(TrainerTurned(time=self._ports.clock.now(), to=what))
 
     async def _devices_to_learner(self) -> None:
         """Colocated, the engines leave their memory to the learner for its step; nothing is generated meanwhile."""

@@ -5,8 +5,9 @@ Never waits for another loop, so that it speaks when the others are stuck.
 
 from __future__ import annotations
 
+from miles_async.core.stall import StallClock
 from miles_async.errors import Fatal
-from miles_async.observability.events import EngineBusy, LoopLag, Stalled
+from miles_async.observability.events import EngineBusy, LoopLag, Pulse, Stalled
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.drain import Drain
 from miles_async.pipeline.produce import Producer
@@ -30,12 +31,13 @@ class Watch:
         self._producer = producer
         self._drain = drain
         self._generator = generator
-        self._warn_seconds = warn_seconds
+        self._stall = StallClock(warn_seconds)
         self._abort_seconds = abort_seconds
+        self._head = 0, books.clock.now()
+        """Head of the window, and when it was first seen there."""
 
     async def run(self) -> None:
         books = self._books
-        warnings = 0
         while True:
             asleep_at = books.clock.now()
             await books.clock.sleep(TICK_SECONDS)
@@ -44,11 +46,9 @@ class Watch:
             books.events.emit(
                 EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
             )
+            books.events.emit(self._pulse(now))
             still = now - books.last_progress
-            if still < self._warn_seconds:
-                warnings = 0
-            elif still >= self._warn_seconds * (warnings + 1):
-                warnings += 1
+            if self._stall.due(still):
                 self._warn(now, still)
             if still >= self._abort_seconds:
                 raise Fatal(
@@ -56,6 +56,32 @@ class Watch:
                     f"{self._generator.in_flight} requests in flight, trainer version {books.trainer_version}, "
                     f"live version {books.live_version}"
                 )
+
+    def _pulse(self, now: float) -> Pulse:
+        books, producer = self._books, self._producer
+        head = producer.window.head
+        if head != self._head[0]:
+            self._head = head, now
+        oldest, went_there = next(iter(producer.at_engines_since.items()), (None, now))
+        cause, waits_since = producer.waits_for or (None, now)
+        return Pulse(
+            time=now,
+            generating=len(producer.at_engines_since),
+            rewarding=producer.rewarding,
+            oldest=oldest,
+            oldest_seconds=now - went_there,
+            waits_for=cause,
+            waits_seconds=now - waits_since,
+            head=head,
+            head_state=books.ledger.state(head),
+            head_seconds=now - self._head[1],
+            queue=len(producer.queue),
+            blocked=producer.window.blocked,
+            collected=self._drain.collected,
+            wanted=self._drain.wanted,
+            trainer_version=books.trainer_version,
+            live_version=books.live_version,
+        )
 
     def _warn(self, now: float, still: float) -> None:
         self._books.events.emit(

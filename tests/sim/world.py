@@ -122,8 +122,16 @@ class Trainer:
         self.copied = None
 
 
+@dataclass
 class Judge:
+    """Takes `seconds` per group."""
+
+    clock: VirtualClock
+    seconds: float
+
     async def score(self, group: Group) -> None:
+        if self.seconds:
+            await self.clock.sleep(self.seconds)
         for sample in group:
             sample.reward = 1.0
 
@@ -153,6 +161,7 @@ class World:
     """Writing a checkpoint takes so long."""
     save_error: str | None = None
     """And fails with this."""
+    reward_seconds: float = 0.0
     keep: Callable[[Group], bool] = lambda group: True
     prompts: int | None = None
     seed: int = 0
@@ -223,7 +232,7 @@ class World:
                 data=self.feed,
                 generator=self._generator(clock),
                 evaluator=engines,
-                rewarder=Judge(),
+                rewarder=Judge(clock, self.reward_seconds),
                 learner=self.trainer,
                 channel=engines,
                 fleet=engines,
@@ -241,7 +250,7 @@ class World:
             RunStarted(
                 time=clock.now(),
                 run="sim",
-                entry="sim",
+                entry="train.py" if self.schedule is Schedule.TURNS else "train_async.py",
                 rollouts=self.config.rollout.num_rollout,
                 groups_per_rollout=self.config.rollout.rollout_batch_size,
                 samples_per_group=self.config.rollout.n_samples_per_prompt,

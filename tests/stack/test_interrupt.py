@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from urllib.request import urlopen
 
 from tests.stack.job import job
 
@@ -16,6 +18,10 @@ RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_running(tmp_path: Path) -> None:
     with job(tmp_path, *LONG) as running:
         running.says("Staleness stats", START_SECONDS)
+        address = re.search(r"page=(http://127\.0\.0\.1:\d+/)", running.err)
+        assert address is not None, running.err
+        with urlopen(f"{address[1]}state.json", timeout=10) as state:
+            assert json.load(state)["now"]["run"]["rollouts"] == 500
         running.press_ctrl_c()
         assert running.ended(within=30) == 130
         assert running.left_running() == {}
@@ -26,6 +32,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_ru
     assert summary["reason"] == "interrupted"
     assert summary["rollouts"] >= 1
     assert summary["versions"] == summary["rollouts"], "what was trained was still published"
+    assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
 
 
 def test_a_second_ctrl_c_ends_it_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:

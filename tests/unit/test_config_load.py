@@ -124,7 +124,10 @@ def test_an_override_reaches_into_a_dict_and_leaves_the_rest_of_it(config_file):
         (["--lr", "fast"], "--lr: input should be a valid number"),
         (["--num-rollout", "0"], "--num-rollout: input should be greater than or equal to 1, got 0"),
         (["learner.lr=-1"], "learner.lr: input should be greater than 0, got -1"),
-        (["--weight-transfer", "pigeon"], "--weight-transfer: input should be 'auto', 'memory', 'p2p'"),
+        (
+            ["--weight-transfer", "pigeon"],
+            "--weight-transfer: input should be 'auto', 'memory', 'p2p', 'broadcast', 'disk' or 'disk_delta'",
+        ),
         (["--reasoning-gym-settings", "{a"], "--reasoning-gym-settings: '{a' is not valid YAML"),
         (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy: a value is missing, got [0.2]"),
     ],

@@ -29,6 +29,7 @@ RESUME = "sim/test_resume.py"
 SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
+LOGS = "unit/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
 LAYOUTS = "unit/test_layouts.py"
 PARALLEL = "stack/test_learner_parallel.py"
@@ -241,8 +242,17 @@ PROOF = {
     "experiment_name": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
     "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_written_is_one_sentence",
     "metrics_port": "unit/test_observability_metrics.py::test_a_port_in_use_is_one_sentence_that_names_it",
+    "sample_interval_seconds": "unit/test_page.py::test_a_sample_is_told_of_once_in_an_interval",
+    "trace": f"{RUN}::test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page",
+    "trace_max_bytes": "unit/test_perfetto.py::test_the_file_stays_within_its_size_and_steps_outlive_groups",
     "log_format": f"{RUN}::test_json_log_lines_carry_what_is_bound",
     "progress_bar": f"{RUN}::test_the_bar_is_silent_without_a_terminal_or_when_switched_off",
+    "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",
+    "use_wandb": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_mode": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_project": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_group": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_always_use_train_step": f"{LOGS}::test_everything_is_plotted_over_optimizer_steps_if_asked_for",
     "no_progress_warn_seconds": f"{SERVICE}::test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause",
     "no_progress_abort_seconds": f"{SERVICE}::test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause",
 }

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from typing import Any
 from urllib.request import urlopen
 
+import prometheus_client
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from miles_async.errors import UserError
 from miles_async.observability.events import (
@@ -16,18 +21,25 @@ from miles_async.observability.events import (
     EngineChanged,
     Event,
     GroupFiltered,
+    GroupGenerated,
     GroupMoved,
     PublishEnded,
     PublishStarted,
+    Pulse,
     Queue,
     RouterChanged,
     RunStarted,
     SamplesRemoved,
+    Silent,
     StepEnded,
     StepStarted,
 )
+from miles_async.observability.histogram import Histogram
 from miles_async.observability.metrics import Metrics
+from miles_async.observability.page import LivePage
 from miles_async.observability.server import MetricsServer
+from miles_async.observability.verdict import Bottleneck
+from miles_async.observability.view import View
 
 RUN = RunStarted(
     time=100.0,
@@ -127,8 +139,8 @@ def test_ended_groups_are_counted_by_outcome_and_reason_and_stale_ones_as_recycl
 
 def test_staleness_histogram_counts_each_group_of_a_step() -> None:
     watched = Watched(RUN, *step(110.0, 111.0, [0, 2, 2]))
-    assert watched("trained_staleness_versions_bucket", le="0.0") == 1
-    assert watched("trained_staleness_versions_bucket", le="2.0") == 3
+    assert watched("staleness_versions_bucket", groups="trained", le="0.0") == 1
+    assert watched("staleness_versions_bucket", groups="trained", le="2.0") == 3
     assert watched("step_tokens_total") == 50
     assert watched("step_metric", name="loss") == 0.1
 
@@ -137,7 +149,7 @@ def test_seconds_without_progress_grow_while_nothing_happens() -> None:
     watched = Watched(RUN, moved("queued", time=120.0))
     watched.metrics.tick(150.0)
     assert watched("since_progress_seconds") == 30
-    assert watched("last_progress_timestamp_seconds") == 120
+    assert watched("last_progress_timestamp_seconds", what="queued") == 120
 
 
 def test_learner_idle_seconds_grow_between_steps_only() -> None:
@@ -205,7 +217,7 @@ def test_blocked_admission_is_counted_by_cause() -> None:
 
 def test_metrics_are_served_on_loopback_until_closed() -> None:
     watched = Watched(RUN, Queue(time=101.0, depth=7, blocked=0))
-    server = MetricsServer(watched.registry, port=0)
+    server = MetricsServer(watched.registry, LivePage(View()), port=0)
     try:
         with urlopen(server.url, timeout=5) as response:
             assert "miles_async_queue_depth_groups 7.0" in response.read().decode()
@@ -219,7 +231,7 @@ def test_a_port_in_use_is_one_sentence_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"metrics_port {port} .*set --metrics-port"):
-            MetricsServer(CollectorRegistry(), port)
+            MetricsServer(CollectorRegistry(), LivePage(View()), port)
 
 
 def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -> None:
@@ -235,6 +247,164 @@ def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -
     assert see("filtered_groups_total", reason="over_sampling") == 1
     assert see("removed_samples_total") == 5
     assert see("skipped_data_total", reason="bad_row") == 1
+
+
+def generated(sequence: int, started: float, ended: float, versions: tuple[int, int]) -> GroupGenerated:
+    return GroupGenerated(
+        time=ended,
+        sequence=sequence,
+        started=started,
+        generated=ended,
+        versions=versions,
+        response_tokens=10,
+        reward=1.0,
+        truncated=1,
+    )
+
+
+def pulse(time: float, **changes: Any) -> Pulse:
+    figures: dict[str, Any] = {
+        "generating": 0,
+        "rewarding": 0,
+        "oldest": None,
+        "oldest_seconds": 0.0,
+        "waits_for": None,
+        "waits_seconds": 0.0,
+        "head": 0,
+        "head_state": None,
+        "head_seconds": 0.0,
+        "queue": 0,
+        "blocked": 0,
+        "collected": 0,
+        "wanted": 0,
+        "trainer_version": 0,
+        "live_version": 0,
+    }
+    return Pulse(time=time, **{**figures, **changes})
+
+
+def test_staleness_is_the_sum_of_publish_lag_sampling_and_waiting() -> None:
+    # Sampled from version 0 while 1 was staged already; 2 came while it was generated, 3 and 4 while it waited.
+    see = Watched(
+        RUN,
+        PublishStarted(time=100.0, version=0, queue=0),
+        PublishStarted(time=104.0, version=1, queue=0),
+        PublishStarted(time=107.0, version=2, queue=0),
+        generated(0, started=105.0, ended=109.0, versions=(0, 1)),
+        PublishStarted(time=110.0, version=3, queue=0),
+        PublishStarted(time=112.0, version=4, queue=0),
+        StepStarted(time=113.0, rollout=0, version=4, staleness=[4], groups=[0]),
+    )
+    versions = {part: see("staleness_part_versions_sum", part=part) for part in ("publish_lag", "sampling", "waiting")}
+    assert versions == {"publish_lag": 1, "sampling": 1, "waiting": 2}
+    seconds = {part: see("staleness_part_seconds_sum", part=part) for part in ("publish_lag", "sampling", "waiting")}
+    assert seconds == {"publish_lag": 1.0, "sampling": 4.0, "waiting": 4.0}
+    assert see("staleness_seconds_sum", groups="trained") == 8.0
+
+
+def test_recycled_and_queued_groups_have_an_age_too() -> None:
+    see = Watched(
+        RUN,
+        PublishStarted(time=101.0, version=3, queue=0),
+        generated(0, started=102.0, ended=103.0, versions=(1, 1)),
+        moved("queued", time=104.0),
+        moved("dropped", time=106.0, reason="stale"),
+    )
+    assert see("staleness_versions_sum", groups="queued") == 2
+    assert see("staleness_seconds_sum", groups="recycled") == 4.0
+
+
+def test_blocked_admission_is_counted_while_it_lasts_and_once() -> None:
+    see = Watched(RUN, pulse(103.0, waits_for="slots", waits_seconds=2.0))
+    assert see("admission_blocked_seconds_total", cause="slots") == 2.0
+    see.observe(AdmissionBlocked(time=104.0, cause="slots", seconds=3.0))
+    assert see("admission_blocked_seconds_total", cause="slots") == 3.0
+
+
+def test_the_head_the_oldest_request_and_the_versions_move_without_any_group_moving() -> None:
+    see = Watched(RUN, pulse(103.0, head_seconds=7.0, oldest_seconds=6.0, rewarding=2, live_version=4))
+    assert see("head_age_seconds") == 7.0
+    assert see("oldest_request_seconds") == 6.0
+    assert see("rewarding_groups") == 2
+    assert see("live_weight_version") == 4
+
+
+def test_the_series_of_a_lost_engine_go_away() -> None:
+    def engine(state: str) -> EngineChanged:
+        return EngineChanged(time=101.0, engine="a", state=state, version=0, reason=None)
+
+    see = Watched(engine("routed"), Silent(time=102.0, process="a", seconds=3.0))
+    assert see("process_silent_seconds", name="a") == 3.0
+    see.observe(engine("fenced"))
+    assert see("engine_routed", engine="a") == 0
+    see.observe(engine("lost"))
+    assert see("engine_routed", engine="a") is None
+    assert see("engine_weight_version", engine="a") is None
+    assert see("process_silent_seconds", name="a") is None
+
+
+def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
+    rude = 'say "all"\n\\'
+    see = Watched(GroupFiltered(time=101.0, sequence=0, reason=rude))
+    see.observe(*[GroupFiltered(time=101.0, sequence=i, reason=f"reason {i}") for i in range(500)])
+    text = generate_latest(see.registry).decode()
+    series = [family for family in text_string_to_metric_families(text) if family.name.endswith("filtered_groups")]
+    values = [sample for sample in series[0].samples if sample.name.endswith("_total")]
+    assert len(values) == 65
+    assert sum(sample.value for sample in values) == 501
+    assert rude in {sample.labels["reason"] for sample in values}
+    assert see("filtered_groups_total", reason="other") == 501 - 64
+
+
+def test_the_verdict_is_one_and_the_trainers_time_never_falls() -> None:
+    see = Watched(RUN)
+    see.metrics.judged(Bottleneck.WINDOW, {"window": 5.0, "step": 1.0})
+    assert [see("verdict", verdict=kind) for kind in Bottleneck].count(1.0) == 1
+    assert see("verdict", verdict="window-bound") == 1
+    see.metrics.judged(Bottleneck.TRAINER, {"window": 4.0, "step": 3.0})
+    assert see("trainer_seconds_total", doing="window") == 5.0
+    assert see("trainer_seconds_total", doing="step") == 3.0
+
+
+def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.CaptureFixture[str]) -> None:
+    see = Watched(RUN)
+    server = MetricsServer(see.registry, LivePage(View()), port=0)
+    stopping = threading.Event()
+    outcomes: list[str] = []
+
+    def scrape() -> None:
+        while not stopping.is_set():
+            try:
+                with urlopen(server.url, timeout=5) as response:
+                    outcomes.append(str(response.status))
+                    response.read()
+            except OSError:
+                outcomes.append("refused")
+                return
+
+    scrapers = [threading.Thread(target=scrape) for _ in range(4)]
+    for scraper in scrapers:
+        scraper.start()
+    while "200" not in outcomes:
+        time.sleep(0.001)
+    server.close()
+    stopping.set()
+    for scraper in scrapers:
+        scraper.join(5)
+    assert not any(scraper.is_alive() for scraper in scrapers)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_histogram_counts_what_prometheus_own_counts() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bounds = (0.5, 1.0, 2.0)
+    histogram = Histogram("h", "Of anything.", "kind", bounds, ours)
+    reference = prometheus_client.Histogram("h", "Of anything.", ["kind"], buckets=bounds, registry=theirs)
+    for kind, value in [("a", 0.0), ("a", 0.5), ("a", 0.50001), ("b", 2.0), ("b", 7.0), ("a", -1.0)]:
+        histogram.labels(kind).observe(value)
+        reference.labels(kind).observe(value)
+    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == expected
 
 
 def test_engines_that_come_and_go_and_the_routers_health_are_shown() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -283,9 +285,9 @@ def test_a_line_cut_by_a_crash_is_left_out_and_a_broken_one_is_named(tmp_path: P
         list(read_trace(path))
 
 
-def config_in(run_dir: Path) -> RunConfig:
+def config_in(run_dir: Path, **observability: Any) -> RunConfig:
     return RunConfig.model_validate(
-        {"observability": {"run_dir": str(run_dir)}, "data": {"reasoning_gym_task": "chain_sum"}}
+        {"observability": {"run_dir": str(run_dir), **observability}, "data": {"reasoning_gym_task": "chain_sum"}}
     )
 
 
@@ -312,22 +314,37 @@ def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
         RunFolder.create(config_in(tmp_path / "file/runs"))
 
 
-def test_onlookers_leave_trace_and_summary_and_serve_metrics(
+def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.create(config_in(tmp_path))
-    with Onlookers(config_in(tmp_path), folder) as onlookers:
+    with Onlookers(config_in(tmp_path, trace=True), folder) as onlookers:
         onlookers.emit(*WHOLE_RUN[:-1])
-        onlookers.tick()
+        onlookers.tick(time.time())
         with urlopen(onlookers.metrics_url, timeout=5) as response:
             assert "miles_async_eval_accuracy_ratio" in response.read().decode()
+        with urlopen(onlookers.page_url, timeout=5) as response:
+            assert RUN.run in response.read().decode()
         assert not folder.summary.exists()
         onlookers.emit(WHOLE_RUN[-1])
     assert list(read_trace(folder.events)) == WHOLE_RUN
+    assert any(entry["name"] == "rollout 1" for entry in json.loads(folder.trace.read_text())["traceEvents"])
     assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.6
+    assert b'"accuracy_after":0.6' in folder.report.read_bytes()
     out = capsys.readouterr().out
     assert "Staleness stats: recycled=0, avg_staleness=0.50, max_staleness=1" in out
     assert "0.200 before, 0.600 after" in out
+
+
+def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    (folder.path / ".report.html").mkdir()
+    with Onlookers(config_in(tmp_path), folder) as onlookers:
+        onlookers.emit(*WHOLE_RUN)
+    assert folder.summary.exists()
+    assert "no report" in "".join(capsys.readouterr())
 
 
 @pytest.fixture

@@ -97,6 +97,7 @@ class SGLangFleet:
         """Remove an engine for good: out of the router, and nobody starts it anew."""
         self._members.pop(engine, None)
         await self.fence(engine, "it was removed")
+        self._changed(engine, "lost", "it was removed")
 
     def routed(self) -> Sequence[str]:
         return tuple(self._routed)

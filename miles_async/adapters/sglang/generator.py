@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.places import Places
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLost, PromptTooLong
+from miles_async.observability.events import RequestEnded
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_PATIENCE_SECONDS = 30.0
@@ -79,6 +81,8 @@ class SamplingParams:
 class _UnderWay:
     """One call of `generate`."""
 
+    sequence: int | None
+    """The group's."""
     requests: list[str] = field(default_factory=list)
     """Ids of its samples at the engines."""
     aborted: bool = False
@@ -88,8 +92,9 @@ class SGLangGenerator:
     """Implements `ports.Generator`. Create it inside the running loop.
 
     `limit` bounds the samples at the engines at once (`sglang_server_concurrency` times engines); `engine_urls` tells
-    the routed engines' own addresses, where aborts go; a prompt of more than `longest_prompt` tokens is refused.
-    Engines that schedule by `priority` serve those of a lower one where they keep nobody of a higher one waiting.
+    the routed engines' own addresses, where aborts go; a prompt of more than `longest_prompt` tokens is refused;
+    `on_request` is told of every request that was answered. Engines that schedule by `priority` serve those of a lower
+    one where they keep nobody of a higher one waiting.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class SGLangGenerator:
         request_timeout: float = 600.0,
         longest_prompt: int | None = None,
         priority: int = 0,
+        on_request: Callable[[RequestEnded], None] | None = None,
     ) -> None:
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
@@ -113,6 +119,7 @@ class SGLangGenerator:
         self._longest_prompt = longest_prompt
         # Engines without evaluations know no priorities, and need not be told the usual one.
         self._priority = {"priority": priority} if priority else {}
+        self._on_request = on_request
         self._client = JsonClient()
         self._places = Places(limit)
         self._name = uuid.uuid4().hex
@@ -145,7 +152,7 @@ class SGLangGenerator:
         chosen = sampling or self.sampling
         self.tokenize(group)
         unfinished = [s for s in group if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
-        under_way = self._under_way[id(group)] = _UnderWay()
+        under_way = self._under_way[id(group)] = _UnderWay(group.sequence)
         posts = [
             self._post(under_way, samples, chosen.body(budget))
             for budget, samples in self._requests(unfinished, chosen)
@@ -260,7 +267,20 @@ class SGLangGenerator:
                 "return_logprob": True,
                 **self._priority,
             }
+            started = time.time()
             answers = await self._client.post(self._url, body, within=self._timeout)
+            ended = time.time()
+        if self._on_request is not None:
+            drawn = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+            self._on_request(
+                RequestEnded(
+                    time=ended,
+                    started=started,
+                    sequence=under_way.sequence,
+                    samples=len(samples),
+                    response_tokens=drawn,
+                )
+            )
         decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
         for sample, answer in zip(samples, answers, strict=True):
             extend(sample, answer, decode)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.process import PortTaken, ServerProcess
@@ -108,6 +109,12 @@ class EngineServer:
 
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
+
+    def answers(self) -> str | Literal[False] | None:
+        """Where it serves its metrics, None where another node does; False where it does not answer."""
+        if self._process is None or not self._process.answers():
+            return False
+        return None if self.spec.node_rank else urlsplit(self._process.health_url).netloc
 
     def restart(self, rendezvous: str | None = None) -> EngineInfo:
         """End what is left of it and start it anew, at another url. Raises as `start` does."""

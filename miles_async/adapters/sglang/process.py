@@ -57,7 +57,7 @@ class ServerProcess:
         if cpus:
             os.sched_setaffinity(self._process.pid, cpus)
         deadline = time.monotonic() + timeout
-        while not self._healthy():
+        while not self.answers():
             if self._process.poll() is not None:
                 self.stop()
                 raise self._failure(f"{self.name} ended at start with code {self._process.returncode}")
@@ -91,7 +91,8 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def _healthy(self) -> bool:
+    def answers(self) -> bool:
+        """Whether it says within two seconds that it is up."""
         try:
             with urllib.request.urlopen(self.health_url, timeout=2) as answer:
                 return bool(answer.status == 200)

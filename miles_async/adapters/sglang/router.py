@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.process import PortTaken, ServerProcess
@@ -74,6 +75,12 @@ class RouterServer:
 
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
+
+    def answers(self) -> str | Literal[False]:
+        """Where it serves its metrics; False where it does not answer."""
+        if self._process is None or not self._process.answers():
+            return False
+        return urlsplit(self.metrics_url).netloc
 
     def stop(self) -> None:
         if self._process is not None:

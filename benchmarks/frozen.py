@@ -1,0 +1,121 @@
+"""What a user sees when a part of the run freezes: seconds until line, metrics, verdict and alert speak of it.
+
+    python -m benchmarks.frozen [PART ...]
+
+Starts the main job once for each part, each time with a real Prometheus beside it, stops (SIGSTOP) the learner, then
+every engine, then the rollout worker, and looks from outside: the lines on stdout, `/metrics`, and Prometheus' alerts.
+Prints a table and writes benchmarks/results/frozen.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dashboards.prometheus import Prometheus
+from tests.stack.job import Job, job
+
+WITHIN_SECONDS = 15.0
+WARN_SECONDS = 5
+FLAGS = (
+    "--warm-start-max-steps 0 --eval-size 64 --num-rollout 5000 --progress-bar false "
+    f"--no-progress-warn-seconds {WARN_SECONDS}"
+).split()
+FROZEN = {
+    "learner": ("ray::LearnerRank", "trainer-bound", "learner-0"),
+    "engines": ("sglang", "rollout-bound", "engine-0"),
+    "rollout worker": ("ray::RolloutWorker", "rollout-bound", "rollout"),
+}
+"""What its processes are called, the verdict that is right, and the process that it should name."""
+
+
+@contextmanager
+def stopped(running: Job, command: str) -> Iterator[None]:
+    pids = [pid for pid, line in running.left_running().items() if command in line and "router" not in line]
+    assert pids, f"no process is called {command}: {running.left_running()}"
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGCONT)
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+def page_says(url: str, verdict: str, culprit: str) -> bool:
+    """What the live page draws its verdict and its warning from."""
+    with urllib.request.urlopen(url.replace("/metrics", "/state.json"), timeout=5) as answer:
+        now = json.load(answer)["now"]
+    return now["verdict"]["verdict"] == verdict and culprit in now["silent"]
+
+
+def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict: str, culprit: str) -> dict[str, Any]:
+    """Seconds after the freeze until each sign of it is seen; None where it was not within a minute."""
+    lines = running.out.count("Warning: No progress")
+    before = metrics(url)["miles_async_since_progress_seconds"]
+    signs: dict[str, Callable[[], bool]] = {
+        "metrics": lambda: metrics(url).get(f'miles_async_process_silent_seconds{{name="{culprit}"}}', 0) > 0,
+        "verdict": lambda: (
+            metrics(url)[f'miles_async_verdict{{verdict="{verdict}"}}'] == 1
+            and f"{culprit} has not answered" in running.err
+        ),
+        "page": lambda: page_says(url, verdict, culprit),
+        "stall line": lambda: running.out.count("Warning: No progress") > lines,
+        "no progress": lambda: metrics(url)["miles_async_since_progress_seconds"] > before + 2,
+        "alert": lambda: "ProcessSilent" in prometheus.firing(),
+    }
+    seen: dict[str, Any] = dict.fromkeys(signs)
+    with stopped(running, command):
+        frozen = time.monotonic()
+        while None in seen.values() and time.monotonic() - frozen < 60:
+            for name, sign in signs.items():
+                if seen[name] is None and sign():
+                    seen[name] = round(time.monotonic() - frozen, 1)
+            time.sleep(0.2)
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(FROZEN), metavar="PART", help=f"of {', '.join(FROZEN)}")
+    seen: dict[str, dict[str, Any]] = {}
+    for part in parser.parse_args().parts:
+        command, verdict, culprit = FROZEN[part]
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            running = stack.enter_context(job(Path(folder), *FLAGS))
+            running.says("Staleness stats", within=120)
+            found = re.search(r"http://127.0.0.1:\d+/metrics", running.err)
+            assert found is not None, running.err
+            prometheus = stack.enter_context(Prometheus(Path(folder) / "runs"))
+            time.sleep(8)  # a verdict needs something to speak of
+            seen[part] = watch(running, found[0], prometheus, command, verdict, culprit)
+    print(f"{'frozen':16}" + "".join(f"{name:>14}" for name in next(iter(seen.values()))))
+    for part, signs in seen.items():
+        print(f"{part:16}" + "".join(f"{seconds!s:>14}" for seconds in signs.values()))
+    target = Path(__file__).parent / "results" / "frozen.json"
+    target.parent.mkdir(exist_ok=True)
+    before = json.loads(target.read_text()) if target.exists() else {}
+    target.write_text(json.dumps(before | seen, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

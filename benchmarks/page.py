@@ -1,0 +1,174 @@
+"""How large a day's report is, how soon the live page is painted, and what following the events costs.
+
+    python -m benchmarks.page [--hours 24]
+
+Plays the real pipeline for a day of virtual time, writes its events as a run does, makes the report from them, and
+opens the live page of its last hour in a real Chromium, ten times. Prints the figures and writes
+benchmarks/results/page.json. Exits with 1 where the report has 10 MB or more, or the median first paint takes 300 ms or
+more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+
+from prometheus_client import CollectorRegistry
+
+from miles_async.config.load import write_config
+from miles_async.config.schema import RunConfig
+from miles_async.observability.events import ClusterReady, Event, RunEnded, RunStarted, SampleShown
+from miles_async.observability.page import LivePage
+from miles_async.observability.perfetto import PerfettoTrace
+from miles_async.observability.report import write_report
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.samples import CHARACTERS_SHOWN
+from miles_async.observability.server import MetricsServer
+from miles_async.observability.trace import TraceWriter, read_trace
+from miles_async.observability.view import View
+from tests.sim.latency import log_normal
+from tests.sim.world import Trace, World
+from tests.stack.browser import Visit, chromium
+
+LIMIT_BYTES, LIMIT_PAINT_MS = 10_000_000, 300.0
+PAINTS = 10
+STEP_SECONDS, BATCH = 20.0, 8
+RESULTS = Path(__file__).parent / "results"
+
+
+class Recorder:
+    """An event sink that writes what a run's driver would write."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = TraceWriter(path)
+        self.last = 0.0
+
+    def emit(self, event: Event) -> None:
+        self._writer.observe(event)
+        self.last = event.time
+        if isinstance(event, RunStarted):
+            ready = ClusterReady(time=event.time, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
+            self._writer.observe(ready)
+
+    def close(self) -> None:
+        """With samples as long as they get, and the end."""
+        text = "x" * CHARACTERS_SHOWN
+        for sequence in range(12):
+            sample = SampleShown(
+                time=self.last,
+                sequence=sequence,
+                feed_index="sample_0_0",
+                prompt=text,
+                response=text,
+                label="",
+                reward=1.0,
+                rewards=[1.0] * 8,
+                tokens=500,
+                versions=(1, 2),
+                truncated=False,
+            )
+            self._writer.observe(sample)
+        self._writer.observe(RunEnded(time=self.last, reason="done"))
+        self._writer.close()
+
+
+def play(folder: RunFolder, hours: float) -> None:
+    settings = {
+        "num_rollout": round(hours * 3600 / STEP_SECONDS),
+        "rollout_batch_size": BATCH,
+        "over_sampling_batch_size": 2 * BATCH,
+        "n_samples_per_prompt": 8,
+        "windowed_fifo_ratio": 0.3,
+        "max_weight_staleness": 2,
+    }
+    config = RunConfig.model_validate({"rollout": settings})
+    write_config(config, folder.path / "config.yaml")
+    recorder = Recorder(folder.events)
+    world = World(
+        config=config,
+        latency=log_normal(mean=15.0, sigma=0.7),
+        train_seconds=0.8 * STEP_SECONDS,
+        sinks=(recorder,),
+        trace=Trace(RunStarted),
+        keeps_batches=False,
+    )
+    world.run()
+    recorder.close()
+
+
+def follow(name: str, onlooker: View | PerfettoTrace, events: Iterable[Event]) -> dict[str, float]:
+    """CPU time per event, reading aside."""
+    spent = count = 0
+    for event in events:
+        begun = time.process_time_ns()
+        onlooker.observe(event)
+        spent += time.process_time_ns() - begun
+        count += 1
+    return {f"{name}_microseconds_per_event": spent / count / 1e3}
+
+
+def paint(view: View) -> dict[str, float]:
+    server = MetricsServer(CollectorRegistry(), LivePage(view), 0)
+    try:
+        with chromium() as browser:
+            paints = []
+            for _ in range(PAINTS):
+                visit = Visit.to(browser, server.page_url)
+                paints.append(visit.first_paint_ms)
+                visit.page.close()
+    finally:
+        server.close()
+    return {"first_paint_ms_median": median(paints), "first_paint_ms_max": max(paints)}
+
+
+def measure(hours: float) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as place:
+        folder = RunFolder(Path(place))
+        play(folder, hours)
+        begun = time.process_time()
+        report = write_report(folder, None, None).stat().st_size
+        figures = {
+            "hours": hours,
+            "events_mb": folder.events.stat().st_size / 1e6,
+            "report_mb": report / 1e6,
+            "report_cpu_seconds": time.process_time() - begun,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+        last_hour = list(of_last_hour(folder, hours))
+        view, trace = View(), PerfettoTrace(folder.trace, 64 * 2**20)
+        figures |= follow("view", view, last_hour) | follow("trace", trace, last_hour)
+        trace.close()
+        figures["trace_mb_per_hour"] = folder.trace.stat().st_size / 1e6
+        return figures | paint(view)
+
+
+def of_last_hour(folder: RunFolder, hours: float) -> Iterator[Event]:
+    """With the start of the run before them."""
+    start = None
+    for event in read_trace(folder.events):
+        start = start or event.time
+        if isinstance(event, RunStarted) or event.time - start > (hours - 1) * 3600:
+            yield event
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=24.0)
+    figures = measure(parser.parse_args().hours)
+    for name, value in figures.items():
+        print(f"{name:<32}{value:>12.2f}")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "page.json").write_text(json.dumps(figures, indent=2) + "\n")
+    too_large = figures["report_mb"] * 1e6 >= LIMIT_BYTES
+    return int(too_large or figures["first_paint_ms_median"] >= LIMIT_PAINT_MS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""A dashboard as a table of rows, panels and expressions; grafana-foundation-sdk makes Grafana's JSON of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard as grafana
+from grafana_foundation_sdk.models.common import (
+    BigValueTextMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    StackingMode,
+    TooltipDisplayMode,
+)
+from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableOption, VariableRefresh
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+COLUMNS = 24
+HEIGHT = 8
+SOURCE = DataSourceRef(type_val="prometheus", uid="$source")
+
+Kind = Literal["lines", "stack", "name", "heatmap"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    says: str
+    """What it means, and what to do about it; shown when pointed at."""
+    unit: str
+    """Grafana's name of the unit."""
+    queries: dict[str, str]
+    """PromQL by legend."""
+    kind: Kind = "lines"
+    width: int = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    name: str
+    """Of its file, and in its address."""
+    title: str
+    says: str
+    rows: tuple[Row, ...]
+
+    @property
+    def panels(self) -> Iterator[Panel]:
+        for row in self.rows:
+            yield from row.panels
+
+    def build(self) -> grafana.Dashboard:
+        built = (
+            grafana.Dashboard(f"miles_async / {self.title}")
+            .uid(f"miles-async-{self.name}")
+            .description(self.says)
+            .tags(["miles_async"])
+            .refresh("5s")
+            .time("now-15m", "now")
+            .timezone("browser")
+            .with_variable(grafana.DatasourceVariable("source").label("Prometheus").type("prometheus"))
+            .with_variable(_runs())
+            .link(
+                grafana.DashboardLink("miles_async")
+                .type("dashboards")
+                .tags(["miles_async"])
+                .keep_time(True)
+                .include_vars(True)
+            )
+        )
+        for row in self.rows:
+            built = built.with_row(grafana.Row(row.title))
+            for panel in row.panels:
+                built = built.with_panel(_BUILDERS[panel.kind](panel))
+        return built
+
+
+def _runs() -> grafana.QueryVariable:
+    return (
+        grafana.QueryVariable("run")
+        .label("Run")
+        .datasource(SOURCE)
+        .query("label_values(miles_async_run_info, run)")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(VariableOption(selected=True, text="All", value="$__all"))
+    )
+
+
+def _queries(panel: Panel) -> list[prometheus.Dataquery]:
+    return [
+        prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(chr(ord("A") + number))
+        for number, (legend, expr) in enumerate(panel.queries.items())
+    ]
+
+
+def _lines(panel: Panel) -> timeseries.Panel:
+    built = (
+        timeseries.Panel()
+        .title(panel.title)
+        .description(panel.says)
+        .datasource(SOURCE)
+        .unit(panel.unit)
+        .span(panel.width)
+        .height(HEIGHT)
+        .min(0)
+        .fill_opacity(10)
+        .legend(common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM))
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
+    )
+    for query in _queries(panel):
+        built = built.with_target(query)
+    return built
+
+
+def _stack(panel: Panel) -> timeseries.Panel:
+    return _lines(panel).stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(60).line_width(0)
+
+
+def _name(panel: Panel) -> stat.Panel:
+    """The legend itself in large letters, of the series that are there."""
+    built = (
+        stat.Panel()
+        .title(panel.title)
+        .description(panel.says)
+        .datasource(SOURCE)
+        .unit(panel.unit)
+        .span(panel.width)
+        .height(HEIGHT)
+        .text_mode(BigValueTextMode.NAME)
+    )
+    for query in _queries(panel):
+        built = built.with_target(query.instant())
+    return built
+
+
+def _heatmap(panel: Panel) -> heatmap.Panel:
+    built = (
+        heatmap.Panel()
+        .title(panel.title)
+        .description(panel.says)
+        .datasource(SOURCE)
+        .unit(panel.unit)
+        .span(panel.width)
+        .height(HEIGHT)
+    )
+    for query in _queries(panel):
+        built = built.with_target(query.format(PromQueryFormat.HEATMAP))
+    return built
+
+
+_BUILDERS = {"lines": _lines, "stack": _stack, "name": _name, "heatmap": _heatmap}

@@ -1,0 +1,71 @@
+"use strict";
+/* Elements, figures in words, colours, and what is plotted. Everything that comes from a run is set as text. */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function el(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name in node) node[name] = value;
+    else node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+}
+
+function shape(tag, attributes, text) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1e6) return (value / 1e6).toPrecision(3) + " M";
+  if (size >= 1e4) return (value / 1e3).toPrecision(3) + " k";
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size < 0.001) return value.toExponential(1);
+  return String(Number(value.toPrecision(3)));
+}
+
+const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}%`);
+
+function duration(seconds) {
+  const past = seconds < 0 ? "−" : "";
+  const s = Math.abs(seconds);
+  const unit = (value, name) => `${value}\u00a0${name}`; // they stay on one line
+  if (s < 1) return past + unit(number(Math.round(100 * s) / 100), "s");
+  if (s < 90) return past + unit(Math.round(s), "s");
+  if (s < 5400) return past + unit(Math.floor(s / 60), "min") + (s % 60 >= 1 && s < 600 ? ` ${unit(Math.floor(s % 60), "s")}` : "");
+  return past + `${unit(Math.floor(s / 3600), "h")} ${unit(Math.floor((s % 3600) / 60), "min")}`;
+}
+
+const colour = (name) => `var(--${name})`;
+const TRAINER = { step: "blue", batch: "orange", publish: "pink", evaluate: "green", save: "gray" };
+const VERDICTS = {
+  "rollout-bound": "sky", "trainer-bound": "blue", "publish-bound": "pink", "window-bound": "orange",
+  "filter-bound": "yellow", "reward-bound": "green", balanced: "gray",
+};
+
+/* What is plotted. A line is [series, label, colour]; `rate` lines are smoothed, as a step counts in one moment. */
+const PLOTS = [
+  { id: "queue", title: "Queue", unit: "groups", lines: [["queue", "queued", "green"], ["blocked", "held by window", "orange"]] },
+  { id: "staleness", title: "Staleness when trained", unit: "versions", lines: [["staleness", "", "blue"]], limit: "staleness_limit" },
+  { id: "reward", title: "Reward", unit: "mean of the batch", lines: [["reward", "trained", "blue"]], dots: "eval:" },
+  { id: "rate", title: "Throughput", unit: "groups/s", lines: [["generated", "generated", "green"], ["trained", "trained", "blue"]], rate: true },
+  { id: "trainer", title: "Trainer's time", unit: "share", stack: "trainer:", colours: TRAINER,
+    names: { batch: "waits for a batch", step: "steps", publish: "publishes", evaluate: "evaluates", save: "saves" } },
+  { id: "engines", title: "Engines busy", unit: "share of time", lines: [["engines_busy", "", "sky"]], rate: true, share: true },
+  { id: "flight", title: "Under way", unit: "groups", lines: [["generating", "generating", "sky"], ["slots", "slots held", "gray"]] },
+  { id: "head", title: "Age of the window's head", unit: "s", lines: [["head_seconds", "", "orange"]] },
+  { id: "publish", title: "Publish", unit: "ms", lines: [["pause_ms", "paused", "pink"], ["stage_ms", "staged", "gray"]] },
+  { id: "lag", title: "Trainer ahead of engines", unit: "versions", lines: [["version_lag", "", "pink"]] },
+  { id: "length", title: "Response length", unit: "tokens", lines: [["response_length", "", "blue"]] },
+  { id: "truncated", title: "Cut at the length limit", unit: "share of samples", lines: [["truncated", "", "orange"]], share: true },
+  { id: "lost", title: "Groups that were not trained", unit: "groups/s", lines: [["recycled", "stale", "orange"], ["dropped", "other", "gray"]], rate: true },
+  { id: "step", title: "Optimizer step", unit: "s per batch", lines: [["step_seconds", "", "blue"]] },
+  { id: "loop", title: "Event-loop lag", unit: "ms", lines: [["loop_lag_ms", "", "gray"]] },
+];

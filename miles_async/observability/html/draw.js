@@ -1,0 +1,157 @@
+/* The state of a run, drawn: pipeline, window slots, engines, samples. */
+
+const STATES = {
+  fed: "admitted", in_flight: "generating", finished: "held by the window", queued: "in the queue",
+  leased: "in the trainer's batch", trained: "trained, weights not live yet",
+};
+const BOTTLENECK = {
+  "rollout-bound": "generate", "trainer-bound": "step", "publish-bound": "publish", "window-bound": "window",
+  "filter-bound": "reward", "reward-bound": "reward",
+};
+const DOES = {
+  batch: "waits for a batch", step: "takes a step", publish: "waits for a publish", save: "writes a checkpoint", evaluate: "waits for an evaluation",
+};
+const BLOCKED = { in_flight: "enough is in flight", slots: "no slot is free", room: "the queue has no room" };
+
+const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+const $ = (id) => document.getElementById(id);
+
+function stages(now) {
+  const { pulse, queue, run, outcomes, step, publish, trainer, slots } = now;
+  const filtered = Object.entries(outcomes).filter(([name]) => name === "filtered").reduce((sum, [, n]) => sum + n, 0);
+  const routed = now.engines.filter((engine) => engine.state === "routed").length;
+  const generating = (slots.counts.in_flight ?? 0);
+  return [
+    { id: "data", name: "Data", big: number(now.fed), unit: now.fed === 1 ? "group" : "groups",
+      details: [pulse?.waits_for ? `waits ${duration(pulse.waits_seconds)}: ${BLOCKED[pulse.waits_for] ?? pulse.waits_for}` : "admitted so far"] },
+    { id: "generate", name: "Generate", big: number(generating), unit: generating === 1 ? "group" : "groups",
+      details: [`${plural(now.requests, "sample")} at ${routed ? plural(routed, "engine") : "the engines"}`, pulse?.oldest != null ? `oldest ${duration(pulse.oldest_seconds)}` : null] },
+    { id: "reward", name: "Reward, filter", big: number(pulse?.rewarding ?? 0), unit: "scoring", details: [`${number(filtered)} filtered out`] },
+    { id: "window", name: "Window", big: number(queue?.blocked ?? 0), unit: "held back",
+      details: [`W = ${run?.window ?? "–"}`, pulse ? `head waits ${duration(pulse.head_seconds)}` : null] },
+    { id: "queue", name: "Queue", big: number(queue?.depth ?? 0), unit: `of ${number(run?.queue_capacity)}`, fill: (queue?.depth ?? 0) / (run?.groups_per_rollout ?? 1),
+      details: [`${((queue?.depth ?? 0) / (run?.groups_per_rollout ?? 1)).toFixed(1)} batches of ${run?.groups_per_rollout ?? "–"}`] },
+    { id: "gate", name: "Staleness gate", big: number(outcomes.stale ?? 0), unit: "recycled",
+      details: [now.staleness_limit === null ? "no limit set" : `limit ${plural(now.staleness_limit, "version")}`, Object.keys(now.staleness).length ? `oldest trained ${Object.keys(now.staleness).at(-1)}` : null] },
+    { id: "step", name: "Train", big: number(now.rollouts_done), unit: `of ${number(run?.rollouts)}`,
+      details: [trainer && !now.ended ? `${DOES[trainer.does] ?? trainer.does}, ${duration(trainer.for)}` : null,
+        pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.ended - step.started)}` : null] },
+    { id: "publish", name: "Publish", big: publish ? `v${publish.version}` : "–", unit: publish?.live ? "live" : "",
+      details: [publish ? `paused ${number(1e3 * publish.paused_seconds)} ms` : null, now.publishing != null ? `v${now.publishing} is on its way` : null] },
+  ];
+}
+
+function drawPipeline(now) {
+  const culprit = now.ended ? null : BOTTLENECK[now.verdict?.verdict];
+  $("pipeline").replaceChildren(...stages(now).map((stage) => {
+    const item = el("li", { className: `stage${stage.id === culprit ? " bottleneck" : ""}` },
+      el("div", { className: "name", textContent: stage.name }),
+      el("div", { className: "big" }, stage.big, " ", el("small", { textContent: stage.unit })));
+    if (stage.fill !== undefined) {
+      const fill = el("div");
+      fill.style.width = `${Math.min(100, 100 * stage.fill)}%`;
+      item.append(el("div", { className: "fill" }, fill));
+    }
+    for (const text of stage.details) if (text) item.append(el("div", { className: "detail", textContent: text }));
+    if (stage.id === culprit) item.append(el("div", { className: "flag", textContent: "bottleneck" }));
+    return item;
+  }));
+  const back = ["stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"].map((reason) => now.outcomes[reason] ?? 0).reduce((a, b) => a + b);
+  $("recycled").textContent = `${plural(back, "prompt")} sent back, to go first in line`;
+  const held = Object.values(now.slots.counts).reduce((a, b) => a + b, 0);
+  $("freed").textContent = `slots are freed when the weights are live: ${number(held)}${now.run?.slots ? ` of ${number(now.run.slots)}` : ""} held`;
+}
+
+function drawSlots(now) {
+  const { live, head, counts } = now.slots, window = now.run?.window ?? 1;
+  const edge = head === null ? -1 : live.findLastIndex(([sequence]) => sequence < head + window);
+  $("slots").replaceChildren(...live.map(([sequence, state, age, attempt, feed], place) => el("span", {
+    className: `slot ${state}${sequence === head ? " head" : ""}${place === edge && place < live.length - 1 ? " edge" : ""}`,
+    title: `group ${sequence} (${feed}${attempt ? `, attempt ${attempt + 1}` : ""}): ${STATES[state]} for ${duration(age)}`,
+  })));
+  const total = Object.values(counts).reduce((a, b) => a + b, 0);
+  const order = Object.keys(STATES).map((state) => `${counts[state] ?? 0} ${STATES[state]}`).join(", ");
+  $("slots").setAttribute("aria-label", `${plural(total, "group")}: ${order}. ${head === null ? "No group is outstanding." : `The head is group ${head}.`}`);
+  $("slots-legend").replaceChildren(...Object.entries(STATES).map(([state, text]) =>
+    el("li", {}, el("span", { className: `slot ${state}`, "aria-hidden": "true" }), `${number(counts[state] ?? 0)} ${text}`)));
+  const note = [];
+  if (total > live.length) note.push(`${number(total - live.length)} younger groups are not drawn.`);
+  note.push(head === null ? "Nothing is outstanding." : `Oldest first. The framed slot is the head, group ${head}; behind the dashed line no group may be collected before the head moves (W = ${window}).`);
+  $("slots-note").textContent = note.join(" ");
+}
+
+function table(head, rows, empty) {
+  if (!rows.length) return el("p", { className: "soft small", textContent: empty });
+  const numeric = rows[0].map((cell) => typeof cell === "number");
+  const cell = (tag, value, i) => el(tag, { className: numeric[i] ? "number" : "", ...(tag === "th" ? { scope: "col" } : {}) }, value instanceof Node ? value : typeof value === "number" ? number(value) : String(value ?? "–"));
+  return el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((name, i) => cell("th", name, i)))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((value, i) => cell("td", value, i)))))));
+}
+
+function drawTables(now) {
+  const router = now.router ? [["router", now.router.up ? "up" : "does not answer", "–", `${now.router.healthy} of ${plural(now.router.engines, "engine")} healthy`]] : [];
+  $("engines").replaceChildren(table(["engine", "state", "version", ""],
+    router.concat(now.engines.map((e) => [e.engine, now.silent[e.engine] ? `silent for ${duration(now.silent[e.engine])}` : e.state, e.version === null ? "–" : `v${e.version}`, e.reason ?? ""])), "No engine has been named yet."));
+  const ages = Object.entries(now.staleness), most = Math.max(1, ...ages.map(([, n]) => n)), sum = ages.reduce((a, [, n]) => a + n, 0);
+  $("ages").replaceChildren(table(["versions old", "groups", ""], ages.map(([age, n]) => {
+    const bar = el("div");
+    bar.style.width = `${(100 * n) / most}%`;
+    return [age, n, el("div", { className: "histogram", title: percent(n / sum) }, bar)];
+  }), "Nothing has been trained yet."));
+  $("outcomes").replaceChildren(table(["what became of groups", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
+  $("scores").replaceChildren(table(["data set", "first", "last", "after rollout"],
+    Object.entries(now.scores).map(([name, of]) => [name, percent(of[0].accuracy), percent(of.at(-1).accuracy), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout)]), "Nothing has been evaluated yet."));
+  $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));
+  $("notices-box").hidden = !now.notices.length;
+}
+
+function drawVerdict(now) {
+  const { verdict } = now;
+  const bound = verdict && verdict.verdict !== "balanced";
+  $("verdict").classList.toggle("bound", Boolean(bound) && !now.ended);
+  const text = now.ended ? `ended: ${now.ended}` : verdict ? verdict.verdict : now.cluster ? "the first figures are being gathered" : "engines, router and learner are starting";
+  setText($("verdict-name"), text[0].toUpperCase() + text.slice(1));
+  setText($("verdict-why"), verdict ? (now.ended ? `Last verdict: ${verdict.verdict}. ` : "") + verdict.why : "");
+  setText($("verdict-knob"), verdict?.knob ?? "");
+}
+
+/* Who does not answer, and how old the figures are where they are old. */
+function drawSilence(now) {
+  const silent = Object.entries(now.silent).map(([name, seconds]) => `${name} has not answered for ${duration(Math.round(seconds))}`);
+  if (!now.ended && now.pulse_age > 3) silent.push(`the figures of the rollout side are ${duration(Math.round(now.pulse_age))} old`);
+  $("silent").hidden = !silent.length || Boolean(now.ended);
+  setText($("silent"), silent.join("; "));
+}
+
+/* Only what changed is written, so that a screen reader is told of changes and of nothing else. */
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function drawSamples(root, samples) {
+  root.replaceChildren(...samples.map((sample) => {
+    const [oldest, newest] = sample.versions;
+    const marks = el("span", { className: "marks", "aria-hidden": "true" }, ...sample.rewards.slice(0, 32).map((reward) => {
+      const mark = el("i");
+      mark.style.setProperty("--level", `${Math.round(100 * Math.min(1, Math.max(0, reward)))}%`);
+      return mark;
+    }));
+    const mean = sample.rewards.reduce((a, b) => a + b, 0) / sample.rewards.length;
+    return el("li", { className: "sample" },
+      el("header", {},
+        el("span", {}, el("span", { className: "reward", textContent: `reward ${number(sample.reward)}` }), `, group of ${sample.rewards.length}: ${number(mean)} `, marks),
+        el("span", { textContent: `group ${sample.sequence}, v${oldest}${newest === oldest ? "" : `–v${newest}`}, ${plural(sample.tokens, "token")}${sample.truncated ? ", cut" : ""}` })),
+      el("pre", { className: "prompt", tabIndex: 0, "aria-label": "prompt", textContent: sample.prompt }),
+      el("pre", { className: "response", tabIndex: 0, "aria-label": "response", textContent: sample.response }),
+      sample.label ? el("div", { className: "small soft", textContent: `expected: ${sample.label}` }) : null);
+  }));
+  if (!samples.length) root.append(el("li", { className: "soft small", textContent: "No sample has been generated yet." }));
+}
+
+function drawHeader(now) {
+  $("run").textContent = now.run ? now.run.run : "a run that has not started";
+  $("when").textContent = `${now.run ? now.run.entry : ""} · ${duration(now.elapsed)}`;
+  const share = now.run ? now.rollouts_done / now.run.rollouts : 0;
+  $("progress").firstElementChild.style.width = `${100 * share}%`;
+  $("progress").setAttribute("aria-valuenow", Math.round(100 * share));
+}

@@ -1,0 +1,57 @@
+/* The live page: asks for the state once a second, draws it, and says so when nobody answers. */
+
+const PERIOD = 1000;
+let span = "recent", held = false, shown = null, next = null;
+
+const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
+
+function draw(state) {
+  const { now } = state;
+  drawHeader(now);
+  drawVerdict(now);
+  drawSilence(now);
+  drawPipeline(now);
+  drawSlots(now);
+  drawTables(now);
+  const whole = state.span === "whole";
+  multiples.show([{ figures: state.figures, shift: 0 }], { staleness_limit: now.staleness_limit },
+    { relative: !whole, from: now.training_began });
+  const newest = now.samples[0]?.sequence;
+  if (!held && newest !== shown && !$("samples").contains(document.activeElement)) {
+    drawSamples($("samples"), now.samples);
+    shown = newest;
+  }
+  if (shown === null) drawSamples($("samples"), now.samples);
+  document.title = `${now.ended ? "ended" : (now.verdict?.verdict ?? "starting")} · ${now.rollouts_done}/${now.run?.rollouts ?? "–"} · ${now.run?.run ?? "miles_async"}`;
+}
+
+async function ask() {
+  if (!document.hidden) {
+    try {
+      const answer = await fetch(`state.json?span=${span}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
+      if (!answer.ok) throw new Error(answer.statusText);
+      draw(await answer.json());
+      $("lost").hidden = true;
+    } catch {
+      setText($("lost"), "The run does not answer any more: it has ended, or its driver hangs. What you see is its last state.");
+      $("lost").hidden = false;
+    }
+  }
+  clearTimeout(next);
+  next = setTimeout(ask, PERIOD);
+}
+
+for (const button of document.querySelectorAll("[data-span]")) {
+  button.addEventListener("click", () => {
+    span = button.dataset.span;
+    for (const other of document.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", other === button);
+    ask();
+  });
+}
+$("hold").addEventListener("click", () => {
+  held = !held;
+  $("hold").setAttribute("aria-pressed", held);
+});
+
+draw(JSON.parse($("state").textContent));
+next = setTimeout(ask, PERIOD);

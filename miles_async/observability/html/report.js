@@ -1,0 +1,86 @@
+/* The report of one run, or of two drawn over each other. */
+
+const FIGURES = [
+  ["wall_seconds", "wall time", duration], ["training_seconds", "of it training", duration], ["warm_start_seconds", "warm start", duration],
+  ["rollouts", "rollouts", number], ["versions", "weight versions", number], ["accuracy_before", "held-out accuracy before", percent],
+  ["accuracy_after", "held-out accuracy after", percent], ["reward_first", "reward of the first batch", number], ["reward_last", "reward of the last batch", number],
+  ["groups_per_second", "groups trained per second", number], ["tokens_per_second", "tokens trained per second", number],
+  ["learner_idle_share", "learner idle", percent], ["engine_idle_share", "engines idle", percent],
+  ["publish_ms_median", "publish, median ms", number], ["pause_ms_median", "pause, median ms", number], ["pause_ms_max", "pause, longest ms", number],
+  ["staleness_max", "oldest group trained, versions", number], ["recycled", "groups recycled as stale", number],
+  ["weight_transfer", "weights travel by", String], ["reason", "ended", String],
+];
+
+const { runs, knobs } = JSON.parse($("state").textContent);
+const [main, other] = runs;
+const origin = (run) => run.state.now.training_began ?? 0;
+
+function figures() {
+  const rows = FIGURES.map(([key, label, show]) => {
+    const values = runs.map((run) => run.summary[key]);
+    if (values.every((value) => value === null || value === undefined)) return null;
+    const shown = values.map((value) => (value === null || value === undefined ? "–" : show(value)));
+    const ratio = other && values.every((value) => typeof value === "number") && values[1] ? `×${number(values[0] / values[1])}` : "";
+    return [label, ...shown, ...(other ? [ratio] : [])];
+  }).filter((row) => row !== null);
+  if (!other) {
+    $("figures").append(el("dl", { className: "tiles" }, ...rows.map(([label, value]) => el("div", {}, el("dt", { textContent: label }), el("dd", { textContent: value })))));
+    return;
+  }
+  $("figures").append(table(["", ...runs.map((run) => run.name), "ratio"], rows, ""));
+}
+
+function verdicts() {
+  const rows = runs.flatMap((run) => {
+    const seconds = {}, longest = {};
+    for (const [start, end, verdict] of run.phases) {
+      seconds[verdict] = (seconds[verdict] ?? 0) + end - start;
+      longest[verdict] = Math.max(longest[verdict] ?? 0, end - start);
+    }
+    const total = Object.values(seconds).reduce((a, b) => a + b, 0);
+    return Object.keys(seconds).sort((a, b) => seconds[b] - seconds[a])
+      .map((verdict) => [...(other ? [run.name] : []), verdict, percent(seconds[verdict] / total), duration(longest[verdict]), knobs[verdict] ?? ""]);
+  });
+  $("verdicts").append(table([...(other ? ["run"] : []), "verdict", "of the time", "longest stretch", "the knob"], rows, "No verdict was reached."));
+}
+
+function bands() {
+  $("bands").replaceChildren();
+  for (const run of runs) {
+    verdictBand($("bands"), run.phases, multiples.from, multiples.to, origin(run), other ? `Verdict, ${run.name}` : "Verdict");
+  }
+}
+
+function configuration() {
+  const settings = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
+  const text = (run, name) => (name in run.config ? JSON.stringify(run.config[name]) : "–");
+  if (other) {
+    const differing = settings.filter((name) => text(main, name) !== text(other, name));
+    $("differences").append(table(["differs", main.name, other.name], differing.map((name) => [name, text(main, name), text(other, name)]), "Both runs had the same settings."));
+  }
+  $("config").append(table(["setting", ...runs.map((run) => run.name)], settings.map((name) => [name, ...runs.map((run) => text(run, name))]), "Unknown."));
+}
+
+const { now } = main.state;
+const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
+drawHeader(now);
+if (!now.ended) $("when").append(" · its end was not told");
+drawVerdict(now);
+if (main.summary.verdict) {
+  const seconds = main.summary.verdict_seconds, total = Object.values(seconds).reduce((a, b) => a + b, 0);
+  setText($("verdict-name"), `Mostly ${main.summary.verdict}`);
+  setText($("verdict-why"), `for ${percent(seconds[main.summary.verdict] / total)} of the time. ${now.ended ? `The run ended: ${now.ended}.` : ""}`);
+  setText($("verdict-knob"), main.summary.knob);
+}
+figures();
+verdicts();
+multiples.show(runs.map((run, i) => ({ figures: run.state.figures, shift: origin(run), other: i > 0 })), { staleness_limit: now.staleness_limit }, { from: 0 });
+bands();
+new ResizeObserver(bands).observe($("plots"));
+drawTables(now);
+configuration();
+drawSamples($("samples"), now.samples);
+if (other) {
+  $("key").append(el("span", { className: "swatch" }), `${main.name}   `, el("span", { className: "swatch other" }), other.name);
+}
+document.title = `${main.name}${other ? ` and ${other.name}` : ""} · run report`;

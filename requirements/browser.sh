@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Chromium for the tests of the live page and the run report, from Debian. Called by `make test`; it never fails, because
+# the tests that need a browser say themselves that it is missing.
+set -euo pipefail
+for name in chromium-headless-shell chromium google-chrome; do
+    command -v "$name" >/dev/null && exit 0
+done
+command="apt-get install -y --no-install-recommends chromium-headless-shell"
+as_root=""
+[ "$(id -u)" = 0 ] || as_root="sudo -n"
+if command -v apt-get >/dev/null && { [ -z "$as_root" ] || $as_root true 2>/dev/null; }; then
+    echo "Installing Debian's chromium-headless-shell"
+    { $as_root apt-get update -qq && DEBIAN_FRONTEND=noninteractive $as_root $command -qq; } >/dev/null 2>&1 && exit 0
+fi
+echo "No Chromium was found, so the tests of the live page will fail. To install it: sudo $command" >&2

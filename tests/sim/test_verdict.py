@@ -1,0 +1,120 @@
+"""The verdict names what really holds the pipeline back: the real service under virtual time, one cause at a time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from miles_async.config.schema import Rollout, RunConfig
+from miles_async.core.bounds import Schedule
+from miles_async.observability.events import BottleneckFound, Event, RunEnded, Silent, TrainerTurned
+from miles_async.observability.verdict import KNOBS, Bottleneck, Verdicts
+from tests.sim.engines import EngineModel
+from tests.sim.world import World
+
+
+class Judging:
+    """Verdicts as a sink of the run's events, with what they announced."""
+
+    def __init__(self) -> None:
+        self.verdicts = Verdicts()
+        self.announced: list[BottleneckFound] = []
+
+    def emit(self, event: Event) -> None:
+        self.verdicts.observe(event)
+        if found := self.verdicts.announced(event.time):
+            self.announced.append(found)
+
+
+def judged(schedule: Schedule = Schedule.FULLY_ASYNC, ratio: float | None = None, **world: Any) -> Judging:
+    judging = Judging()
+    rollout = Rollout(
+        num_rollout=60, rollout_batch_size=8, max_weight_staleness=2, windowed_fifo_ratio=ratio, n_samples_per_prompt=1
+    )
+    World(config=RunConfig(rollout=rollout), schedule=schedule, sinks=(judging,), **world).run()
+    return judging
+
+
+@pytest.mark.parametrize(
+    "world, verdict",
+    [
+        ({"latency": lambda group, rng: 4.0, "train_seconds": 0.5}, Bottleneck.ROLLOUT),
+        ({"latency": lambda group, rng: 0.1, "train_seconds": 2.0}, Bottleneck.TRAINER),
+        (
+            {"latency": lambda group, rng: 0.1, "train_seconds": 0.2, "engines": EngineModel(write_seconds=2.0)},
+            Bottleneck.PUBLISH,
+        ),
+        (
+            {
+                "latency": lambda group, rng: 8.0 if (group.sequence or 0) % 8 == 0 else 0.5,
+                "train_seconds": 0.1,
+                "ratio": 0.0,
+            },
+            Bottleneck.WINDOW,
+        ),
+        (
+            {
+                "latency": lambda group, rng: 1.0,
+                "train_seconds": 0.5,
+                "keep": lambda group: (group.sequence or 0) % 4 == 0,
+            },
+            Bottleneck.FILTER,
+        ),
+        ({"latency": lambda group, rng: 0.2, "train_seconds": 0.5, "reward_seconds": 4.0}, Bottleneck.REWARD),
+        ({"latency": lambda group, rng: 0.98, "train_seconds": 1.0}, Bottleneck.BALANCED),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Bottleneck) else "",
+)
+def test_the_cause_of_the_waiting_is_the_verdict(world: dict[str, Any], verdict: Bottleneck) -> None:
+    judging = judged(**world)
+    assert judging.verdicts.overall is verdict
+    assert judging.announced[-1].verdict == verdict
+    assert judging.announced[-1].knob == KNOBS[verdict]
+
+
+@pytest.mark.parametrize(
+    "generation, training, verdict", [(3.0, 1.0, Bottleneck.ROLLOUT), (1.0, 3.0, Bottleneck.TRAINER)]
+)
+def test_where_two_take_turns_the_longer_turn_is_the_verdict(
+    generation: float, training: float, verdict: Bottleneck
+) -> None:
+    world = judged(Schedule.TURNS, latency=lambda group, rng: generation, train_seconds=training)
+    assert world.verdicts.overall is verdict
+
+
+@pytest.mark.parametrize(
+    "process, verdict",
+    [("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT), ("rollout", Bottleneck.ROLLOUT)],
+)
+def test_a_process_that_does_not_answer_is_the_verdict_at_once(process: str, verdict: Bottleneck) -> None:
+    judging = Judging()
+    judging.emit(TrainerTurned(time=100.0, to="publish"))
+    for second in range(1, 7):
+        judging.verdicts.tick(100.0 + second)
+        judging.emit(Silent(time=100.0 + second, process=process, seconds=float(second)))
+    assert judging.announced[-1].verdict == verdict
+    assert judging.announced[-1].why == f"{process} has not answered for 5s"
+    judging.emit(Silent(time=108.0, process=process, seconds=0.0))
+    assert judging.verdicts.finding.verdict is Bottleneck.PUBLISH
+
+
+def test_a_process_that_falls_silent_is_announced_even_where_the_verdict_stays_the_same() -> None:
+    judging = Judging()
+    judging.emit(TrainerTurned(time=100.0, to="batch"))
+    for second in range(1, 20):
+        judging.verdicts.tick(100.0 + second)
+        judging.emit(Silent(time=100.0 + second, process="engine-0", seconds=max(0.0, second - 8.0)))
+    assert [found.verdict for found in judging.announced] == [Bottleneck.ROLLOUT] * 2
+    assert judging.announced[1].why == "engine-0 has not answered for 5s"
+
+
+def test_shares_add_up_and_the_time_after_the_run_is_not_judged() -> None:
+    judging = judged(latency=lambda group, rng: 1.0)
+    assert sum(judging.verdicts.finding.shares.values()) == pytest.approx(1.0)
+    before = sum(judging.verdicts.seconds.values())
+    judging.emit(RunEnded(time=time.time() + 1e6, reason="done"))
+    ended = sum(judging.verdicts.seconds.values())
+    judging.verdicts.tick(time.time() + 2e6)
+    assert sum(judging.verdicts.seconds.values()) == ended > before

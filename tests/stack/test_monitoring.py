@@ -1,0 +1,203 @@
+"""A real Prometheus: our configuration and rules, a real run scraped while it goes on, and one that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import yaml
+
+from dashboards.build import FOLDER, write
+from dashboards.content import ALL
+from dashboards.prometheus import Prometheus, binary, load_recorded
+from miles_async.observability.events import ClusterReady, EngineChanged, Event, Silent, TrainerTurned
+from miles_async.observability.onlookers import Onlookers
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.verdict import SILENT_SECONDS, Bottleneck, Verdicts
+from tests.stack.conftest import Played, Stack, settings
+from workers.driver import run_started
+from workers.heartbeats import Heartbeats
+from workers.stacks import dump_stacks
+
+RULES = FOLDER.parent / "rules"
+ALERTS = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]
+RECORDED = yaml.safe_load((RULES / "recording.yml").read_text())["groups"][0]["rules"]
+EXPRESSIONS = [
+    (f"{dashboard.name}: {panel.title}", expression)
+    for dashboard in ALL
+    for panel in dashboard.panels
+    for expression in panel.queries.values()
+]
+PATIENCE_SECONDS = 20.0
+RUN = ("train_async.py", "--num-rollout", "8")
+
+
+def promtool(*arguments: str) -> str:
+    ended = subprocess.run([binary("promtool"), *arguments], capture_output=True, text=True, check=False, cwd=RULES)
+    return "" if ended.returncode == 0 else ended.stdout + ended.stderr
+
+
+def as_grafana_asks(expression: str) -> str:
+    return expression.replace("$run", ".*").replace("$__rate_interval", "1m")
+
+
+def empty(prometheus: Prometheus, expressions: Sequence[tuple[str, str]], at: float | None = None) -> list[str]:
+    """Which of the expressions, by what they are for, return nothing."""
+    return [f"{what}: {expression}" for what, expression in expressions if not prometheus.query(expression, at)]
+
+
+def asked() -> list[tuple[str, str]]:
+    """Every panel's expression, every recording rule, and every series that an alert looks at."""
+    panels = [(what, as_grafana_asks(expression)) for what, expression in EXPRESSIONS]
+    rules = [(rule["record"], rule["record"]) for rule in RECORDED]
+    alerts = [
+        (rule["alert"], series) for rule in ALERTS for series in re.findall(r"miles_async[\w:]+|\bup\b", rule["expr"])
+    ]
+    return panels + rules + alerts
+
+
+def test_configuration_and_rules_are_valid() -> None:
+    assert promtool("check", "config", "../prometheus.yml") == ""
+    assert promtool("check", "rules", "recording.yml", "alerts.yml") == ""
+
+
+def test_every_alert_fires_when_it_should_and_only_then() -> None:
+    assert promtool("test", "rules", "alerts_test.yml") == ""
+    tested = [case["name"] for case in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]]
+    assert sorted(tested) == sorted(f"{rule['alert']} {does}" for rule in ALERTS for does in ("fires", "stays calm"))
+
+
+def test_every_alert_says_what_to_do() -> None:
+    assert [rule["alert"] for rule in ALERTS if not rule["annotations"].get("runbook", "").endswith(".")] == []
+
+
+def test_the_committed_dashboards_are_those_of_the_code(tmp_path: Path) -> None:
+    for path in write(tmp_path):
+        assert path.read_text() == (FOLDER / path.name).read_text(), f"{path.name} is old: run `make dashboards`"
+
+
+@dataclass
+class Monitored:
+    played: Played
+    folder: RunFolder
+    """Of those who look on."""
+    prometheus: Prometheus
+    onlookers: Onlookers
+
+
+@pytest.fixture(scope="module")
+def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    """A run that Prometheus scraped while it went on; its metrics are still served."""
+    with ExitStack() as until_the_end:
+        config = settings(*RUN, "--run-dir", str(tmp_path_factory.mktemp("monitored")))
+        folder = RunFolder.create(config)
+        onlookers = until_the_end.enter_context(Onlookers(config, folder))
+        prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=3))
+        heartbeats = Heartbeats(stack.cluster.questions)
+        until_the_end.callback(heartbeats.close)
+
+        def watch(event: Event) -> None:
+            now = time.time()
+            onlookers.emit(event, *heartbeats.look(now))
+            onlookers.found_at(heartbeats.addresses)
+            onlookers.tick(now)
+
+        for engine in stack.cluster.surroundings.engines:
+            watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
+        watch(run_started(config, folder, RUN[0]))
+        watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
+        played = stack.play(*RUN, watch=watch)
+        yield Monitored(played, folder, prometheus, onlookers)
+
+
+def test_prometheus_finds_driver_engine_and_router_of_the_run(monitored: Monitored) -> None:
+    prometheus = monitored.prometheus
+    assert prometheus.up() == {"driver": True, "engine-0": True, "router": True}
+
+
+def test_every_panel_rule_and_alert_has_data(monitored: Monitored) -> None:
+    prometheus, onlookers = monitored.prometheus, monitored.onlookers
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (missing := empty(prometheus, asked())) and time.monotonic() < deadline:
+        time.sleep(1)
+        onlookers.tick(time.time())
+    assert missing == []
+
+
+def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> None:
+    played, prometheus = monitored.played, monitored.prometheus
+    assert played.violations == []
+    (batches,) = prometheus.query("miles_async_rollout_batches")
+    assert batches["value"][1] == str(played.config.rollout.num_rollout)
+    parts = {
+        part["metric"]["part"]: float(part["value"][1])
+        for part in prometheus.query("miles_async_staleness_part_versions_sum")
+    }
+    (whole,) = prometheus.query('miles_async_staleness_versions_sum{groups="trained"}')
+    assert sum(parts.values()) == float(whole["value"][1])
+    assert min(parts.values()) >= 0
+
+
+def test_a_run_that_has_ended_shows_the_same(monitored: Monitored, tmp_path: Path) -> None:
+    played = monitored.played
+    monitored.onlookers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
+    ended = load_recorded(monitored.folder.path, tmp_path)
+    with Prometheus(tmp_path, storage=tmp_path) as prometheus:
+        (batches,) = prometheus.query("miles_async_rollout_batches", ended)
+        assert batches["value"][1] == str(played.config.rollout.num_rollout)
+        theirs = re.compile(r"sglang|smg_|\bup\b")
+        ours = [(what, expression) for what, expression in asked() if not theirs.search(expression)]
+        assert empty(prometheus, ours, ended) == []
+
+
+def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: Stack, tmp_path: Path) -> None:
+    learner = ray.get(stack.cluster.surroundings.learner_ranks[0].pid.remote())
+    (engine,) = stack.cluster.surroundings.engines
+    told = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
+    for process, verdict in (("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT)):
+        verdicts = Verdicts()
+        verdicts.observe(TrainerTurned(time=told[0].time, to="publish"))
+        for silent in told:
+            if silent.process == process:
+                verdicts.observe(silent)
+        assert verdicts.finding.verdict is verdict
+        assert verdicts.finding.why.startswith(f"{process} has not answered for")
+    assert {silent.process for silent in told if silent.seconds} == {"learner-0", "engine-0"}
+    (stacks,) = tmp_path.glob("stacks-*.txt")
+    learners = stacks.read_text().split("==== ")[1]
+    assert f"pid {learner}, stopped" in learners
+    assert "run_actor_task" in learners or "Thread" in learners
+
+
+async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[Silent]:
+    """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
+    heartbeats = Heartbeats(stack.cluster.questions)
+    told: list[Silent] = []
+    try:
+        os.kill(learner, signal.SIGSTOP)
+        os.killpg(engine, signal.SIGSTOP)
+        dump_stacks([psutil.Process(learner)], folder)
+        deadline = time.time() + 30
+        while len(_silent_for(told, SILENT_SECONDS)) < 2 and time.time() < deadline:
+            told += heartbeats.look(time.time())
+            await asyncio.sleep(0.25)
+    finally:
+        os.kill(learner, signal.SIGCONT)
+        os.killpg(engine, signal.SIGCONT)
+        heartbeats.close()
+    return told
+
+
+def _silent_for(told: Sequence[Silent], seconds: float) -> set[str]:
+    return {silent.process for silent in told if silent.seconds > seconds}

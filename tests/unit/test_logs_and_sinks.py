@@ -1,0 +1,206 @@
+"""What is written beside the terminal: files of other processes, canonical lines, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from miles_async.observability import sinks
+from miles_async.observability.events import Drained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
+from miles_async.observability.logging import configure_logging
+from miles_async.observability.noise import ERRORS_SHOWN, Noise
+from miles_async.observability.sinks import Aside, Curves, Point
+from miles_async.observability.steps import Steps
+
+STEP: list[Event] = [
+    Drained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
+    StepStarted(time=2.0, rollout=4, version=3, staleness=[0, 1, 2], groups=[5, 6, 7]),
+    StepEnded(
+        time=4.0,
+        rollout=4,
+        started=2.0,
+        ended=4.0,
+        tokens=600,
+        finite=True,
+        reward=0.25,
+        response_length=4.0,
+        metrics={"loss": 0.5, "grad_norm": 1.5},
+    ),
+]
+EVALUATED = Evaluated(
+    time=5.0, name="aime", rollout=4, accuracy=0.5, reward=0.25, problems=8, seconds=1.0, truncated=0.125
+)
+
+
+@pytest.fixture
+def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """The JSON lines on stderr so far."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    configure_logging("json")
+    yield lambda: [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
+    steps = Steps()
+    for event in STEP:
+        steps.observe(event)
+    (line,) = logged()
+    assert line["event"] == "step"
+    expected = {
+        "rollout": 4, "version": 3, "seconds": 2.0, "tokens": 600, "reward": 0.25, "staleness_mean": 1.0,
+        "staleness_max": 2, "queue": 7, "waited": 0.5, "recycled": 2, "loss": 0.5, "grad_norm": 1.5,
+    }  # fmt: skip
+    assert {name: line[name] for name in expected} == expected
+
+
+def test_lines_after_a_step_began_are_bound_to_its_rollout_and_version(logged: Any) -> None:
+    steps = Steps()
+    steps.observe(STEP[1])
+    structlog.get_logger("miles_async.x").warning("something")
+    (line,) = logged()
+    assert (line["rollout"], line["version"]) == (4, 3)
+
+
+def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(tmp_path: Path, logged: Any) -> None:
+    def says(level: str, event: str) -> str:
+        return json.dumps({"level": level, "event": event, "logger": "x", "run": "r", "step": 3}) + "\n"
+
+    (tmp_path / "learner-0.jsonl").write_text(says("info", "taught"))
+    (tmp_path / "learner-1.jsonl").write_text(says("info", "taught") + says("warning", "slow"))
+    Noise(tmp_path).look(100.0)
+    assert [(line["process"], line["event"], line["step"]) for line in logged()] == [
+        ("learner-0", "taught", 3),
+        ("learner-1", "slow", 3),
+    ]
+
+
+def test_errors_of_engines_and_router_surface_once_and_not_without_end(tmp_path: Path, logged: Any) -> None:
+    engine = tmp_path / "engine-0.log"
+    engine.write_text("INFO all is well\n[2026] ERROR out of memory\nERROR not yet wri")
+    noise = Noise(tmp_path)
+    noise.look(100.0)
+    assert [line["line"] for line in logged()] == ["[2026] ERROR out of memory"]
+    noise.look(100.5)
+    with engine.open("a") as file:
+        file.write("tten\n" + "ERROR again\n" * 50)
+    noise.look(102.0)
+    lines = logged()
+    assert lines[0]["line"] == "ERROR not yet written"
+    assert len(lines) == ERRORS_SHOWN  # the four that were left, and the word that the rest is in the file
+    assert "only in its file" in lines[-1]["event"]
+
+
+def points(*events: Event, always_train_step: bool = False) -> list[Point]:
+    curves = Curves(2, always_train_step=always_train_step)
+    return [point for event in events for point in curves.points(event)]
+
+
+def test_curves_carry_slimes_names_over_steps_and_rollouts() -> None:
+    train, rollout, evaluation = points(*STEP, EVALUATED)
+    assert (train.axis, train.step, train.values["train/loss"]) == ("train/step", 10, 0.5)
+    assert (rollout.axis, rollout.step, rollout.values["rollout/staleness_max"]) == ("rollout/step", 5, 2)
+    assert (evaluation.axis, evaluation.step) == ("rollout/step", 5)
+    assert evaluation.values["eval/aime"] == 0.25
+    assert evaluation.values["eval/aime-truncated_ratio"] == 0.125
+
+
+def test_everything_is_plotted_over_optimizer_steps_if_asked_for() -> None:
+    assert {(point.axis, point.step) for point in points(*STEP, EVALUATED, always_train_step=True)} == {
+        ("train/step", 10)
+    }
+
+
+def test_a_publish_that_no_engine_took_is_no_point() -> None:
+    publish = PublishEnded(
+        time=1.0,
+        version=1,
+        live=False,
+        staged_seconds=1,
+        paused_seconds=1,
+        write_seconds=1,
+        bytes=1,
+        queue=0,
+        fenced=[],
+    )
+    assert points(publish) == []
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.closed = False
+
+    def write(self, point: Point) -> None:
+        self.points.append(point)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+POINT = Point("train/step", 1, {"train/loss": 1.0})
+
+
+def test_a_sink_gets_every_point_before_it_is_closed() -> None:
+    kept = Kept()
+    aside = Aside("kept", lambda: kept)
+    for _ in range(100):
+        aside.write(POINT)
+    aside.close()
+    assert (len(kept.points), kept.closed) == (100, True)
+
+
+@pytest.mark.parametrize("breaks", ["open", "write", "close"])
+def test_a_sink_that_fails_is_one_warning_and_never_an_exception(breaks: str, logged: Any) -> None:
+    class Broken(Kept):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fail("open")
+
+        def write(self, point: Point) -> None:
+            self.fail("write")
+
+        def close(self) -> None:
+            self.fail("close")
+
+        def fail(self, where: str) -> None:
+            if breaks == where:
+                raise OSError("no space left")
+
+    aside = Aside("broken", Broken)
+    for _ in range(3):
+        aside.write(POINT)
+    aside.close()
+    (line,) = logged()
+    assert (line["sink"], line["error"]) == ("broken", "OSError: no space left")
+
+
+def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
+    monkeypatch.setattr(sinks, "WAITING_AT_MOST", 4)
+    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.05)
+    for_ever = threading.Event()
+
+    class Hangs(Kept):
+        def write(self, point: Point) -> None:
+            for_ever.wait()
+
+    aside = Aside("hangs", Hangs)
+    began = time.monotonic()
+    for _ in range(100):
+        aside.write(POINT)
+    aside.close()
+    assert time.monotonic() - began < 5
+    for_ever.set()
+    assert "hangs and is left behind" in logged()[0]["event"]

@@ -1,0 +1,179 @@
+"""The live page as a browser is given it, and the server it comes from."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from threading import Thread
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from miles_async.observability.events import EventSink, RunStarted, SampleShown
+from miles_async.observability.page import LivePage
+from miles_async.observability.samples import CHARACTERS_SHOWN, Shown, readable
+from miles_async.observability.server import MetricsServer
+from miles_async.observability.view import View
+from miles_async.types import Group, Sample, VersionSpan
+
+HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerror=alert(1)>"
+
+
+class Kept(EventSink):
+    def __init__(self) -> None:
+        self.events: list[SampleShown] = []
+
+    def emit(self, event: object) -> None:
+        assert isinstance(event, SampleShown)
+        self.events.append(event)
+
+
+def group(response: str = "42", **fields: object) -> Group:
+    sample = Sample(prompt="6 * 7 =", response=response, response_length=2, reward=1.0, spans=[VersionSpan(3, 0, 2)])
+    for name, value in fields.items():
+        setattr(sample, name, value)
+    return Group([sample], feed_index="sample_0_5", sequence=17)
+
+
+def told(offered: Group) -> SampleShown:
+    sink = Kept()
+    Shown(sink, 5.0).offer(100.0, offered)
+    return sink.events[0]
+
+
+def view_with(response: str) -> View:
+    view = View()
+    view.observe(
+        RunStarted(
+            time=100.0,
+            run="tested",
+            entry="train_async.py",
+            rollouts=10,
+            groups_per_rollout=4,
+            samples_per_group=2,
+            queue_capacity=1000,
+            window=3,
+            slots=8,
+        )
+    )
+    view.observe(told(group(response)))
+    return view
+
+
+def test_a_sample_is_told_of_once_in_an_interval() -> None:
+    sink = Kept()
+    shown = Shown(sink, 5.0)
+    for second in range(12):
+        shown.offer(100.0 + second, group())
+    assert [event.time for event in sink.events] == [100.0, 105.0, 110.0]
+    assert (sink.events[0].sequence, sink.events[0].versions, sink.events[0].rewards) == (17, (3, 3), [1.0])
+
+
+def test_no_interval_shows_no_samples() -> None:
+    sink = Kept()
+    Shown(sink, None).offer(100.0, group())
+    assert sink.events == []
+
+
+def test_control_characters_become_visible_and_lone_surrogates_do_no_harm() -> None:
+    assert readable("a\x00b\x1b[2J\x7f\tc\nd") == "a␀b␛[2J␡\tc\nd"
+    assert readable("\x9b\ud800\u202egnp.exe") == "\ufffd?<U+202E>gnp.exe"
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
+    text = readable("a" * CHARACTERS_SHOWN + "b" * CHARACTERS_SHOWN)
+    assert text.startswith("aaa")
+    assert text.endswith("bbb")
+    assert f"{CHARACTERS_SHOWN} characters" in text
+    assert len(text) < CHARACTERS_SHOWN + 60
+
+
+def test_a_chat_prompt_is_shown_message_by_message() -> None:
+    chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "1 + 1"}]
+    assert told(group(prompt=chat)).prompt == "system: add\nuser: 1 + 1"
+
+
+def test_html_in_a_sample_stays_inside_the_data_of_the_page() -> None:
+    html = LivePage(view_with(HOSTILE)).html(101.0).decode()
+    assert HOSTILE not in html
+    assert html.count("<script") == 2
+    data = re.search(r'<script type="application/json" id="state">(.*?)</script>', html, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["now"]["samples"][0]["response"] == HOSTILE
+
+
+def test_the_page_names_no_outside_resource_and_lets_only_its_own_script_run() -> None:
+    html = LivePage(View()).html(101.0).decode()
+    assert re.findall(r'(?:src|href)="(?!data:)', html) == []
+    assert [url for url in re.findall(r"https?://[\w.]+", html) if "w3.org" not in url] == []
+    assert re.search(r"default-src 'none'; script-src 'sha256-[\w+/]+=';", html)
+    assert "{{" not in html
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MetricsServer]:
+    registry = CollectorRegistry()
+    Gauge("miles_async_tested", "Something.", registry=registry).set(3)
+    server = MetricsServer(registry, LivePage(view_with("42")), 0)
+    yield server
+    server.close()
+
+
+def test_one_port_serves_metrics_page_and_state(server: MetricsServer) -> None:
+    assert b"miles_async_tested 3.0" in urlopen(server.url, timeout=5).read()
+    assert b"<!doctype html>" in urlopen(server.page_url, timeout=5).read()
+    state = json.load(urlopen(f"{server.page_url}state.json?span=whole", timeout=5))
+    assert (state["span"], state["now"]["run"]["run"]) == ("whole", "tested")
+
+
+@pytest.mark.parametrize("path, host, status", [("/", "evil.example", 403), ("/etc/passwd", "localhost", 404)])
+def test_other_hosts_names_and_other_paths_are_refused(
+    server: MetricsServer, path: str, host: str, status: int
+) -> None:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection.request("GET", path, headers={"Host": f"{host}:{server.port}"})
+    assert connection.getresponse().status == status
+    connection.close()
+
+
+def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
+    registry = CollectorRegistry()
+    gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
+    for place in range(500):
+        gauge.labels(str(place)).set(place)
+    server = MetricsServer(registry, LivePage(View()), 0)
+    answers: list[bytes | None] = []
+
+    def scrape() -> None:
+        try:
+            # A body shorter than its Content-Length raises IncompleteRead, which is no OSError and fails the test.
+            answers.append(urlopen(server.url, timeout=5).read())
+        except OSError:
+            answers.append(None)
+
+    scrapes = [Thread(target=scrape) for _ in range(24)]
+    for each in scrapes:
+        each.start()
+    while not answers:
+        time.sleep(0.001)
+    server.close()
+    for each in scrapes:
+        each.join()
+    whole = [answer for answer in answers if answer is not None]
+    assert whole
+    assert all(answer.endswith(b'miles_async_tested{place="499"} 499.0\n') for answer in whole)
+    assert len(answers) == 24
+
+
+def test_a_client_that_says_nothing_does_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_async.observability.server._Handler.timeout", 0.05)
+    server = MetricsServer(CollectorRegistry(), LivePage(View()), 0)
+    with socket.create_connection(("127.0.0.1", server.port)):
+        begun = time.monotonic()
+        server.close()
+        assert time.monotonic() - begun < 5

@@ -1,0 +1,175 @@
+"""A run that hangs: who does not answer, what is said, and how it escalates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.config.schema import Observability, RunConfig
+from miles_async.core.stall import StallClock, dumps_stacks
+from miles_async.observability.events import ClusterReady, EngineChanged, GroupMoved, Pulse, Silent, TrainerTurned
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.stall import StallReport
+from miles_async.observability.targets import Targets
+from workers.heartbeats import Heartbeats, Question
+
+READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
+PULSE = Pulse(
+    time=110.0,
+    generating=3,
+    rewarding=1,
+    oldest=7,
+    oldest_seconds=9.0,
+    waits_for="slots",
+    waits_seconds=8.0,
+    head=7,
+    head_state="in_flight",
+    head_seconds=9.5,
+    queue=2,
+    blocked=5,
+    collected=1,
+    wanted=4,
+    trainer_version=3,
+    live_version=2,
+)
+
+
+def test_a_stall_is_warned_of_once_per_interval_and_again_after_something_moved() -> None:
+    clock = StallClock(10.0)
+    assert [still for still in (0.0, 9.0, 10.0, 14.0, 20.0, 25.0) if clock.due(still)] == [10.0, 20.0]
+    assert not clock.due(1.0)
+    assert clock.due(10.0)
+
+
+@pytest.mark.parametrize("warn, abort, first", [(30.0, 600.0, 60.0), (30.0, 40.0, 30.0), (10.0, 25.0, 15.0)])
+def test_stacks_are_dumped_with_the_second_warning_or_the_last_before_the_end(
+    warn: float, abort: float, first: float
+) -> None:
+    assert dumps_stacks(first, warn, abort)
+    assert not dumps_stacks(first - 0.1, warn, abort)
+
+
+def test_a_stall_that_the_rollout_worker_cannot_tell_of_is_told_in_its_place() -> None:
+    report = StallReport(warn_seconds=5.0)
+    for event in (READY, PULSE):
+        report.observe(event)
+    assert report.overdue(120.0) is None
+    report.observe(Silent(time=121.0, process="rollout", seconds=3.0))
+    stalled = report.overdue(121.0)
+    assert stalled is not None
+    assert (stalled.seconds, stalled.queue, stalled.collected, stalled.wanted) == (21.0, 2, 1, 4)
+    assert report.overdue(122.0) is None
+    report.observe(Silent(time=123.0, process="rollout", seconds=0.0))
+    assert report.overdue(150.0) is None
+
+
+def test_the_report_says_where_everything_stands() -> None:
+    report = StallReport(warn_seconds=5.0)
+    moved = {"sequence": 0, "feed_index": "f", "attempt": 0, "before": None, "after": "fed", "reason": None}
+    for event in (
+        READY,
+        EngineChanged(time=101.0, engine="engine-0", state="routed", version=2, reason=None),
+        GroupMoved(time=102.0, counts={"in_flight": 4, "queued": 2, "leased": 0}, **moved),  # type: ignore[arg-type]
+        TrainerTurned(time=103.0, to="batch"),
+        PULSE,
+        Silent(time=111.0, process="engine-0", seconds=6.0),
+    ):
+        report.observe(event)
+    facts = report.facts()
+    assert facts["groups"] == {"in_flight": 4, "queued": 2}
+    assert (facts["head"], facts["head_state"], facts["head_age"]) == (7, "in_flight", "10s")
+    assert (facts["oldest_request"], facts["oldest_request_engine"]) == ("group 7, 9s", "engine-0")
+    assert facts["engines"] == {"engine-0": {"state": "routed", "version": 2}}
+    assert facts["silent"] == {"engine-0": "6s"}
+    assert (facts["admission_waits_for"], facts["trainer"]) == ("slots", "batch")
+    assert (facts["trainer_version"], facts["live_version"]) == (3, 2)
+
+
+class Process:
+    """Answers with `answer`, unless it is stopped."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.running = asyncio.Event()
+        self.running.set()
+
+    async def ask(self) -> Any:
+        await self.running.wait()
+        return self.answer
+
+
+def looks(process: Question, *times: float) -> tuple[Heartbeats, list[tuple[float, float]]]:
+    """The heartbeats after looking at these times, and the time and seconds of every silence told."""
+    beats = Heartbeats({"p": process})
+    told: list[tuple[float, float]] = []
+
+    async def look() -> None:
+        for now in times:
+            told.extend((silent.time, silent.seconds) for silent in beats.look(now))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        beats.close()
+
+    asyncio.run(look())
+    return beats, told
+
+
+def test_a_process_that_answers_is_never_silent_and_says_where_its_metrics_are() -> None:
+    beats, told = looks(Process("127.0.0.1:8").ask, *[100.0 + i / 4 for i in range(40)])
+    assert told == [(100.0, 0.0)]  # so that its series is there from the start
+    assert beats.addresses == {"p": "127.0.0.1:8"}
+
+
+def test_a_process_that_hangs_is_told_of_every_second_until_it_answers_again() -> None:
+    process = Process()
+
+    async def ask() -> None:
+        await process.ask()
+
+    process.running.clear()
+    _, told = looks(ask, 100.0, 101.0, 102.0, 102.5, 103.0, 104.0)
+    assert told == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
+
+
+def test_an_engine_that_was_removed_is_not_silent() -> None:
+    questions: dict[str, Question] = {"engine-1": Process(False).ask}
+    beats = Heartbeats(questions)
+
+    async def look() -> list[float]:
+        told = [silent.seconds for now in (100.0, 103.0) for silent in beats.look(now)]
+        del questions["engine-1"]
+        return told + [silent.seconds for now in (104.0, 105.0) for silent in beats.look(now)]
+
+    assert asyncio.run(look()) == [0.0, 3.0, 0.0]
+
+
+def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
+    async def died() -> None:
+        raise OSError("gone")
+
+    for process in (Process(False).ask, died):
+        beats, told = looks(process, 100.0, 101.0, 102.0, 103.0)
+        assert [seconds for _, seconds in told] == [0.0, 2.0, 3.0]
+        assert beats.addresses == {}
+
+
+def test_prometheus_finds_the_run_and_its_engines_in_a_file_that_ends_with_the_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(RunConfig(observability=Observability(run_dir=str(tmp_path))))
+    targets = Targets(folder, "http://127.0.0.1:9/metrics")
+    targets.write({"engine-0": "10.0.0.2:81", "router": "10.0.0.1:82"})
+    (file,) = (tmp_path / "targets").glob("*.json")
+    entries = json.loads(file.read_text())
+    assert [(entry["targets"], entry["labels"]["job"], entry["labels"]["process"]) for entry in entries] == [
+        (["127.0.0.1:9"], "miles_async", "driver"),
+        (["10.0.0.2:81"], "sglang", "engine-0"),
+        (["10.0.0.1:82"], "sglang_router", "router"),
+    ]
+    targets.write({"engine-0": "10.0.0.3:81"})
+    assert "10.0.0.3:81" in file.read_text()
+    assert "10.0.0.2:81" not in file.read_text()
+    targets.remove()
+    assert list((tmp_path / "targets").iterdir()) == []

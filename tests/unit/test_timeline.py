@@ -1,0 +1,279 @@
+"""Series over time in bounded memory, and what page and report make of a run's events."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.observability.board import SLOTS_SHOWN, Board
+from miles_async.observability.charts import Charts
+from miles_async.observability.events import (
+    BottleneckFound,
+    EngineChanged,
+    Evaluated,
+    GroupFiltered,
+    GroupMoved,
+    PublishEnded,
+    Pulse,
+    Queue,
+    RouterChanged,
+    RunEnded,
+    RunStarted,
+    Silent,
+    StepEnded,
+    StepStarted,
+    TrainerTurned,
+    WriteFailed,
+)
+from miles_async.observability.timeline import Timeline
+
+RUN = RunStarted(
+    time=100.0,
+    run="r",
+    entry="train_async.py",
+    rollouts=10,
+    groups_per_rollout=4,
+    samples_per_group=2,
+    queue_capacity=1000,
+    window=3,
+    slots=8,
+)
+
+
+def means(timeline: Timeline, name: str) -> list[float | None]:
+    return timeline.figures()["series"][name]["mean"]
+
+
+def moved(
+    sequence: int, before: str | None, after: str, reason: str | None = None, *, time: float = 101.0
+) -> GroupMoved:
+    counts = dict.fromkeys(("fed", "in_flight", "finished", "queued", "leased", "trained"), 0)
+    return GroupMoved(
+        time=time,
+        sequence=sequence,
+        feed_index=f"sample_0_{sequence}",
+        attempt=0,
+        before=before,
+        after=after,
+        reason=reason,
+        counts=counts,
+    )
+
+
+def verdict(time: float, name: str) -> BottleneckFound:
+    return BottleneckFound(time=time, verdict=name, why="because", knob="turn this", shares={})
+
+
+def test_a_held_value_counts_by_the_time_it_lasts_and_its_extremes_are_kept() -> None:
+    timeline = Timeline(0.0, width=1.0, places=8)
+    timeline.hold("queue", 0.0, 10)
+    timeline.hold("queue", 0.75, 0)
+    timeline.hold("queue", 0.75, 30)
+    timeline.settle(2.0)
+    series = timeline.figures()["series"]["queue"]
+    assert series["mean"][:2] == [15.0, 30.0]
+    assert (series["low"][0], series["high"][0]) == (0.0, 30.0)
+
+
+def test_seconds_that_something_took_become_shares_of_each_bucket() -> None:
+    timeline = Timeline(100.0, width=2.0, places=8)
+    timeline.spread("busy", 101.0, 105.0)
+    assert means(timeline, "busy") == [0.5, 1.0, 0.5]
+
+
+def test_a_full_timeline_merges_neighbours_and_loses_no_extreme_and_no_sum() -> None:
+    timeline = Timeline(0.0, width=1.0, places=8)
+    for second in range(1000):
+        timeline.note("reward", second, 1.0 if second == 3 else 0.5)
+        timeline.count("trained", second, 2)
+    figures = timeline.figures()
+    assert figures["width"] == 128.0
+    assert len(figures["series"]["reward"]["mean"]) == 8
+    assert figures["series"]["reward"]["high"][0] == 1.0
+    assert sum(figures["series"]["trained"]["mean"]) * 128 == pytest.approx(2000, rel=1e-3)
+
+
+def test_a_rolling_timeline_forgets_the_oldest_and_keeps_its_width() -> None:
+    timeline = Timeline(0.0, width=1.0, places=10, rolling=True)
+    for second in range(1000):
+        timeline.note("reward", second, second)
+    figures = timeline.figures()
+    assert (figures["start"], figures["width"]) == (990.0, 1.0)
+    assert figures["series"]["reward"]["mean"] == list(range(990, 1000))
+
+
+def test_a_figure_that_is_not_finite_is_a_gap() -> None:
+    timeline = Timeline(0.0, width=1.0, places=4)
+    timeline.note("loss", 0.0, float("nan"))
+    timeline.note("loss", 1.0, float("inf"))
+    timeline.note("loss", 2.0, 7.0)
+    assert means(timeline, "loss") == [None, None, 7.0]
+
+
+def test_the_trainers_time_is_told_up_to_this_moment() -> None:
+    charts = Charts()
+    charts.observe(RUN)
+    charts.observe(TrainerTurned(time=100.0, to="batch"))
+    charts.observe(TrainerTurned(time=101.0, to="step"))
+    assert charts.figures("whole", 103.0)["series"]["trainer:batch"]["mean"][:2] == [1.0, 1.0]
+    assert sum(charts.figures("whole", 104.0)["series"]["trainer:step"]["mean"]) * 0.5 == pytest.approx(3.0)
+
+
+def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None:
+    charts = Charts()
+    charts.observe(RUN)
+    for finite in (True, False):
+        charts.observe(StepStarted(time=100.0, rollout=0, version=0, staleness=[0, 1, 1, 2], groups=[0, 1, 2, 3]))
+        charts.observe(
+            StepEnded(
+                time=100.2,
+                rollout=0,
+                started=100.0,
+                ended=100.2,
+                tokens=9,
+                finite=finite,
+                reward=0.5,
+                response_length=3.0,
+                metrics={"loss": 0.1},
+            )
+        )
+    series = charts.figures("recent", 100.5)["series"]
+    assert series["trained"]["mean"] == [4.0]
+    assert (series["staleness"]["low"], series["staleness"]["high"]) == ([0.0], [2.0])
+    assert series["step:loss"]["mean"] == [0.1]
+
+
+def test_phases_name_the_verdict_that_held_for_most_of_the_time() -> None:
+    charts = Charts()
+    charts.observe(RUN)
+    charts.observe(verdict(100.0, "rollout-bound"))
+    charts.observe(verdict(103.0, "balanced"))
+    charts.observe(verdict(103.1, "trainer-bound"))
+    assert charts.verdicts(105.0) == [(0.0, 3.0, "rollout-bound"), (3.0, 5.0, "trainer-bound")]
+
+
+def test_the_board_draws_live_groups_oldest_first_and_names_the_head() -> None:
+    board = Board()
+    board.observe(RUN)
+    for sequence in range(3):
+        board.observe(moved(sequence, None, "fed"))
+    for before, after in (("fed", "in_flight"), ("in_flight", "finished"), ("finished", "queued")):
+        board.observe(moved(0, before, after, time=104.0))
+    board.observe(moved(2, "fed", "dropped", "stale"))
+    figures = board.figures(106.0)
+    assert figures["slots"]["live"] == [[0, "queued", 2.0, 0, "sample_0_0"], [1, "fed", 5.0, 0, "sample_0_1"]]
+    assert figures["slots"]["head"] == 1
+    assert figures["outcomes"] == {"stale": 1}
+    assert figures["fed"] == 3
+
+
+def test_more_live_groups_than_fit_are_counted_and_not_drawn() -> None:
+    board = Board()
+    board.observe(RUN)
+    for sequence in range(SLOTS_SHOWN + 7):
+        board.observe(moved(sequence, None, "fed"))
+    slots = board.figures(102.0)["slots"]
+    assert (len(slots["live"]), slots["counts"]) == (SLOTS_SHOWN, {"fed": SLOTS_SHOWN + 7})
+
+
+def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() -> None:
+    board = Board()
+    for name in ("engine-0", "engine-1"):
+        board.observe(EngineChanged(time=100.0, engine=name, state="routed", version=0, reason=None))
+    publish = PublishEnded(
+        time=101.0,
+        version=5,
+        live=True,
+        staged_seconds=0.1,
+        paused_seconds=0.1,
+        write_seconds=0.1,
+        bytes=1,
+        queue=0,
+        fenced=["engine-1"],
+    )
+    board.observe(publish)
+    board.observe(Silent(time=103.0, process="engine-1", seconds=2.0))
+    figures = board.figures(104.0)
+    assert [(engine.engine, engine.state, engine.version) for engine in figures["engines"]] == [
+        ("engine-0", "routed", 5),
+        ("engine-1", "fenced", None),
+    ]
+    assert figures["silent"] == {"engine-1": 3.0}
+    board.observe(Silent(time=105.0, process="engine-1", seconds=0.0))
+    assert board.figures(106.0)["silent"] == {}
+
+
+def test_the_router_and_writes_that_failed_are_told() -> None:
+    board = Board()
+    board.observe(RUN)
+    board.observe(RouterChanged(time=101.0, up=True, engines=2, healthy=1))
+    failed = WriteFailed(time=102.0, version=4, engine="engine-1", error="timed out", then="fence", way=None)
+    board.observe(failed)
+    figures = board.figures(103.0)
+    assert (figures["router"].engines, figures["router"].healthy) == (2, 1)
+    assert figures["notices"] == [{"at": 2.0, "text": "version 4 did not arrive at engine-1 (timed out): fence"}]
+
+
+def test_ages_stand_still_once_the_run_has_ended() -> None:
+    board = Board()
+    board.observe(RUN)
+    board.observe(moved(0, None, "fed", time=101.0))
+    board.observe(RunEnded(time=103.0, reason="done"))
+    figures = board.figures(500.0)
+    assert (figures["elapsed"], figures["slots"]["live"][0][2], figures["ended"]) == (3.0, 2.0, "done")
+
+
+def test_the_board_keeps_the_first_and_the_last_score_of_a_data_set() -> None:
+    board = Board()
+    for rollout in (-1, 4, 9):
+        score = Evaluated(
+            time=100.0, name="math", rollout=rollout, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
+        )
+        board.observe(score)
+    assert [score.rollout for score in board.figures(101.0)["scores"]["math"]] == [-1, 9]
+
+
+def test_names_that_users_give_are_bounded_in_number() -> None:
+    board, charts = Board(), Charts()
+    charts.observe(RUN)
+    for number in range(200):
+        board.observe(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
+        score = Evaluated(
+            time=100.0, name=f"set {number}", rollout=0, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
+        )
+        charts.observe(score)
+    outcomes = board.figures(102.0)["outcomes"]
+    assert (len(outcomes), outcomes["filtered: other"], sum(outcomes.values())) == (41, 160, 200)
+    assert sum(name.startswith("eval:") for name in charts.figures("whole", 102.0)["series"]) == 24
+
+
+def test_a_run_that_has_told_nothing_can_be_drawn() -> None:
+    assert Board().figures(5.0)["elapsed"] == 0.0
+    assert Charts().figures("recent", 5.0)["series"] == {}
+    assert Charts().verdicts(5.0) == []
+
+
+def test_queue_and_head_are_drawn_from_what_the_rollout_side_tells() -> None:
+    charts = Charts()
+    charts.observe(RUN)
+    charts.observe(Queue(time=100.0, depth=7, blocked=2))
+    pulse = Pulse(
+        time=100.0,
+        generating=1,
+        rewarding=0,
+        oldest=0,
+        oldest_seconds=4.0,
+        waits_for="slots",
+        waits_seconds=1.0,
+        head=0,
+        head_state="in_flight",
+        head_seconds=4.0,
+        queue=7,
+        blocked=2,
+        collected=0,
+        wanted=4,
+        trainer_version=3,
+        live_version=2,
+    )
+    charts.observe(pulse)
+    series = charts.figures("whole", 100.5)["series"]
+    assert [series[name]["mean"][0] for name in ("queue", "blocked", "head_seconds", "version_lag")] == [7, 2, 4, 1]
