@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from miles_async.adapters.megatron.batch import Scored, TrainStep, pack_samples
-from miles_async.adapters.megatron.layout import training_layout
+from miles_async.adapters.megatron.layout import Padding, training_layout
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
@@ -49,7 +49,7 @@ def samples() -> list[Scored]:
 def step_of(scored: list[Scored], learner: Learner, width: int | None) -> TrainStep:
     """All samples in one optimizer step, each padded to `width` where it is given."""
     layout = training_layout([width or len(one.sample.tokens) for one in scored], learner, 1)
-    batches = [pack_samples([scored[i] for i in bin_], width) for bin_ in layout.bins[0]]
+    batches = [pack_samples([scored[i] for i in bin_], Padding(width)) for bin_ in layout.bins[0]]
     return TrainStep(batches, sum(len(batch.targets) for batch in batches))
 
 

@@ -4,6 +4,7 @@
 
 Prints what is compared, writes benchmarks/results/packing.json, and exits with 1 when a target is missed: work between
 ranks within 3 %, micro-batches within one of the lower bound on average, 100,000 sequences planned in under a second.
+The same batches are laid out for ranks that share sequences and cut them evenly (CP 2, TP 2 with sequence parallelism).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+from miles_async.adapters.megatron.layout import training_layout
+from miles_async.config.schema import Learner
 from miles_async.core.dynamic_batching import dynamic_batches
 from miles_async.core.packing import pack, report_on
 
@@ -23,6 +26,10 @@ ROUND = 128
 KNEE = 24_500.0
 """Of Qwen3-4B: 201 million FLOPs of linear layers per token and layer over 8,192 of attention per pair of tokens."""
 MANY = 100_000
+SHARED = Learner(
+    max_tokens_per_gpu=CAP // 2, context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True
+)
+"""The same cap: a micro-batch holds what two ranks take."""
 
 
 def lengths(draw: random.Random, count: int) -> list[int]:
@@ -32,12 +39,13 @@ def lengths(draw: random.Random, count: int) -> list[int]:
 def main() -> int:
     draw = random.Random(0)
     batches = [lengths(draw, SAMPLES) for _ in range(BATCHES)]
-    reports, overfull, seeds_padding, seeds_count = [], 0, [], []
+    reports, shared, overfull, seeds_padding, seeds_count = [], [], 0, [], []
     for batch in batches:
         packed = pack(batch, CAP, RANKS, knee=KNEE)
         assert sorted(i for bins in packed for bin_ in bins for i in bin_) == list(range(SAMPLES))
         overfull += sum(sum(batch[i] for i in bin_) > CAP for bins in packed for bin_ in bins)
         reports.append(report_on(packed, batch, CAP, knee=KNEE))
+        shared.append(training_layout(batch, SHARED, RANKS, KNEE).report)
         rows = dynamic_batches(batch, RANKS, max_tokens=CAP, round_to=ROUND)
         sizes = [len(bin_) * padded for bins in rows.bins for bin_, padded in zip(bins, rows.padded, strict=True)]
         seeds_padding.append(sum(sizes) / sum(batch))
@@ -54,7 +62,9 @@ def main() -> int:
         "above_the_bound_mean": fmean(report.micro_batches - report.lower_bound for report in reports),
         "above_the_bound_worst": max(report.micro_batches - report.lower_bound for report in reports),
         "micro_batches_above_the_cap": overfull,
-        "padding": 1.0,
+        "padding": fmean(report.padding for report in reports),
+        "padding_cp_2_tp_2": fmean(report.padding for report in shared),
+        "above_the_bound_mean_cp_2_tp_2": fmean(report.micro_batches - report.lower_bound for report in shared),
         "padding_to_the_longest": fmean(LONGEST * SAMPLES / sum(batch) for batch in batches),
         "padding_of_dynamic_batching": fmean(seeds_padding),
         "micro_batches_of_dynamic_batching": fmean(seeds_count),

@@ -13,13 +13,17 @@ from miles_async.config.derived import (
     GREEDY_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    data_parallel_ranks,
     engines,
     learner_ranks,
+    least_tokens_per_gpu,
+    micro_batch_tokens,
     samples_per_rollout,
     samples_per_step,
     schedule_of,
     trains_only,
 )
+from miles_async.config.layouts import layout_problems
 from miles_async.config.schema import RunConfig
 from miles_async.config.server_args import misfits
 from miles_async.core.bounds import Bounds, Schedule
@@ -162,7 +166,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 def _data_parallel(config: RunConfig) -> int:
-    return learner_ranks(config) // config.learner.tensor_model_parallel_size
+    return data_parallel_ranks(config.learner, learner_ranks(config))
 
 
 def _over_sampling(config: RunConfig) -> Iterator[str]:
@@ -284,16 +288,8 @@ def _tiny_model(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _parallelism(config: RunConfig) -> Iterator[str]:
-    learner, engine, ranks = config.learner, config.engine, learner_ranks(config)
-    shards = learner.tensor_model_parallel_size
-    if ranks % shards:
-        yield (
-            f"actor_num_nodes * actor_num_gpus_per_node = {ranks} learner ranks are not divisible by "
-            f"tensor_model_parallel_size {shards}; set actor_num_gpus_per_node to a multiple of it"
-        )
-    if learner.sequence_parallel and shards == 1:
-        yield "sequence_parallel needs tensor-parallel ranks: set tensor_model_parallel_size above 1, or unset it"
+def _engines(config: RunConfig) -> Iterator[str]:
+    engine = config.engine
     if engine.rollout_num_gpus % engine.rollout_num_gpus_per_engine:
         yield (
             f"rollout_num_gpus {engine.rollout_num_gpus} is not divisible by rollout_num_gpus_per_engine "
@@ -321,21 +317,24 @@ def _colocated(config: RunConfig) -> Iterator[str]:
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
-    rollout, room = config.rollout, config.learner.max_tokens_per_gpu
+    rollout, learner = config.rollout, config.learner
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
-    if longest > room:
+    if longest > (room := micro_batch_tokens(learner)):
+        ranks = learner.context_parallel_size
+        shared = f" * context_parallel_size {ranks}" if ranks > 1 else ""
         yield (
-            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), more than "
-            f"max_tokens_per_gpu {room} lets into a micro-batch; set max_tokens_per_gpu to {longest} or more"
+            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), more than the "
+            f"{room} that max_tokens_per_gpu {learner.max_tokens_per_gpu}{shared} lets into a micro-batch; set "
+            f"max_tokens_per_gpu to {least_tokens_per_gpu(learner, longest)} or more"
         )
 
 
 def _dynamic_batching(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
-    shards = learner.tensor_model_parallel_size
-    train = learner.max_tokens_per_microbatch_in_train or learner.max_tokens_per_gpu
-    infer = learner.max_tokens_per_microbatch_in_infer or learner.max_tokens_per_gpu
+    shards = learner.tensor_model_parallel_size * learner.context_parallel_size
+    train = learner.max_tokens_per_microbatch_in_train or micro_batch_tokens(learner)
+    infer = learner.max_tokens_per_microbatch_in_infer or micro_batch_tokens(learner)
     for where, used, limit, round_to in (
         ("train", learner.use_dynamic_batching_in_train, train, learner.sequence_length_round_in_train),
         ("infer", learner.use_dynamic_batching_in_infer, infer, learner.sequence_length_round_in_infer),
@@ -344,8 +343,8 @@ def _dynamic_batching(config: RunConfig) -> Iterator[str]:
             continue
         if round_to % shards:
             yield (
-                f"sequence_length_round_in_{where} {round_to} is not divisible by tensor_model_parallel_size {shards}; "
-                "set it to a multiple"
+                f"sequence_length_round_in_{where} {round_to} is not divisible by tensor_model_parallel_size * "
+                f"context_parallel_size = {shards}; set it to a multiple"
             )
         if (padded := longest + -longest % round_to) > limit:
             yield (
@@ -418,6 +417,8 @@ _CHECKS: tuple[Check, ...] = (
     _debug,
     _checkpoint,
     _reference,
+    layout_problems,
+    _engines,
     _parallelism,
     _servers,
     _colocated,

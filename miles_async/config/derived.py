@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from miles_async.config.schema import Rollout, RunConfig
+import math
+
+from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.core.bounds import Bounds, Schedule
 from miles_async.core.placement import Demand
 
@@ -61,6 +63,52 @@ def learner_ranks(config: RunConfig) -> int:
     return config.learner.actor_num_nodes * config.learner.actor_num_gpus_per_node
 
 
+def data_parallel_ranks(learner: Learner, ranks: int) -> int:
+    """How many shares a batch is cut into: the ranks that are left once layers, stages and sequences are shared."""
+    return ranks // _per_share(learner)
+
+
+def data_parallel_rank(learner: Learner, rank: int, ranks: int) -> int:
+    """Which of those shares learner rank `rank` of `ranks` trains.
+
+    Megatron numbers its ranks so that those of one layer come first, then those of one sequence, then the shares; the
+    stages of the pipeline are furthest apart.
+    """
+    beside = learner.tensor_model_parallel_size * learner.context_parallel_size
+    return rank // beside % data_parallel_ranks(learner, ranks)
+
+
+def sequence_unit(learner: Learner) -> int:
+    """Every sequence is as long as a multiple of this many tokens.
+
+    Ranks that share a sequence take one part each from its front and from its back, so that causal attention costs
+    all of them the same.
+    """
+    return 1 if learner.context_parallel_size == 1 else 2 * learner.context_parallel_size
+
+
+def pack_unit(learner: Learner) -> int:
+    """Every micro-batch holds a multiple of this many tokens: sequence parallelism cuts a rank's part of it evenly."""
+    shards = learner.tensor_model_parallel_size if learner.sequence_parallel else 1
+    return math.lcm(sequence_unit(learner), learner.context_parallel_size * shards)
+
+
+def micro_batch_tokens(learner: Learner) -> int:
+    """The most tokens a packed micro-batch may hold: what its ranks take together, in whole units."""
+    tokens = learner.max_tokens_per_gpu * learner.context_parallel_size
+    return tokens - tokens % pack_unit(learner)
+
+
+def least_tokens_per_gpu(learner: Learner, longest: int) -> int:
+    """The smallest max_tokens_per_gpu under which a sequence of `longest` tokens fits into a micro-batch."""
+    whole = longest + -longest % pack_unit(learner)
+    return -(-whole // learner.context_parallel_size)
+
+
+def _per_share(learner: Learner) -> int:
+    return learner.tensor_model_parallel_size * learner.context_parallel_size * learner.pipeline_model_parallel_size
+
+
 def engines(config: RunConfig) -> int:
     return config.engine.rollout_num_gpus // config.engine.rollout_num_gpus_per_engine
 
@@ -94,10 +142,20 @@ def table(config: RunConfig, entry: str) -> str:
     steps = f"in {learner.num_steps_per_rollout} step(s) of {samples_per_step(config)}"
     rows += [
         ("batch", samples_per_rollout(config), f"samples: {_times(rollout)}, {steps}"),
-        ("learner", learner_ranks(config), f"rank(s), {learner.tensor_model_parallel_size} per layer"),
+        ("learner", learner_ranks(config), f"rank(s), {_layout(learner)}"),
         ("engines", engines(config), f"of {config.engine.rollout_num_gpus_per_engine} rank(s)"),
     ]
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
+
+
+def _layout(learner: Learner) -> str:
+    sizes = {
+        "per layer": learner.tensor_model_parallel_size,
+        "stages": learner.pipeline_model_parallel_size,
+        "per sequence": learner.context_parallel_size,
+        "per set of experts": learner.expert_model_parallel_size,
+    }
+    return ", ".join(f"{size} {what}" for what, size in sizes.items() if size > 1 or what == "per layer")
 
 
 def _times(rollout: Rollout) -> str:

@@ -278,9 +278,9 @@ class Learner(Section):
     use_dynamic_batching_in_train: bool = False
     """Train on rows of sorted samples, padded within their micro-batch, instead of packing them end to end."""
     max_tokens_per_microbatch_in_train: int | None = Field(None, ge=1)
-    """Rows times row length of such a micro-batch at most. Unset: max_tokens_per_gpu."""
+    """Rows times row length of such a micro-batch at most. Unset: max_tokens_per_gpu * context_parallel_size."""
     sequence_length_round_in_train: int = Field(64, ge=1)
-    """Its row length is a multiple of this, and this of tensor_model_parallel_size."""
+    """Its row length is a multiple of this, and this of tensor_model_parallel_size * context_parallel_size."""
     use_dynamic_batching_in_infer: bool = False
     """The same for work without gradients, such as log-probabilities."""
     max_tokens_per_microbatch_in_infer: int | None = Field(None, ge=1)
@@ -291,8 +291,20 @@ class Learner(Section):
     """Arithmetic of the learner."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Stages that the layers are dealt to, each with ranks of its own."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
+    """Chunks of layers per pipeline rank, taken in turn so that less of the pipeline stands idle. Unset: one."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each sequence; a micro-batch then holds so many times max_tokens_per_gpu."""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that the experts of a mixture-of-experts layer are dealt to."""
+    expert_tensor_parallel_size: int | None = Field(None, ge=1)
+    """Ranks that share each expert. Unset: tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Split activations of tensor-parallel ranks along the sequence."""
+    use_distributed_optimizer: bool | None = None
+    """Each data-parallel rank keeps a part of the optimizer's state, instead of all of it. Unset: on GPUs."""
     max_nonfinite_batches: int = Field(3, ge=1)
     """Stop the run after so many batches in a row whose loss or gradient was not finite."""
     save: str | None = None

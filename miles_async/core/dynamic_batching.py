@@ -48,11 +48,11 @@ def dynamic_batches(
     1x8 and 1x8 tokens, 56 on both ranks together; 2x6 needs `max_tokens` of 12 to 15. At the 10 it states, the rule it
     states gives four micro-batches (4, 6, 8, 8) of 52 tokens in all.
 
-    Raises ValueError when a sample, rounded up, exceeds `max_tokens`, or the micro-batches cannot be split enough.
+    Raises ValueError when a sample, rounded up, exceeds `max_tokens`.
     """
     shards = sort_and_shard(lengths, ranks)
     longest = [max(0 if i is None else lengths[i] for i in row) for row in zip(*shards, strict=True)]
-    plan = split_to_multiple(partition(longest, max_tokens=max_tokens, round_to=round_to), multiple)
+    plan = split_to_multiple(partition(longest, max_tokens=max_tokens, round_to=round_to), multiple, round_to)
     bins = [[[i for i in shard[rows.start : rows.end] if i is not None] for rows in plan] for shard in shards]
     return DynamicBatches(bins, [rows.padded for rows in plan])
 
@@ -84,20 +84,19 @@ def partition(longest: Sequence[int], *, max_tokens: int, round_to: int) -> list
     return plan
 
 
-def split_to_multiple(plan: Sequence[Rows], multiple: int) -> list[Rows]:
+def split_to_multiple(plan: Sequence[Rows], multiple: int, round_to: int = 1) -> list[Rows]:
     """Halve the micro-batch with the most tokens, as often as needed; halves keep the padded length of their parent.
 
-    Raises ValueError when all have one row and their number is still no multiple.
+    Where all have one row and their number is still no multiple, empty ones make it up.
     """
-    rows = list(plan)
+    rows = list(plan) or [Rows(0, 0, round_to)]
     while len(rows) % multiple:
         place = max(range(len(rows)), key=lambda i: (rows[i].count > 1, rows[i].tokens, -i))
         parent = rows[place]
-        if parent.count == 1:
-            raise ValueError(
-                f"{len(rows)} micro-batches of one row each cannot be split to a multiple of {multiple}; raise "
-                "global_batch_size"
-            )
+        if parent.count <= 1:
+            end = rows[-1].end
+            rows += [Rows(end, end, round_to)] * (-len(rows) % multiple)
+            break
         middle = (parent.start + parent.end + 1) // 2
         rows[place : place + 1] = [
             Rows(parent.start, middle, parent.padded),

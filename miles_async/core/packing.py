@@ -61,10 +61,14 @@ def pack(
     return packed
 
 
-def fixed_size(count: int, size: int, ranks: int) -> list[list[Bin]]:
-    """`size` samples per micro-batch, whatever their tokens, dealt to the ranks in turn; equally many on all ranks."""
+def fixed_size(count: int, size: int, ranks: int, *, multiple: int = 1) -> list[list[Bin]]:
+    """`size` samples per micro-batch, whatever their tokens, dealt to the ranks in turn; equally many on all ranks.
+
+    Empty micro-batches make up the `multiple`.
+    """
     shares = [list(range(rank, count, ranks)) for rank in range(ranks)]
     each = max(1, -(-count // (size * ranks)))
+    each += -each % multiple
     return [[share[place * size : (place + 1) * size] for place in range(each)] for share in shares]
 
 

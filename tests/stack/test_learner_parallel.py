@@ -1,41 +1,86 @@
-"""Two ranks of the real Megatron learner, each a process, must learn what one rank learns.
+"""Two and four ranks of the real Megatron learner, each a process, must learn what one rank learns.
 
-Run as a script this file is one of those ranks.
+Run as a script this file is those ranks: forked, so that they load Megatron once.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from miles_async.adapters.megatron.batch import policy_steps
+from miles_async.adapters.megatron.batch import TrainStep, rank_shares
+from miles_async.adapters.megatron.cpu import cuda_means_cpu
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.parallel import free_port
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.tiny_model import byte_tokenizer, create_tiny_model
+from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor parallel": {"tensor_model_parallel_size": 2},
-    "data parallel": {},
+RANKS = 4
+DENSE: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor parallel": (2, {"tensor_model_parallel_size": 2}),
+    "data parallel": (2, {}),
+    "distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "virtual pipeline": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "context parallel": (2, {"context_parallel_size": 2}),
+    "context and data parallel, in rows": (
+        4,
+        {"context_parallel_size": 2, "use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8},
+    ),
+    "virtual pipeline, context parallel": (
+        4,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    ),
+    "tensor, sequence and context parallel": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
+    ),
 }
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "expert and context parallel": (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
+    "expert parallel, pipeline": (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "experts dealt to tensor-parallel ranks": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "experts shared and dealt": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
+    ),
+}
+LAYOUTS = {name: ("dense", *layout) for name, layout in DENSE.items()} | {
+    name: ("experts", *layout) for name, layout in EXPERTS.items()
+}
+ALONE = {f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")}
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
-def config(layout: dict[str, Any]) -> RunConfig:
+def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> RunConfig:
     # Adam's first step divides each gradient by its own size, rounding errors included: where a gradient is almost
     # nothing the ranks may differ by a share of the learning rate.
     return RunConfig(
-        learner=Learner(lr=1e-4, max_tokens_per_gpu=40, **layout),
-        algorithm=Algorithm(entropy_coef=0.01, grpo_std_normalization=False),
+        learner=Learner(lr=1e-4, max_tokens_per_gpu=40, actor_num_gpus_per_node=ranks, **layout),
+        algorithm=Algorithm(
+            entropy_coef=0.01, grpo_std_normalization=False, use_kl_loss=True, ref_load=str(root / f"{model} reference")
+        ),
     )
 
 
@@ -57,93 +102,166 @@ def batch() -> list[Group]:
     ]
 
 
-def learn(settings: RunConfig, model: str, out: Path, rank: int, world_size: int, port: int) -> None:
-    """One step and what can be seen of it; rank 0 writes it down."""
+def learn(root: Path, name: str, rank: int, port: int) -> None:
+    """One batch and what can be seen of it; rank 0 writes it down."""
     torch.set_num_threads(1)
-    learner = MegatronLearner(settings, model, rank, world_size, "127.0.0.1", port)
-    tensor_parallel = settings.learner.tensor_model_parallel_size
-    shares = policy_steps(batch(), settings, ranks=world_size // tensor_parallel)
-    before = learner.logprobs([sample.tokens for group in batch() for sample in group])
-    report = learner.train(0, shares[rank // tensor_parallel])
-    weights = {name: tensor.clone() for name, tensor in learner.weights()}
-    greedy = learner.greedy(PROMPTS, 4, eos=256)
+    model, ranks, layout = (LAYOUTS | ALONE)[name]
+    settings, out = config(root, model, layout, ranks), root / name
+    learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
+    steps = rank_shares(batch(), settings, ranks)[rank]
+    sequences = [sample.tokens for group in batch() for sample in group]
+    before = learner.logprobs(sequences)
+    greedy = learner.greedy(PROMPTS, 2, eos=256)
+    gradients = gradients_of(learner, steps[0])
+    report = learner.train(0, steps)
+    states = [state for optimizer in learner._model.optimizer.chained_optimizers for state in optimizer.state.values()]
+    moments = sum(state["exp_avg"].numel() for state in states)
+    after = learner.logprobs(sequences)
     learner.save_hf(str(out / "saved"))
     (out / "state").mkdir(exist_ok=True)
     learner.save_state(str(out / "state"))
     learner.close()
     if rank == 0:
-        save_file(weights, out / "weights.safetensors")
-        facts = {"metrics": dict(report.metrics), "logprobs": before, "greedy": greedy}
-        (out / "facts.json").write_text(json.dumps(facts))
+        save_file(gradients, out / "gradients.safetensors")
+        seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments}
+        (out / "facts.json").write_text(json.dumps({"metrics": dict(report.metrics), **seen}))
 
 
-def results(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return load_file(out / "weights.safetensors"), json.loads((out / "facts.json").read_text())
+def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
+    """By Hugging Face names: they travel the way that weights do."""
+    learner._policy_gradients(step, None)
+    chunks = learner._model.chunks
+    with cuda_means_cpu():
+        finalize_model_grads(chunks, force_all_reduce=True)
+    weights = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters()]
+    with torch.no_grad():
+        for parameter, _ in weights:
+            parameter.copy_(parameter.main_grad)
+        gradients = {name: tensor.clone() for name, tensor in learner.weights()}
+        for parameter, weight in weights:
+            parameter.copy_(weight)
+    return gradients
+
+
+def facts(out: Path) -> dict[str, Any]:
+    return json.loads((out / "facts.json").read_text())  # type: ignore[no-any-return]
+
+
+def most_apart(found: Path, expected: Path) -> float:
+    ours, theirs = load_file(found), load_file(expected)
+    assert ours.keys() == theirs.keys()
+    return max((tensor - theirs[name]).abs().max().item() for name, tensor in ours.items())
+
+
+def create_experts(path: Path, seed: int) -> None:
+    shape = Qwen3MoeConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(shape).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder per layout, and `one rank`; all layouts are run by the same two processes, one after the other."""
+    """A folder per layout; all are run by the same four processes, one layout after the other."""
     root = tmp_path_factory.mktemp("parallel")
-    create_tiny_model(TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128), root / "model", seed=1)
-    for name in (*LAYOUTS, "one rank"):
-        (root / name).mkdir()
-    ports = [str(free_port()) for _ in LAYOUTS]
-    ranks = [subprocess.Popen([sys.executable, __file__, str(root), str(rank), *ports]) for rank in range(2)]
-    try:
-        learn(config({}), str(root / "model"), root / "one rank", 0, 1, free_port())
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    for seed, suffix in ((1, ""), (2, " reference")):
+        create_tiny_model(
+            TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / f"dense{suffix}", seed=seed
+        )
+        create_experts(root / f"experts{suffix}", seed)
+    with subprocess.Popen([sys.executable, __file__, str(root), *(LAYOUTS | ALONE)]) as ranks:
+        try:
+            assert ranks.wait(timeout=120) == 0
+        finally:
+            ranks.terminate()
     return root
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_take_the_same_step_as_one(runs: Path, layout: str) -> None:
-    expected, _ = results(runs / "one rank")
-    weights, _ = results(runs / layout)
-    assert weights.keys() == expected.keys()
-    assert max((weights[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
+def test_ranks_that_share_the_work_find_the_gradients_and_weights_of_one(runs: Path, layout: str) -> None:
+    alone = runs / f"{LAYOUTS[layout][0]}, one rank"
+    assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
+    assert most_apart(runs / layout / "saved/model.safetensors", alone / "saved/model.safetensors") < 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_see_the_same_probabilities_metrics_and_answers_as_one(runs: Path, layout: str) -> None:
-    _, expected = results(runs / "one rank")
-    _, facts = results(runs / layout)
-    of_the_layout = {"micro_batches", "micro_batches_lower_bound", "flop_imbalance"}
-    found, wanted = (
+def test_ranks_that_share_the_work_see_the_probabilities_metrics_and_answers_of_one(runs: Path, layout: str) -> None:
+    expected, found = facts(runs / f"{LAYOUTS[layout][0]}, one rank"), facts(runs / layout)
+    of_the_layout = {"micro_batches", "micro_batches_lower_bound", "flop_imbalance", "padding"}
+    ours, theirs = (
         {name: value for name, value in metrics["metrics"].items() if name not in of_the_layout}
-        for metrics in (facts, expected)
+        for metrics in (found, expected)
     )
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    for logprobs, reference in zip(facts["logprobs"], expected["logprobs"], strict=True):
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for logprobs, reference in zip(found["logprobs"], expected["logprobs"], strict=True):
         assert logprobs == pytest.approx(reference, abs=1e-5)
-    assert facts["greedy"] == expected["greedy"]
+    assert found["greedy"] == expected["greedy"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_save_one_whole_checkpoint(runs: Path, layout: str) -> None:
-    weights, _ = results(runs / layout)
-    saved = load_file(runs / layout / "saved" / "model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+def test_an_engine_agrees_with_what_stages_and_shared_experts_saved(runs: Path, tmp_path: Path) -> None:
+    trained = runs / "expert parallel, pipeline"
+    engine = EngineServer(EngineSpec(name="e0", model_path=str(trained / "saved"), log_path=tmp_path / "engine.log"))
+    try:
+        url = engine.start().url
+        for group, expected in zip(batch(), facts(trained)["after"][::4], strict=True):
+            asked = {"input_ids": group[0].tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+            body = json.dumps(asked | {"logprob_start_len": 0}).encode()
+            call = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(call, timeout=60) as reply:
+                entries = json.load(reply)["meta_info"]["input_token_logprobs"]
+            found = [logprob for logprob, *_ in entries[1:]]
+            assert found == pytest.approx(expected, abs=1e-5)
+    finally:
+        engine.stop()
+
+
+def test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank(runs: Path) -> None:
+    parts, all_of_them = facts(runs / "distributed optimizer"), facts(runs / "data parallel")
+    assert parts["moments"] == pytest.approx(all_of_them["moments"] / 2, rel=0.05)
 
 
 def test_a_checkpoint_of_two_data_parallel_ranks_goes_on_as_one_rank(runs: Path) -> None:
-    expected, _ = results(runs / "data parallel")
-    learner = MegatronLearner(config({}), str(runs / "model"), 0, 1, "127.0.0.1", free_port())
+    expected = load_file(runs / "data parallel/saved/model.safetensors")
+    learner = MegatronLearner(config(runs, "dense", {}), str(runs / "dense"), 0, 1, "127.0.0.1", free_port())
     try:
         learner.load_state(str(runs / "data parallel" / "state"))
         assert all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights())
-        [steps] = policy_steps(batch(), config({}), ranks=1)
+        [steps] = rank_shares(batch(), config(runs, "dense", {}), 1)
         assert learner.train(1, steps).finite
     finally:
         learner.close()
 
 
+def play(root: Path, names: list[str], ports: list[int], rank: int) -> None:
+    for name, port in zip(names, ports, strict=True):
+        if rank < (LAYOUTS | ALONE)[name][1]:
+            learn(root, name, rank, port)
+
+
 if __name__ == "__main__":
-    root, own_rank, *meeting_ports = sys.argv[1:]
-    for (layout_name, learner_settings), meeting_port in zip(LAYOUTS.items(), meeting_ports, strict=True):
-        out_folder = Path(root) / layout_name
-        learn(config(learner_settings), f"{root}/model", out_folder, int(own_rank), 2, int(meeting_port))
+    folder, *layouts = sys.argv[1:]
+    for layout_name in layouts:
+        (Path(folder) / layout_name).mkdir()
+    meeting_ports = [free_port() for _ in layouts]
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=play, args=(Path(folder), layouts, meeting_ports, rank)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))

@@ -152,17 +152,10 @@ def test_lessons_lower_their_negative_log_likelihood(tiny: Path) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize(
-    "setting, complaint",
-    [
-        ({"precision": "bf16"}, "computes in fp32 on a CPU"),
-        ({"sequence_parallel": True}, "sequence_parallel needs CUDA"),
-    ],
-)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA refuses")
-def test_what_this_machine_cannot_compute_is_refused(tiny: Path, setting: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        build_model(config(**setting).learner, str(tiny))
+def test_what_this_machine_cannot_compute_is_refused(tiny: Path) -> None:
+    with pytest.raises(UserError, match="computes in fp32 on a CPU"):
+        build_model(config(precision="bf16").learner, str(tiny))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 3}, "4 learner ranks are not divisible by"),
+        ({"actor_num_gpus_per_node": 4, "context_parallel_size": 3}, "4 learner ranks are not divisible by"),
         ({"sequence_parallel": True}, "set tensor_model_parallel_size above 1"),
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "rollout_num_gpus 3 is not divisible by"),
         ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "global_batch_size": 8, "rollout_batch_size": 4,

@@ -56,8 +56,17 @@ def test_halves_of_a_split_keep_the_padded_length_of_their_parent() -> None:
 def test_a_micro_batch_is_split_as_often_as_needed() -> None:
     [rows] = partition([3, 3, 3, 3], max_tokens=100, round_to=1)
     assert [(half.start, half.end) for half in split_to_multiple([rows], 4)] == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    with pytest.raises(ValueError, match="one row each cannot be split to a multiple of 3"):
-        split_to_multiple(partition([3], max_tokens=3, round_to=1), 3)
+
+
+def test_where_nothing_is_left_to_split_empty_micro_batches_make_up_the_number() -> None:
+    one_row = partition([3], max_tokens=4, round_to=2)
+    assert [(rows.start, rows.end, rows.padded) for rows in split_to_multiple(one_row, 3, round_to=2)] == [
+        (0, 1, 4),
+        (1, 1, 2),
+        (1, 1, 2),
+    ]
+    plan = dynamic_batches([], 2, max_tokens=8, round_to=4, multiple=2)
+    assert (plan.bins, plan.padded) == ([[[], []], [[], []]], [4, 4])
 
 
 def test_a_sample_above_the_limit_once_rounded_is_refused_with_what_to_set() -> None:

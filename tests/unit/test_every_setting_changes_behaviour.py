@@ -28,6 +28,8 @@ SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
 LOGS = "unit/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
+LAYOUTS = "unit/test_layouts.py"
+PARALLEL = "stack/test_learner_parallel.py"
 
 PROOF = {
     # model and warm start
@@ -155,7 +157,13 @@ PROOF = {
     "load": "unit/test_checkpoints.py::test_what_cannot_be_resumed_is_said_before_anything_starts",
     "precision": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",
     "tensor_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
-    "sequence_parallel": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",
+    "pipeline_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
+    "virtual_pipeline_model_parallel_size": f"{PLACE}::test_virtual_stages_take_micro_batches_in_groups",
+    "context_parallel_size": f"{PLACE}::test_ranks_that_share_sequences_take_more_tokens_in_whole_pieces",
+    "expert_model_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
+    "expert_tensor_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
+    "sequence_parallel": f"{PLACE}::test_sequence_parallel_ranks_cut_a_micro_batch_evenly",
+    "use_distributed_optimizer": f"{PARALLEL}::test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank",
     "actor_num_nodes": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
     "actor_num_gpus_per_node": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
     "learner_cpus": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",

@@ -85,6 +85,7 @@ def test_micro_batches_of_fixed_size_are_equally_many_on_all_ranks() -> None:
     assert fixed_size(7, 2, 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
     assert fixed_size(5, 2, 2) == [[[0, 2], [4]], [[1, 3], []]]
     assert fixed_size(0, 2, 2) == [[[]], [[]]]
+    assert fixed_size(5, 2, 1, multiple=2) == [[[0, 1], [2, 3], [4], []]]
 
 
 def test_bins_are_split_as_often_as_the_pipeline_needs() -> None:

@@ -254,9 +254,46 @@ def test_a_micro_batch_never_holds_more_tokens_than_allowed() -> None:
 
 def test_ranks_that_share_layers_are_handed_the_same_samples() -> None:
     assert [sum(len(batch.lengths) for batch in steps[0].micro_batches) for steps in shares(2)] == [4, 4]
-    same, again = shares(2, tensor_model_parallel_size=2)
-    assert same is again
-    assert sum(len(batch.lengths) for batch in same[0].micro_batches) == 8
+    for sharing in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        same, again = shares(2, **{sharing: 2})
+        assert same is again
+        assert sum(len(batch.lengths) for batch in same[0].micro_batches) == 8
+
+
+def test_megatron_numbers_the_ranks_of_a_layer_first_and_those_of_a_stage_last() -> None:
+    handed = [id(share) for share in shares(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)]
+    assert [handed.index(share) for share in handed] == [0, 0, 2, 2, 0, 0, 2, 2]
+
+
+def test_virtual_stages_take_micro_batches_in_groups() -> None:
+    def counts(**settings: Any) -> set[int]:
+        used = {"pipeline_model_parallel_size": 3, "max_tokens_per_gpu": 50} | settings
+        return {len(steps[0].micro_batches) for steps in shares(3, **used)}
+
+    assert counts() == {4}
+    assert counts(virtual_pipeline_model_parallel_size=2) == {6}
+    assert counts(virtual_pipeline_model_parallel_size=2, use_dynamic_batch_size=False) == {9}
+    assert counts(use_dynamic_batching_in_train=True, sequence_length_round_in_train=10) == {6}
+
+
+def test_ranks_that_share_sequences_take_more_tokens_in_whole_pieces() -> None:
+    [[alone]] = shares(1, max_tokens_per_gpu=45)
+    [[shared], _] = shares(2, max_tokens_per_gpu=45, context_parallel_size=2)
+    assert [len(batch.tokens) for batch in alone.micro_batches] == [40] * 4
+    assert sorted(len(batch.tokens) for batch in shared.micro_batches) == [80, 80]
+    [[step], *_] = shares(3, context_parallel_size=3)
+    assert {int(length) for batch in step.micro_batches for length in batch.lengths} == {24}, "6 pieces of 4"
+    assert step.packing.padding == 24 / 20
+
+
+def test_sequence_parallel_ranks_cut_a_micro_batch_evenly() -> None:
+    def padding(**settings: Any) -> float:
+        [step] = shares(3, tensor_model_parallel_size=3, **settings)[0]
+        return round(step.packing.padding * 160)
+
+    assert padding() == 160
+    assert padding(sequence_parallel=True) == 162
+    assert padding(sequence_parallel=True, max_tokens_per_gpu=41) == 168, "two samples, filled up, would hold 42"
 
 
 def test_advantages_are_divided_by_the_spread_of_their_group_or_not() -> None:

@@ -7,12 +7,13 @@ for the ranks. Only NumPy, so that whoever builds batches need not load torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_async.adapters.megatron.layout import attention_knee, forward_layout, training_layout
+from miles_async.adapters.megatron.layout import Padding, attention_knee, forward_layout, training_layout
+from miles_async.config.derived import data_parallel_rank, data_parallel_ranks
 from miles_async.config.schema import Algorithm, Learner, RunConfig
 from miles_async.core.advantage import group_advantages, overlong_penalty, whitened
 from miles_async.core.packing import PackingReport
@@ -21,6 +22,8 @@ from miles_async.types import Group, Sample
 
 NO_VERSION = -1
 """Of a trained token that no span covers."""
+
+_NO_PADDING = Padding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class PackedBatch:
     """[T] prompt and response ids of one sequence after the other, each followed by its padding where rows are asked
     for."""
     lengths: NDArray[np.int64]
-    """[n] tokens of each sequence, its padding included."""
+    """[n] tokens of each sequence, its padding included: a multiple of `sequence_unit`."""
     targets: NDArray[np.int64]
     """[m] places in `tokens` of the tokens that are trained, rising; each is predicted at the place before it."""
     rollout_logprobs: NDArray[np.float32]
@@ -74,16 +77,18 @@ class Scored:
 
 
 def rank_shares(groups: Sequence[Group], config: RunConfig, world_size: int) -> list[list[TrainStep]]:
-    """What each learner rank trains of a drained batch: `result[rank][step]`; ranks that share layers get the same.
+    """What each learner rank trains of a drained batch: `result[rank][step]`.
+
+    Ranks that share layers or sequences, or are stages of one pipeline, get the same.
 
     Raises BadTrajectory as `policy_steps` does, UserError when the batch cannot be cut as the configuration asks.
     """
-    shards = config.learner.tensor_model_parallel_size
+    learner = config.learner
     try:
-        shares = policy_steps(groups, config, ranks=world_size // shards)
+        shares = policy_steps(groups, config, ranks=data_parallel_ranks(learner, world_size))
     except ValueError as error:
         raise UserError(str(error)) from error
-    return [share for share in shares for _ in range(shards)]
+    return [shares[data_parallel_rank(learner, rank, world_size)] for rank in range(world_size)]
 
 
 def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> list[list[TrainStep]]:
@@ -149,21 +154,18 @@ def _weighed(scored: Sequence[Scored], algorithm: Algorithm, longest: int) -> Se
 def _cut(scored: Sequence[Scored], learner: Learner, ranks: int, knee: float) -> list[TrainStep]:
     layout = training_layout([len(one.sample.tokens) for one in scored], learner, ranks, knee)
     packed = [
-        [pack_samples([scored[i] for i in bin_], width) for bin_, width in zip(bins, layout.padded, strict=True)]
+        [pack_samples([scored[i] for i in bin_], pad) for bin_, pad in zip(bins, layout.paddings, strict=True)]
         for bins in layout.bins
     ]
     total = sum(len(batch.targets) for batches in packed for batch in batches)
     return [TrainStep(batches, max(total, 1), layout.report) for batches in packed]
 
 
-def pack_samples(scored: Sequence[Scored], width: int | None = None) -> PackedBatch:
-    """Columns of samples; of no sample at all: one token that teaches nothing, to keep step.
-
-    Sequences are padded to `width` tokens, where it is given.
-    """
+def pack_samples(scored: Sequence[Scored], pad: Padding = _NO_PADDING) -> PackedBatch:
+    """Columns of samples; of no sample at all: as little as can be computed, to keep step."""
     if not scored:
-        return pack_sequences([[0]], [1])
-    tokens, lengths, padding = _laid_out([one.sample.tokens for one in scored], width)
+        return pack_sequences([], [], pad)
+    tokens, lengths, padding = _laid_out([one.sample.tokens for one in scored], pad)
     starts = np.cumsum(lengths) - lengths
     targets, logprobs, advantages, shares, versions = [], [], [], [], []
     for one, start in zip(scored, starts, strict=True):
@@ -185,10 +187,10 @@ def pack_samples(scored: Sequence[Scored], width: int | None = None) -> PackedBa
     )
 
 
-def _laid_out(sequences: Sequence[list[int]], width: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def _laid_out(sequences: Sequence[list[int]], pad: Padding) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Tokens, lengths, and how many of the tokens are padding. Causal attention never looks at what follows."""
-    missing = [0 if width is None else width - len(sequence) for sequence in sequences]
-    rows = [np.pad(np.array(row, np.int64), (0, pad)) for row, pad in zip(sequences, missing, strict=True)]
+    missing = [pad.length(len(sequence)) - len(sequence) for sequence in sequences]
+    rows = [np.pad(np.array(row, np.int64), (0, more)) for row, more in zip(sequences, missing, strict=True)]
     return np.concatenate(rows), np.array([len(row) for row in rows], np.int64), sum(missing)
 
 
@@ -218,15 +220,20 @@ def supervised_step(prompts: Sequence[list[int]], responses: Sequence[list[int]]
     sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     layout = training_layout([len(sequence) for sequence in sequences], learner, 1)
     batches = [
-        pack_sequences([sequences[i] for i in bin_], [len(prompts[i]) for i in bin_], width)
-        for bin_, width in zip(layout.bins[0], layout.padded, strict=True)
+        pack_sequences([sequences[i] for i in bin_], [len(prompts[i]) for i in bin_], pad)
+        for bin_, pad in zip(layout.bins[0], layout.paddings, strict=True)
     ]
     return TrainStep(batches, sum(map(len, responses)))
 
 
-def pack_sequences(sequences: Sequence[list[int]], firsts: Sequence[int], width: int | None = None) -> PackedBatch:
-    """Sequences whose tokens from place `firsts[i]` on are targets; without rollout columns."""
-    tokens, lengths, padding = _laid_out(sequences, width)
+def pack_sequences(sequences: Sequence[list[int]], firsts: Sequence[int], pad: Padding = _NO_PADDING) -> PackedBatch:
+    """Sequences whose tokens from place `firsts[i]` on are targets; without rollout columns.
+
+    Without any sequence: one token that is nobody's target.
+    """
+    if not sequences:
+        sequences, firsts = [[0]], [1]
+    tokens, lengths, padding = _laid_out(sequences, pad)
     starts = np.cumsum(lengths) - lengths
     spans = zip(starts, firsts, map(len, sequences), strict=True)
     none = np.zeros(0, np.float32)
@@ -264,12 +271,12 @@ def laid_out_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> li
     firsts = np.cumsum([len(own) for own in targets]) - [len(own) for own in targets]
     layout = forward_layout([len(sequence) for sequence in sequences], learner)
     result = []
-    for bin_, width in zip(layout.bins[0], layout.padded, strict=True):
-        tokens, lengths, padding = _laid_out([sequences[i].tolist() for i in bin_], width)
-        starts = np.cumsum(lengths) - lengths
-        places = np.concatenate([firsts[i] + np.arange(len(targets[i])) for i in bin_])
-        none = np.zeros(0, np.float32)
-        wanted = np.concatenate([start + targets[i] for i, start in zip(bin_, starts, strict=True)])
-        batch = PackedBatch(tokens, lengths, wanted, none, none, none, np.zeros(0, np.int64), padding)
-        result.append(ForwardBatch(batch, places))
+    for bin_, pad in zip(layout.bins[0], layout.paddings, strict=True):
+        chosen = [sequences[i].tolist() for i in bin_]
+        packed = pack_sequences(chosen, [len(sequence) for sequence in chosen], pad)
+        starts = np.cumsum(packed.lengths) - packed.lengths
+        none = [np.zeros(0, np.int64)]  # of a bin that is empty
+        places = np.concatenate([*none, *(firsts[i] + np.arange(len(targets[i])) for i in bin_)])
+        wanted = np.concatenate([*none, *(start + targets[i] for i, start in zip(bin_, starts, strict=False))])
+        result.append(ForwardBatch(replace(packed, targets=wanted), places))
     return result

@@ -1,7 +1,7 @@
 """What lets Megatron-core 0.16 run on machines without CUDA. Nothing here is used where CUDA is present.
 
 Megatron names CUDA in a few constructors and asserts even where it computes nothing there. They are answered while the
-model is built and while the optimizer steps; forward and backward run untouched, and at full speed.
+model is built, while its schedules run and while the optimizer steps; it costs a torch call microseconds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ def cuda_means_cpu() -> Iterator[None]:
         return
     # Called by Megatron at every forward too; without CUDA it could only raise, so it may stay replaced.
     torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
+    # Called when the stages of a pipeline have met.
+    torch.cuda.synchronize = _nothing_to_wait_for
     with _CudaMeansCpu():
         yield
 
 
 def _cpu_device() -> torch.device:
     return torch.device("cpu")
+
+
+def _nothing_to_wait_for(device: object = None) -> None:
+    pass
 
 
 class _CudaMeansCpu(TorchFunctionMode):

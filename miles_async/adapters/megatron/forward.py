@@ -4,73 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 
-from miles_async.adapters.megatron.attention import packed_params
 from miles_async.adapters.megatron.batch import PackedBatch, laid_out_for_forward, pack_sequences
 from miles_async.adapters.megatron.layout import forward_layout
 from miles_async.adapters.megatron.model import Model, Reference
+from miles_async.adapters.megatron.parallel import from_last_stage
+from miles_async.adapters.megatron.schedule import Pass, forward, passes_of
 from miles_async.config.schema import Learner
 from miles_async.losses.logprobs import token_logprobs
 
 
-def packed_logits(model: Model | Reference, batch: PackedBatch, device: torch.device) -> Tensor:
-    """[T, columns] logits at every place of the pack: this rank's columns of the (padded) vocabulary."""
-    tokens, lengths = batch.tokens, batch.lengths
-    split = parallel_state.get_tensor_model_parallel_world_size() if model.bridge.config.sequence_parallel else 1
-    if missing := -len(tokens) % split:
-        # Sequence parallelism cuts the pack into equal parts: a sequence of its own makes up the difference.
-        tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
-    positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    logits: Tensor = model.ddp(
-        torch.from_numpy(tokens)[None].to(device),
-        torch.from_numpy(positions)[None].to(device),
-        None,
-        packed_seq_params=packed_params(lengths, device),
-    )
-    return logits[0]
-
-
-def target_logprobs(
-    model: Model | Reference, batch: PackedBatch, device: torch.device, *, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """[m] log-probability of each target token given what precedes it, and [m] entropy, in nats.
+def target_logprobs(own: Pass, logits: Tensor, vocab_size: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[m] log-probability of each target token given what precedes it, and [m] entropy, in nats, on all ranks.
 
     Of the distribution that sampling at `temperature` draws from, which is what engines report and what is trained.
     """
-    targets = torch.from_numpy(batch.targets).to(device)
-    logits = packed_logits(model, batch, device).index_select(0, targets - 1)
     start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
-    columns = min(logits.shape[1], model.vocab_size - start)
+    columns = min(logits.shape[1], vocab_size - start)
     shared = parallel_state.get_tensor_model_parallel_world_size() > 1
-    return token_logprobs(
-        logits[:, :columns].float() / temperature,
-        torch.from_numpy(batch.tokens[batch.targets]).to(device),
+    targets = torch.from_numpy(own.batch.tokens[own.batch.targets]).to(logits.device)
+    logprobs, entropy = token_logprobs(
+        logits.index_select(0, own.sources)[:, :columns].float() / temperature,
+        targets[own.wanted],
         vocab_start=start,
         group=parallel_state.get_tensor_model_parallel_group() if shared else None,
     )
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return logprobs, entropy
+    # Losses look at whole sequences. Each rank computes all of the loss, and its gradient flows back to the rank's own
+    # tokens only: added up over the ranks, it is there once.
+    both = logprobs.new_zeros(2, len(targets)).index_copy(1, own.wanted, torch.stack([logprobs, entropy]))
+    logprobs, entropy = reduce_from_tensor_model_parallel_region(both, group=group).unbind()
+    return logprobs, entropy
 
 
-@torch.no_grad()
-def sequence_logprobs(
-    model: Model, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device
-) -> list[list[float]]:
-    """For each sequence, the log-probability of every token but the first, given those before it."""
-    results: list[list[float]] = [[] for _ in token_lists]
-    layout = forward_layout([len(tokens) for tokens in token_lists], settings)
-    for bin_, width in zip(layout.bins[0], layout.padded, strict=True):
-        batch = pack_sequences([token_lists[i] for i in bin_], [1] * len(bin_), width)
-        logprobs = iter(target_logprobs(model, batch, device)[0].tolist())
-        for i in bin_:
-            results[i] = [next(logprobs) for _ in token_lists[i][1:]]
-    return results
+def batch_logprobs(
+    model: Model | Reference,
+    batches: Sequence[PackedBatch],
+    settings: Learner,
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
+) -> list[Tensor]:
+    """[m] for each micro-batch, log-probabilities of its targets without gradients, on the ranks of every stage."""
+
+    def read(own: Pass, logits: Tensor) -> Tensor:
+        return target_logprobs(own, logits, model.vocab_size, temperature)[0]
+
+    found = forward(model, passes_of(batches, settings, device), read)[: len(batches)]
+    counts = [len(batch.targets) for batch in batches]
+    flat = torch.cat(found) if found else torch.empty(sum(counts), device=device)
+    return list(from_last_stage(flat).split(counts))
 
 
-@torch.no_grad()
 def fixed_logprobs(
     model: Model | Reference,
     batches: Sequence[PackedBatch],
@@ -79,18 +73,35 @@ def fixed_logprobs(
     *,
     temperature: float,
 ) -> list[Tensor]:
-    """[m] for each micro-batch, log-probabilities of its targets without gradients, and laid out as such work is."""
+    """As `batch_logprobs`, but laid out as work without gradients is."""
     if not (settings.use_dynamic_batching_in_train or settings.use_dynamic_batching_in_infer):
-        return [target_logprobs(model, batch, device, temperature=temperature)[0] for batch in batches]
+        return batch_logprobs(model, batches, settings, device, temperature=temperature)
     counts = [len(batch.targets) for batch in batches]
     result = torch.zeros(sum(counts), device=device)
-    for part in laid_out_for_forward(batches, settings):
-        places = torch.from_numpy(part.places).to(device)
-        result[places] = target_logprobs(model, part.batch, device, temperature=temperature)[0]
+    parts = laid_out_for_forward(batches, settings)
+    found = batch_logprobs(model, [part.batch for part in parts], settings, device, temperature=temperature)
+    for part, logprobs in zip(parts, found, strict=True):
+        result[torch.from_numpy(part.places).to(device)] = logprobs
     return list(result.split(counts))
 
 
-@torch.no_grad()
+def sequence_logprobs(
+    model: Model, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device
+) -> list[list[float]]:
+    """For each sequence, the log-probability of every token but the first, given those before it."""
+    results: list[list[float]] = [[] for _ in token_lists]
+    layout = forward_layout([len(tokens) for tokens in token_lists], settings)
+    batches = [
+        pack_sequences([token_lists[i] for i in bin_], [1] * len(bin_), pad)
+        for bin_, pad in zip(layout.bins[0], layout.paddings, strict=True)
+    ]
+    for bin_, found in zip(layout.bins[0], batch_logprobs(model, batches, settings, device), strict=True):
+        logprobs = iter(found.tolist())
+        for i in bin_:
+            results[i] = [next(logprobs) for _ in token_lists[i][1:]]
+    return results
+
+
 def greedy(
     model: Model,
     prompts: Sequence[list[int]],
@@ -117,12 +128,21 @@ def greedy(
 
 
 def _next_tokens(model: Model, sequences: list[list[int]], settings: Learner, device: torch.device) -> list[int]:
-    chosen = [0] * len(sequences)
-    layout = forward_layout([len(sequence) for sequence in sequences], settings)
-    for bin_, width in zip(layout.bins[0], layout.padded, strict=True):
-        batch = pack_sequences([sequences[i] for i in bin_], [len(sequences[i]) - 1 for i in bin_], width)
-        last = packed_logits(model, batch, device).index_select(0, torch.from_numpy(batch.targets).to(device))
-        best = gather_from_tensor_model_parallel_region(last)[:, : model.vocab_size].argmax(-1)
-        for i, token in zip(bin_, best.tolist(), strict=True):
-            chosen[i] = token
-    return chosen
+    """One forward pass; a sequence is followed by a token that stands where the wanted one will."""
+    layout = forward_layout([len(sequence) + 1 for sequence in sequences], settings)
+    batches = [
+        pack_sequences([[*sequences[i], 0] for i in bin_], [len(sequences[i]) for i in bin_], pad)
+        for bin_, pad in zip(layout.bins[0], layout.paddings, strict=True)
+    ]
+
+    def read(own: Pass, logits: Tensor) -> Tensor:
+        last = gather_from_tensor_model_parallel_region(logits.index_select(0, own.sources))
+        best = torch.zeros(len(own.batch.targets), dtype=torch.int64, device=device)
+        best[own.wanted] = last[:, : model.vocab_size].argmax(-1)
+        return reduce_from_tensor_model_parallel_region(best, group=parallel_state.get_context_parallel_group())
+
+    found = forward(model, passes_of(batches, settings, device), read)
+    flat = torch.cat(found) if found else torch.empty(len(sequences), dtype=torch.int64, device=device)
+    order = [i for bin_ in layout.bins[0] for i in bin_]
+    tokens = dict(zip(order, from_last_stage(flat).tolist(), strict=True))
+    return [tokens[i] for i in range(len(sequences))]

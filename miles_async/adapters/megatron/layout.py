@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from miles_async.config.derived import micro_batch_tokens, pack_unit, sequence_unit
+from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, Model
 from miles_async.core.dynamic_batching import dynamic_batches
 from miles_async.core.packing import Bin, PackingReport, fixed_size, pack, report_on
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """What makes the sequences of a micro-batch as long as they must be."""
+
+    width: int | None = None
+    """The length of every sequence; None where they lie end to end."""
+    unit: int = 1
+    """Where they do, each is as long as a multiple of this: more than 1 where ranks share sequences."""
+
+    def length(self, tokens: int) -> int:
+        return tokens + -tokens % self.unit if self.width is None else self.width
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     bins: list[list[Bin]]
     """`bins[rank][micro_batch]`, equally many on all ranks."""
-    padded: list[int | None]
-    """By micro-batch: what its sequences are padded to; None where they lie end to end."""
+    paddings: list[Padding]
+    """By micro-batch."""
     report: PackingReport
 
 
@@ -27,29 +39,49 @@ def training_layout(lengths: Sequence[int], learner: Learner, ranks: int, knee: 
     """Raises ValueError when a sequence does not fit (see `pack` and `dynamic_batches`)."""
     if learner.use_dynamic_batching_in_train:
         limit, round_to = learner.max_tokens_per_microbatch_in_train, learner.sequence_length_round_in_train
-        return _rows(lengths, ranks, limit or learner.max_tokens_per_gpu, round_to, knee)
-    if learner.use_dynamic_batch_size:
-        bins = pack(lengths, learner.max_tokens_per_gpu, ranks, knee=knee, balance=learner.balance_data)
-    else:
-        bins = fixed_size(len(lengths), learner.micro_batch_size, ranks)
-    report = report_on(bins, lengths, learner.max_tokens_per_gpu, knee=knee)
-    return Layout(bins, [None] * len(bins[0]), report)
+        return _rows(lengths, learner, ranks, limit, round_to, knee)
+    return _packs(lengths, learner, ranks, knee, fixed=not learner.use_dynamic_batch_size)
 
 
 def forward_layout(lengths: Sequence[int], learner: Learner) -> Layout:
     """For work without gradients, on one rank."""
     if learner.use_dynamic_batching_in_infer:
         limit, round_to = learner.max_tokens_per_microbatch_in_infer, learner.sequence_length_round_in_infer
-        return _rows(lengths, 1, limit or learner.max_tokens_per_gpu, round_to, math.inf)
-    packing = learner.model_copy(update={"use_dynamic_batching_in_train": False, "use_dynamic_batch_size": True})
-    return training_layout(lengths, packing, 1)
+        return _rows(lengths, learner, 1, limit, round_to, math.inf)
+    return _packs(lengths, learner, 1, math.inf, fixed=False)
 
 
-def _rows(lengths: Sequence[int], ranks: int, limit: int, round_to: int, knee: float) -> Layout:
-    plan = dynamic_batches(lengths, ranks, max_tokens=limit, round_to=round_to)
+def _packs(lengths: Sequence[int], learner: Learner, ranks: int, knee: float, *, fixed: bool) -> Layout:
+    padding, cap, multiple = Padding(unit=sequence_unit(learner)), micro_batch_tokens(learner), _multiple(learner)
+    if fixed:
+        bins = fixed_size(len(lengths), learner.micro_batch_size, ranks, multiple=multiple)
+    else:
+        padded = [padding.length(length) for length in lengths]
+        bins = pack(padded, cap, ranks, multiple=multiple, knee=knee, balance=learner.balance_data)
+    whole = pack_unit(learner)
+    computed = 0
+    for bin_ in (bin_ for of_rank in bins for bin_ in of_rank if bin_):
+        tokens = sum(padding.length(lengths[i]) for i in bin_)
+        computed += tokens + -tokens % whole
+    report = report_on(bins, lengths, cap, multiple=multiple, knee=knee, computed=computed)
+    return Layout(bins, [padding] * len(bins[0]), report)
+
+
+def _rows(
+    lengths: Sequence[int], learner: Learner, ranks: int, limit: int | None, round_to: int, knee: float
+) -> Layout:
+    limit = limit or micro_batch_tokens(learner)
+    round_to = math.lcm(round_to, sequence_unit(learner))
+    stages = learner.pipeline_model_parallel_size
+    plan = dynamic_batches(lengths, ranks, max_tokens=limit, round_to=round_to, multiple=stages)
     computed = sum(len(bin_) * width for bins in plan.bins for bin_, width in zip(bins, plan.padded, strict=True))
-    report = report_on(plan.bins, lengths, limit, knee=knee, computed=computed)
-    return Layout(plan.bins, list(plan.padded), report)
+    report = report_on(plan.bins, lengths, limit, multiple=stages, knee=knee, computed=computed)
+    return Layout(plan.bins, [Padding(width) for width in plan.padded], report)
+
+
+def _multiple(learner: Learner) -> int:
+    """Virtual stages take the micro-batches in groups of as many as the pipeline has ranks."""
+    return 1 if learner.virtual_pipeline_model_parallel_size is None else learner.pipeline_model_parallel_size
 
 
 def attention_knee(model: Model) -> float:
@@ -58,22 +90,11 @@ def attention_knee(model: Model) -> float:
     Per token and layer, forward: twice the weights of projections and (active) feed-forward parts, and the output head
     shared among the layers; attention: twice the heads' width per pair of tokens.
     """
-    if model.hf_checkpoint is None:
-        tiny = model.tiny_model
-        shape: dict[str, Any] = {
-            "hidden_size": tiny.hidden_size,
-            "intermediate_size": tiny.ffn_hidden_size,
-            "num_hidden_layers": tiny.num_layers,
-            "num_attention_heads": tiny.num_attention_heads,
-            "num_key_value_heads": tiny.num_query_groups,
-        }
-    else:
-        shape = json.loads((Path(model.hf_checkpoint).expanduser() / "config.json").read_text())
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    head = shape.get("head_dim") or hidden // heads
-    width = heads * head
-    projections = hidden * (2 * width + 2 * shape.get("num_key_value_heads", heads) * head)
-    experts = shape.get("num_experts_per_tok")
-    feed_forward = shape["moe_intermediate_size"] * experts if experts else shape["intermediate_size"]
-    output = hidden * shape.get("vocab_size", 0) / shape["num_hidden_layers"]
-    return float(2 * (projections + 3 * hidden * feed_forward + output) / (2 * width))
+    shape = shape_of(model)
+    if shape is None:
+        return math.inf
+    width = shape.heads * shape.head_width
+    projections = shape.hidden * (2 * width + 2 * shape.query_groups * shape.head_width)
+    feed_forward = 3 * shape.hidden * shape.feed_forward * shape.active_experts
+    output = shape.hidden * shape.vocabulary / shape.layers
+    return 2 * (projections + feed_forward + output) / (2 * width)

@@ -20,13 +20,17 @@ from torch import Tensor
 from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.adapters.megatron.checkpoint import write_checkpoint
+from miles_async.adapters.megatron.hf_weights import export_weights
 from miles_async.adapters.megatron.model import build_model, build_reference
 from miles_async.adapters.megatron.offload import offload, onload
 from miles_async.adapters.megatron.optimizer import Snapshot, clear_gradients, learning_rate, take_step
+from miles_async.adapters.megatron.schedule import Pass, forward_backward, passes_of
 from miles_async.adapters.megatron.training_state import load_state, save_state
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.losses.correction import CorrectionSettings
 from miles_async.losses.policy import (
+    STALENESS_CLASSES,
+    SUMS,
     Objective,
     PolicyLossSettings,
     TokenColumns,
@@ -42,7 +46,8 @@ from miles_async.types import StepReport
 class MegatronLearner:
     """Trains, scores and exports one model. All ranks must call the same methods in the same order.
 
-    Not thread-safe: call it from one thread. Ranks of one tensor-parallel group are handed the same batches.
+    Not thread-safe: call it from one thread. Ranks that share layers or sequences, or are stages of one pipeline, are
+    handed the same batches.
     """
 
     def __init__(
@@ -59,8 +64,7 @@ class MegatronLearner:
             world_size=world_size,
             address=master_addr,
             port=master_port,
-            tensor_parallel=config.learner.tensor_model_parallel_size,
-            seed=config.learner.seed,
+            learner=config.learner,
         )
         self._model = build_model(config.learner, hf_checkpoint)
         self._reference = None
@@ -103,24 +107,28 @@ class MegatronLearner:
     def _policy_gradients(self, step: TrainStep, old_logprobs: list[Tensor] | None) -> tuple[Tensor, Tensor]:
         clear_gradients(self._model)
         reference = self._reference_logprobs(step)
-        parts: list[TokenSums] = []
-        for i, batch in enumerate(step.micro_batches):
-            logprobs, entropy = self._target_logprobs(batch)
+
+        def loss(number: int, own: Pass, logits: Tensor) -> tuple[Tensor, TokenSums]:
+            logprobs, entropy = forward.target_logprobs(own, logits, self._model.vocab_size, self._temperature)
             if self._settings.loss_type == "sft_loss":
-                loss, part = lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
-            else:
-                old = logprobs if old_logprobs is None else old_logprobs[i]
-                columns = self._columns(batch, old, None if reference is None else reference[i])
-                loss, part = policy_loss(
-                    logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss
-                )
-            loss.backward()
-            parts.append(part)
-        sums = torch.stack([part.sums for part in parts]).sum(0)
-        maximum = torch.stack([part.maximum for part in parts]).amax(0)
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        return sums, maximum
+                return lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
+            old = logprobs if old_logprobs is None else old_logprobs[number]
+            columns = self._columns(own.batch, old, None if reference is None else reference[number])
+            return policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
+
+        parts = forward_backward(self._model, self._passes(step), loss)
+        # Only the last stage of a pipeline has seen a loss.
+        sums = torch.zeros(STALENESS_CLASSES, len(SUMS), device=self._device)
+        maximum = torch.zeros(1, device=self._device)
+        if parts:
+            sums = torch.stack([part.sums for part in parts]).sum(0)
+            maximum = torch.stack([part.maximum for part in parts]).amax(0)
+            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return parallel.from_last_stage(sums), parallel.from_last_stage(maximum)
+
+    def _passes(self, step: TrainStep) -> list[Pass]:
+        return passes_of(step.micro_batches, self._settings, self._device)
 
     def _columns(self, batch: PackedBatch, old_logprobs: Tensor, reference: Tensor | None) -> TokenColumns:
         def here(column: NDArray[Any]) -> Tensor:
@@ -157,9 +165,6 @@ class MegatronLearner:
             self._reference, step.micro_batches, self._settings, self._device, temperature=self._temperature
         )
 
-    def _target_logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return forward.target_logprobs(self._model, batch, self._device, temperature=self._temperature)
-
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
         """One optimizer step on the mean negative log-likelihood of `responses`, which is returned (nats per token).
 
@@ -168,12 +173,15 @@ class MegatronLearner:
         step = supervised_step(prompts, responses, self._settings)
         copies = parallel_state.get_data_parallel_world_size()
         clear_gradients(self._model)
-        total = 0.0
-        for batch in step.micro_batches:
-            logprobs, _ = forward.target_logprobs(self._model, batch, self._device)
-            loss = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
-            loss.backward()
-            total += loss.item() * copies
+
+        def loss(_: int, own: Pass, logits: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs, _entropy = forward.target_logprobs(own, logits, self._model.vocab_size)
+            value = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
+            return value, value.detach() * copies
+
+        losses = forward_backward(self._model, self._passes(step), loss)
+        seen = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        total = parallel.from_last_stage(seen).item()
         take_step(self._model, lr=lr, weight_decay=self._settings.weight_decay, loss_is_finite=math.isfinite(total))
         return total
 
@@ -192,9 +200,7 @@ class MegatronLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights by their Hugging Face names, whole on every rank. They may be views: copy what must last."""
-        with torch.no_grad():
-            for name, tensor in self._model.bridge.export_weights([self._model.ddp.module]):
-                yield name, tensor.detach()
+        return export_weights(self._model.bridge, self._model.chunks)
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write a checkpoint that transformers and SGLang load; it appears whole or not at all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from mbridge import AutoBridge
 from mbridge.core import Bridge
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from miles_async.adapters.megatron.attention import CpuAttention
 from miles_async.adapters.megatron.cpu import cuda_means_cpu, on_cpu
+from miles_async.adapters.megatron.cpu_layers import cpu_layers
+from miles_async.adapters.megatron.hf_weights import load_weights
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 
@@ -27,13 +28,21 @@ _CPU_MODEL = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
+_CPU_EXPERTS = {
+    # The all-to-all dispatcher needs CUDA's streams, grouped matrix products its kernels.
+    "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
+    # Refused together with that dispatcher, which cannot gather unequal parts; set below, where parts are made equal.
+    "variable_seq_lengths": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     bridge: Bridge
     """Converts names and tensors between Megatron and Hugging Face."""
-    ddp: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
+    """The layers that this rank holds: one chunk, or as many as it has virtual stages."""
     optimizer: MegatronOptimizer
     vocab_size: int
     """Of the checkpoint; Megatron's may be padded so that ranks share it evenly."""
@@ -44,19 +53,16 @@ class Reference:
     """A model that is only looked at: without gradients and without optimizer."""
 
     bridge: Bridge
-    ddp: torch.nn.Module
-    """As in `Model`, what the forward pass calls."""
+    chunks: list[torch.nn.Module]
+    """As in `Model`."""
     vocab_size: int
 
 
 def build_reference(settings: Learner, hf_checkpoint: str) -> Reference:
     """Load the checkpoint to compare with, in the layout of the model being trained."""
     with cuda_means_cpu():
-        bridge = _bridge(settings, hf_checkpoint)
-        [module] = bridge.get_model(
-            weight_path=hf_checkpoint, wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16"
-        )
-    return Reference(bridge, module.requires_grad_(False), bridge.hf_config.vocab_size)
+        bridge, chunks = _built(settings, hf_checkpoint)
+    return Reference(bridge, [chunk.requires_grad_(False) for chunk in chunks], bridge.hf_config.vocab_size)
 
 
 def build_model(settings: Learner, hf_checkpoint: str) -> Model:
@@ -64,21 +70,13 @@ def build_model(settings: Learner, hf_checkpoint: str) -> Model:
 
     Raises UserError when mbridge does not know the model family or this machine cannot run the settings.
     """
-    if on_cpu() and settings.sequence_parallel:
-        raise UserError("sequence_parallel needs CUDA: Megatron's layers for CPUs lack it; leave it off here")
     if on_cpu() and settings.precision != "fp32":
         raise UserError("the learner computes in fp32 on a CPU; set precision: fp32")
     with cuda_means_cpu():
-        bridge = _bridge(settings, hf_checkpoint)
-        [module] = bridge.get_model(
-            weight_path=hf_checkpoint, wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16"
-        )
-        shard_optimizer = optimizer_is_sharded()
-        ddp = DistributedDataParallel(
-            bridge.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shard_optimizer),
-            module,
-        )
+        bridge, chunks = _built(settings, hf_checkpoint)
+        sharded = optimizer_is_sharded(settings)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
         # Norms and biases are not decayed: Megatron gives them their own parameter group.
         config = OptimizerConfig(
             optimizer="adam",
@@ -89,14 +87,23 @@ def build_model(settings: Learner, hf_checkpoint: str) -> Model:
             clip_grad=settings.clip_grad,
             bf16=settings.precision == "bf16",
             params_dtype=_dtype(settings),
-            use_distributed_optimizer=shard_optimizer,
+            use_distributed_optimizer=sharded,
         )
-        return Model(bridge, ddp, get_megatron_optimizer(config, [ddp]), bridge.hf_config.vocab_size)
+        return Model(bridge, wrapped, get_megatron_optimizer(config, wrapped), bridge.hf_config.vocab_size)
 
 
-def optimizer_is_sharded() -> bool:
+def _built(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
+    bridge = _bridge(settings, hf_checkpoint)
+    chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
+    load_weights(bridge, chunks, hf_checkpoint)
+    return bridge, chunks
+
+
+def optimizer_is_sharded(settings: Learner) -> bool:
     """Whether each data-parallel rank keeps a part of the optimizer's state, or all keep the same."""
-    return not on_cpu() and parallel_state.get_data_parallel_world_size() > 1
+    wanted = settings.use_distributed_optimizer
+    several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    return several and (not on_cpu() if wanted is None else wanted)
 
 
 def _dtype(settings: Learner) -> torch.dtype:
@@ -120,8 +127,11 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
     head = "model.embed_tokens.weight" if bridge.hf_config.tie_word_embeddings else "lm_head.weight"
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
     # Per-token loss: gradients are sums over ranks, because the loss is already divided by the step's tokens.
-    common = {"sequence_parallel": settings.sequence_parallel, "calculate_per_token_loss": True}
-    bridge.set_extra_args(**common, **(_CPU_MODEL if on_cpu() else {}))
+    common: dict[str, Any] = {"sequence_parallel": settings.sequence_parallel, "calculate_per_token_loss": True}
+    if on_cpu():
+        common |= _CPU_MODEL | (_CPU_EXPERTS if bridge.config.num_moe_experts else {})
+    bridge.set_extra_args(**common)
+    bridge.config.variable_seq_lengths = True
     if on_cpu():
         _use_local_layers(bridge)
     return bridge
@@ -137,14 +147,8 @@ def _as_before_transformers_5(hf_config: Any) -> None:
 
 def _use_local_layers(bridge: Any) -> None:
     """Layers without Transformer Engine. They keep norms apart from linear layers, so the norms have other names."""
-
-    def spec(vp_stage: int | None = None) -> Any:
-        block = get_gpt_decoder_block_spec(bridge.config, use_transformer_engine=False, vp_stage=vp_stage)
-        for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = CpuAttention
-        return block
-
-    bridge._get_transformer_layer_spec = spec
+    bridge.has_vp_stage = True
+    bridge._get_transformer_layer_spec = partial(cpu_layers, bridge)
     layer = "model.layers.{layer_number}"
     bridge._OTHER_MAPPING = {**bridge._OTHER_MAPPING, "input_layernorm.weight": [f"{layer}.input_layernorm.weight"]}
     bridge._MLP_MAPPING = {

@@ -27,7 +27,8 @@ def learning_rate(settings: Learner, step: int, total_steps: int) -> float:
 
 
 def clear_gradients(model: Model) -> None:
-    model.ddp.zero_grad_buffer()
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
     with cuda_means_cpu():
         model.optimizer.zero_grad()
 
@@ -39,7 +40,7 @@ def take_step(model: Model, *, lr: float, weight_decay: float, loss_is_finite: b
     global by then.
     """
     with cuda_means_cpu():
-        finalize_model_grads([model.ddp])
+        finalize_model_grads(model.chunks)
         model.optimizer.prepare_grads()
         norm = float(model.optimizer.get_grad_norm())
         if not (loss_is_finite and math.isfinite(norm)):
@@ -71,7 +72,8 @@ class Snapshot:
 
 def _tensors(model: Model) -> Iterator[Tensor]:
     """Parameters, the optimizer's own copies of them where it has any, and its state; some may come twice."""
-    yield from model.ddp.module.parameters()
+    for chunk in model.chunks:
+        yield from chunk.module.parameters()
     for group in model.optimizer.param_groups:
         yield from group["params"]
     yield from _state(model)

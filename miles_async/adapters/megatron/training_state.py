@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from miles_async.adapters.megatron.model import Model, optimizer_is_sharded
+from miles_async.adapters.megatron.model import Model
 from miles_async.errors import UserError
 
 _RNG = "random state"
@@ -25,13 +26,13 @@ _RNG = "random state"
 
 def save_state(model: Model, folder: Path, steps_taken: int) -> None:
     """Write this rank's weights, optimizer state and random state into `folder`, unless another rank holds the same."""
-    if parallel_state.get_data_parallel_rank() and not optimizer_is_sharded():
+    if parallel_state.get_data_parallel_rank() and not _sharded(model):
         return
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model)}
     tensors[_RNG] = torch.get_rng_state()
-    save_file(tensors, folder / f"{_part()}.safetensors")
-    note = {"layout": _layout(), "steps_taken": steps_taken, "optimizer_steps": _optimizer_steps(model)}
-    (folder / f"{_part()}.json").write_text(json.dumps(note))
+    save_file(tensors, folder / f"{_part(model)}.safetensors")
+    note = {"layout": _layout(model), "steps_taken": steps_taken, "optimizer_steps": _optimizer_steps(model)}
+    (folder / f"{_part(model)}.json").write_text(json.dumps(note))
 
 
 @torch.no_grad()
@@ -41,14 +42,14 @@ def load_state(model: Model, folder: Path) -> int:
     Raises UserError when the files are missing or broken, or of another model or parallel layout.
     """
     try:
-        note = json.loads((folder / f"{_part()}.json").read_text())
-        with safe_open(folder / f"{_part()}.safetensors", framework="pt") as file:
+        note = json.loads((folder / f"{_part(model)}.json").read_text())
+        with safe_open(folder / f"{_part(model)}.safetensors", framework="pt") as file:
             saved: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise UserError(f"checkpoint {folder}, part {_part()}: {error}; load another one") from error
-    if note["layout"] != _layout():
+        raise UserError(f"checkpoint {folder}, part {_part(model)}: {error}; load another one") from error
+    if note["layout"] != _layout(model):
         raise UserError(
-            f"checkpoint {folder} was written with {_words(note['layout'])}, this run has {_words(_layout())}; "
+            f"checkpoint {folder} was written with {_words(note['layout'])}, this run has {_words(_layout(model))}; "
             "resume with the same layout, or start from its weights by hf_checkpoint"
         )
     _make_optimizer_state(model, saved)
@@ -70,14 +71,20 @@ def load_state(model: Model, folder: Path) -> int:
     return int(note["steps_taken"])
 
 
-def _part() -> str:
+def _part(model: Model) -> str:
     part = f"tp{parallel_state.get_tensor_model_parallel_rank()}"
-    return f"{part}_dp{parallel_state.get_data_parallel_rank()}" if optimizer_is_sharded() else part
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        part += f"_pp{parallel_state.get_pipeline_model_parallel_rank()}"
+    return f"{part}_dp{parallel_state.get_data_parallel_rank()}" if _sharded(model) else part
 
 
-def _layout() -> dict[str, int]:
-    shards = parallel_state.get_data_parallel_world_size() if optimizer_is_sharded() else 1
+def _layout(model: Model) -> dict[str, int]:
+    shards = parallel_state.get_data_parallel_world_size() if _sharded(model) else 1
     return {"tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(), "optimizer_shards": shards}
+
+
+def _sharded(model: Model) -> bool:
+    return any(isinstance(optimizer, DistributedOptimizer) for optimizer in model.optimizer.chained_optimizers)
 
 
 def _words(layout: dict[str, int]) -> str:
@@ -86,9 +93,10 @@ def _words(layout: dict[str, int]) -> str:
 
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Each tensor once, by a name that is the same in every run of the same configuration."""
-    yield from ((f"model.{name}", tensor) for name, tensor in model.ddp.module.named_parameters())
-    yield from ((f"buffer.{name}", tensor) for name, tensor in model.ddp.module.named_buffers())
-    in_model = {id(parameter) for parameter in model.ddp.module.parameters()}
+    for i, chunk in enumerate(model.chunks):
+        yield from ((f"model.{i}.{name}", tensor) for name, tensor in chunk.module.named_parameters())
+        yield from ((f"buffer.{i}.{name}", tensor) for name, tensor in chunk.module.named_buffers())
+    in_model = {id(parameter) for chunk in model.chunks for parameter in chunk.module.parameters()}
     for key, parameter in _optimized(model):
         name = ".".join(map(str, key))
         if id(parameter) not in in_model:

@@ -24,6 +24,15 @@ Report = Callable[[int, float, float], None]
 
 _LR_WARMUP_STEPS = 20
 _GLANCE = 64
+_ONE_RANK = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+}
 
 
 def warm_start(config: RunConfig, problems: Problems, check: Problems, report: Report) -> WarmStarted:
@@ -47,8 +56,7 @@ def warm_start(config: RunConfig, problems: Problems, check: Problems, report: R
 def _make(
     config: RunConfig, problems: Problems, check: Problems, place: Path, report: Report
 ) -> tuple[int, float | None]:
-    one_rank = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
-    alone = config.model_copy(update={"learner": config.learner.model_copy(update=one_rank)})
+    alone = config.model_copy(update={"learner": config.learner.model_copy(update=_ONE_RANK)})
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = config.model.hf_checkpoint
         if checkpoint is None:

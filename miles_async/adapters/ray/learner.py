@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 
 from miles_async.adapters.checkpoints import CheckpointFolder
 from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.config.derived import data_parallel_rank
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal
 from miles_async.types import Group, StepReport
@@ -34,11 +35,13 @@ class RayLearner:
         reports = await _of_all(
             rank.train.remote(rollout_id, share) for rank, share in zip(self._ranks, shares, strict=True)
         )
-        one_per_share = reports[:: self._config.learner.tensor_model_parallel_size]
+        learner, ranks = self._config.learner, len(reports)
+        # Ranks of one share count the same tokens.
+        per_share = {data_parallel_rank(learner, rank, ranks): report.tokens for rank, report in enumerate(reports)}
         return StepReport(
             started=min(report.started for report in reports),
             ended=max(report.ended for report in reports),
-            tokens=sum(report.tokens for report in one_per_share),
+            tokens=sum(per_share.values()),
             finite=all(report.finite for report in reports),
             metrics=reports[0].metrics,
         )

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_async.adapters.megatron.context import shares_of_context
+from miles_async.config.layouts import layout_problems
+from miles_async.config.schema import Learner, Model, RunConfig
+
+DENSE = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "intermediate_size": 96}  # fmt: skip
+EXPERTS = DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 30}
+
+
+def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any) -> list[str]:
+    """Of a layout given by short names, on a model of that shape."""
+    (folder / "config.json").write_text(json.dumps(shape))
+    names = {"tensor": "tensor_model_parallel_size", "stages": "pipeline_model_parallel_size",
+             "virtual": "virtual_pipeline_model_parallel_size", "context": "context_parallel_size",
+             "experts": "expert_model_parallel_size", "of_expert": "expert_tensor_parallel_size"}  # fmt: skip
+    learner = Learner(actor_num_gpus_per_node=ranks, **{names.get(name, name): size for name, size in layout.items()})
+    return list(layout_problems(RunConfig(model=Model(hf_checkpoint=str(folder)), learner=learner)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tensor": 2, "stages": 2, "context": 2},
+        {"stages": 2, "virtual": 3},
+        {"tensor": 4, "sequence_parallel": True, "stages": 2},
+    ],
+)
+def test_a_layout_that_divides_is_let_through(tmp_path: Path, layout: dict[str, Any]) -> None:
+    assert problems(tmp_path, DENSE, **layout) == []
+
+
+@pytest.mark.parametrize(
+    "layout, said",
+    [
+        ({"tensor": 2, "context": 3}, "8 learner ranks are not divisible by tensor_model_parallel_size 2 * "
+         "context_parallel_size 3 = 6; set actor_num_gpus_per_node to a multiple of it"),
+        ({"context": 3}, "8 learner ranks are not divisible by context_parallel_size 3;"),
+        ({"tensor": 8}, "the model's 4 key/value heads are not divisible by tensor_model_parallel_size 8"),
+        ({"stages": 4}, "the model's 6 layers are not divisible by pipeline_model_parallel_size 4;"),
+        ({"stages": 2, "virtual": 2}, "layers are not divisible by pipeline_model_parallel_size 2 * "
+         "virtual_pipeline_model_parallel_size 2"),
+        ({"virtual": 2}, "virtual_pipeline_model_parallel_size 2 needs a pipeline"),
+        ({"sequence_parallel": True}, "sequence_parallel needs tensor-parallel ranks"),
+        ({"experts": 2}, "this one is dense: unset them"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_divide_is_refused(tmp_path: Path, layout: dict[str, Any], said: str) -> None:
+    [sentence] = problems(tmp_path, DENSE, **layout)
+    assert said in sentence
+
+
+@pytest.mark.parametrize(
+    "layout, said",
+    [
+        ({"experts": 3, "ranks": 6}, "the model's 8 experts are not divisible by expert_model_parallel_size 3"),
+        ({"experts": 8, "stages": 2}, "8 learner ranks are not divisible by expert_model_parallel_size 8 * "
+         "pipeline_model_parallel_size 2 = 16"),
+        ({"tensor": 2}, "needs sequence_parallel"),
+        ({"tensor": 2, "sequence_parallel": True, "of_expert": 4}, "expert_tensor_parallel_size 4 does not divide"),
+        ({"tensor": 2, "sequence_parallel": True, "of_expert": 1}, "needs experts that are dealt out"),
+        ({"tensor": 4, "sequence_parallel": True}, "the experts' width 30 is not divisible by"),
+    ],
+)  # fmt: skip
+def test_experts_that_do_not_divide_are_refused(tmp_path: Path, layout: dict[str, Any], said: str) -> None:
+    [sentence] = problems(tmp_path, EXPERTS, **layout)
+    assert said in sentence
+    fitting = {"tensor": 4, "sequence_parallel": True, "of_expert": 1, "experts": 4, "stages": 2}
+    assert problems(tmp_path, EXPERTS, **fitting) == []
+
+
+def test_ranks_that_share_a_sequence_take_a_piece_from_its_front_and_one_from_its_back() -> None:
+    first, second = shares_of_context(np.array([4, 8]), 2).tolist()
+    assert first == [0, 3, 4, 5, 10, 11]
+    assert second == [1, 2, 6, 7, 8, 9]
+    assert shares_of_context(np.array([3, 2]), 1).tolist() == [[0, 1, 2, 3, 4]]
