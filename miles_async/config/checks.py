@@ -419,7 +419,6 @@ _CHECKS: tuple[Check, ...] = (
     _reference,
     layout_problems,
     _engines,
-    _parallelism,
     _servers,
     _colocated,
     _lengths,
