@@ -28,6 +28,7 @@ from miles_async.adapters.megatron.tiny_model import byte_tokenizer, create_tiny
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Group, Sample
+from tests.stack.job import ROOT
 from tests.stack.saving import save_state
 
 RANKS = 4
@@ -184,7 +185,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / f"dense{suffix}", seed=seed
         )
         create_experts(root / f"experts{suffix}", seed)
-    with subprocess.Popen([sys.executable, __file__, str(root), *(LAYOUTS | ALONE)]) as ranks:
+    command = [sys.executable, "-m", "tests.stack.test_learner_parallel", str(root), *(LAYOUTS | ALONE)]
+    with subprocess.Popen(command, cwd=ROOT) as ranks:
         try:
             assert ranks.wait(timeout=120) == 0
         finally:

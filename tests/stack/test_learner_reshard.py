@@ -22,6 +22,7 @@ from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Group, Sample
+from tests.stack.job import ROOT
 from tests.stack.saving import save_state
 
 pytestmark = pytest.mark.stack
@@ -96,7 +97,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     create_tiny_model(TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / "model", seed=1)
     stage(root, 0, 0, free_port())
     ports = [str(free_port()) for _ in STAGES]
-    ranks = [subprocess.Popen([sys.executable, __file__, str(root), str(rank), *ports]) for rank in range(2)]
+    command = [sys.executable, "-m", "tests.stack.test_learner_reshard", str(root)]
+    ranks = [subprocess.Popen([*command, str(rank), *ports], cwd=ROOT) for rank in range(2)]
     try:
         learner = MegatronLearner(config({}), str(root / "model"), 0, 1, "127.0.0.1", free_port())
         for rollout, name in enumerate(STAGES):

@@ -232,7 +232,7 @@ def test_the_steps_asked_for_are_profiled(tiny: Path, tmp_path: Path) -> None:
     run = config(**asked, profile_dir=str(tmp_path / "profiles"), deterministic_mode=True)
 
     async def train() -> None:
-        rank = LearnerRank(run, 0, 1)
+        rank = LearnerRank(run, 0, 1, tmp_path)
         await rank.start(str(tiny), "127.0.0.1", free_port())
         assert torch.are_deterministic_algorithms_enabled()
         for rollout in range(3):
@@ -259,11 +259,11 @@ def free_again() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("free_again")
-def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads() -> None:
+def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
 
     def threads_of(**settings: Any) -> int:
-        rank = LearnerRank(config(**settings), 0, 1)
+        rank = LearnerRank(config(**settings), 0, 1, tmp_path)
         return asyncio.run(rank._in_step(torch.get_num_threads))
 
     assert threads_of(learner_threads=3) == 3

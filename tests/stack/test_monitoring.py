@@ -138,8 +138,11 @@ def test_every_panel_rule_and_alert_has_data(monitored: Monitored) -> None:
 def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> None:
     played, prometheus = monitored.played, monitored.prometheus
     assert played.violations == []
-    (batches,) = prometheus.query("miles_async_rollout_batches")
-    assert batches["value"][1] == str(played.config.rollout.num_rollout)
+    # The last batch shows with the scrape after it.
+    deadline, wanted = time.monotonic() + PATIENCE_SECONDS, str(played.config.rollout.num_rollout)
+    while (batches := prometheus.query("miles_async_rollout_batches")[0]["value"][1]) != wanted:
+        assert time.monotonic() < deadline, f"{batches} of {wanted} batches"
+        time.sleep(0.5)
     parts = {
         part["metric"]["part"]: float(part["value"][1])
         for part in prometheus.query("miles_async_staleness_part_versions_sum")

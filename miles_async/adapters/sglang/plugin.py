@@ -11,12 +11,16 @@ decoding attention in batches, a pause that leaves the core alone.
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 Scheduler = Any
 """`sglang.srt.managers.scheduler.Scheduler`: named only here, because importing it takes seconds."""
+
+
+LISTENING_SECONDS = 30.0
 
 
 def register() -> None:
@@ -26,6 +30,8 @@ def register() -> None:
     from miles_async.adapters.sglang import cpu_attention, engine_weights
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    server = "sglang.srt.entrypoints.http_server"
+    HookRegistry.register(f"{server}._freeze_gc_after_server_warmup", await_listening, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._add_request_to_queue", name_prefix, HookType.BEFORE)
     HookRegistry.register(
@@ -75,6 +81,17 @@ def name_prefix(scheduler: Scheduler, request: Any, *_: Any, **__: Any) -> None:
     if epoch:
         own = (request.extra_key or "").partition("|epoch=")[0]
         request.extra_key = f"{own}|epoch={epoch}"
+
+
+def await_listening(server_args: Any) -> None:
+    """Without a warm-up SGLang posts to itself before it listens, and logs a traceback that looks like a failure."""
+    deadline = time.monotonic() + LISTENING_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((server_args.host, server_args.port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
 
 
 def _register_parameters(model: Any, transfer_engine: Any) -> dict[str, tuple[int, int, int]]:
