@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from miles_async.adapters.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.adapters.warm_starts import Problems, WarmStarted
 from miles_async.config.schema import RunConfig
 from miles_async.observability.logging import configure_logging, configure_worker_logging

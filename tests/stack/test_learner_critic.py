@@ -12,8 +12,8 @@ import torch
 
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import RunConfig, TinyModel
 from tests.stack.saving import save_state
 from tests.stack.test_learner_settings import SMALL, batch, config, same

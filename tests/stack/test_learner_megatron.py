@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
+from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample, VersionSpan
 

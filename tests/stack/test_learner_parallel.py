@@ -23,8 +23,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from miles_async.adapters.megatron.batch import TrainStep, rank_shares
 from miles_async.adapters.megatron.cpu import cuda_means_cpu
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import byte_tokenizer, create_tiny_model
+from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Group, Sample

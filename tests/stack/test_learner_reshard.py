@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 from tests.stack.job import ROOT

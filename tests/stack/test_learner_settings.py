@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel.random import CheckpointFunction
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.model import build_model
-from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.warm_start import warm_start
+from miles_async.adapters.network_ports import free_port
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.rollout_file import load_groups
-from miles_async.adapters.sglang.process import free_port
 from miles_async.observability.events import Evaluated, GroupMoved, StepEnded, StepStarted
 from miles_async.types import Sample
 from tests.stack.conftest import Stack
@@ -162,7 +162,8 @@ def test_data_sets_are_evaluated_with_their_own_settings(stack: Stack, tmp_path:
     )
     found = [(event.rollout, event.name, event.problems) for event in run.of(Evaluated)]
     assert found == [(after, *of) for after in (-1, 1, 3, 5) for of in (("short", 6), ("many", 8))]
-    assert {event.truncated for event in run.of(Evaluated) if event.name == "short"} <= {1.0, 5 / 6, 4 / 6}
+    cut_off = [event.truncated for event in run.of(Evaluated) if event.name == "short"]
+    assert max(cut_off) > 0, "one token was too little for an answer"
 
 
 def test_steps_go_on_while_an_evaluation_runs_below_them(stack: Stack, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.openai.endpoint import AgentEndpoint
 from miles_async.adapters.openai.trajectories import Trajectories
-from miles_async.adapters.sglang.process import free_port
 from miles_async.adapters.sglang.turns import Turns
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.types import Sample, VersionSpan

@@ -13,9 +13,10 @@ import pytest
 from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward, rank_shares
+from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.sglang.process import ServerProcess, free_port
+from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from miles_async.adapters.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
 from miles_async.errors import EngineLost
 
 

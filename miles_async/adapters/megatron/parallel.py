@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 import torch
@@ -56,11 +55,3 @@ def leave() -> None:
     """Dissolve the groups, so that this process may form others."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """A port on loopback where the ranks may meet; nothing holds it until rank 0 listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

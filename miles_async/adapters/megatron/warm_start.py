@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.warm_starts import NOTE, Problems, WarmStarted, found, place_of
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.errors import UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from miles_async.adapters.sglang.ports import ClaimedPort, claim_port
+from miles_async.adapters.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.process import PortTaken, ServerProcess
 from miles_async.errors import Fatal, UserError
 

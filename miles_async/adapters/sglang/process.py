@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from miles_async.adapters.sglang.ports import claim_port
 from miles_async.errors import Fatal
 
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
@@ -111,10 +110,3 @@ def cause(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     raised = [line for line in lines if _RAISED.match(line)]
     return (raised or lines or ["it wrote nothing"])[-1][:400]
-
-
-def free_port() -> int:
-    """A loopback port that is free now, for one who binds it at once."""
-    port = claim_port()
-    port.release()
-    return port.number

@@ -43,6 +43,13 @@ def claim_port(host: str = "127.0.0.1") -> ClaimedPort:
             port.release()
 
 
+def free_port() -> int:
+    """Such a port, for someone who binds it in a moment and needs no claim."""
+    port = claim_port()
+    port.release()
+    return port.number
+
+
 def _bindable(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
