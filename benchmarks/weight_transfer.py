@@ -31,6 +31,7 @@ from miles_async.adapters.megatron.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+from miles_async.adapters.weights.channel import by_preference
 from miles_async.adapters.weights.p2p import P2PWay
 from miles_async.adapters.weights.source import Source
 from miles_async.adapters.weights.way import segments
@@ -133,7 +134,7 @@ class Bench:
         for way in WAYS:
             self._write(way, engines)
             tried[way] = seconds(lambda way=way: self._write(way, engines))
-        chosen = min(tried, key=tried.__getitem__)
+        chosen = by_preference(tried)[0]
         without_memory = min(("p2p", "broadcast"), key=tried.__getitem__)
         took: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(self._rounds):

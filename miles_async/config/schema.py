@@ -378,7 +378,7 @@ class Weights(Section):
     weight_transfer: Literal["auto", "memory", "p2p", "broadcast", "disk", "disk_delta"] = "auto"
     """How weights reach the engines: a copy into their memory on the same machine, Mooncake one-sided writes, a
     collective, or a shared folder with all of them or with what changed. auto tries what is there and takes the
-    fastest."""
+    fastest, the copy into their memory only where it saves 10 ms."""
     update_weight_buffer_size: int = Field(512 << 20, ge=1)
     """Bytes that are sent at a time: what a collective makes an engine hold beside its own weights at most."""
     check_weight_update_equal: bool = False

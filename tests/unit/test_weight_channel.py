@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.channel import Channel, find_ways
+from miles_async.adapters.weights.channel import Channel, by_preference, find_ways
 from miles_async.errors import Fatal, UserError
 from miles_async.types import WriteOutcome
 
@@ -45,6 +45,11 @@ def ways(sources: TwoSources, wanted: str) -> tuple[str, ...]:
 
 def test_auto_takes_what_was_fastest_and_keeps_the_others_by_speed() -> None:
     assert ways(TwoSources(memory=0.06, p2p=0.0, broadcast=0.03), "auto") == ("p2p", "broadcast", "memory", "disk")
+
+
+def test_the_copy_within_a_machine_must_save_more_than_a_moment() -> None:
+    assert by_preference({"memory": 0.002, "p2p": 0.009, "broadcast": 0.02}) == ["p2p", "memory", "broadcast"]
+    assert by_preference({"memory": 0.002, "p2p": 0.050, "broadcast": 0.02}) == ["memory", "broadcast", "p2p"]
 
 
 def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
