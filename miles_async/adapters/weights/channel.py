@@ -1,8 +1,8 @@
 """The weight channel of the pipeline: which way each engine is reached, found out by trying, and what comes after it.
 
 Every source sends its share to every engine, all at once. `auto` is the way that was fastest when tried, of those that
-a cluster has; the copy within one machine must save more than a moment. The others follow by what they took, for engines
-that a write did not reach.
+a cluster has; the copy within one machine must save more than a moment. The others follow by what they took, for
+engines that a write did not reach.
 """
 
 from __future__ import annotations
