@@ -1,9 +1,10 @@
 """How long requests in flight feel a publish: gaps between two tokens of one request, with and without publishes.
 
-    python -m benchmarks.publish_gap [--publishes 20] [--streams 32]
+    python -m benchmarks.publish_gap [--publishes 20] [--streams 32] [--new-tokens 32] [--mode retract] [--every 0.5]
 
 One real SGLang server behind a real router, a tiny model, streaming requests. Each way weights can travel is measured
-beside a run without publishes, in turn. A publish is the pipeline's own: stage, pause (retract), write, commit, resume.
+beside a run without publishes, in turn. A publish is the pipeline's own: stage, pause, write, commit, resume. After a
+pause with `retract` the keys and values of all requests are computed anew: the gap grows with the tokens they have.
 Prints a table in milliseconds and writes benchmarks/results/publish-gap.json.
 """
 
@@ -15,6 +16,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,18 +33,25 @@ from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.weights.source import Source
 from miles_async.config.schema import TinyModel
 
-NEW_TOKENS = 300
-SECONDS_BETWEEN = 0.5
 WAYS = ("memory", "p2p", "broadcast", "disk")
+
+
+@dataclass(frozen=True)
+class Load:
+    streams: int
+    new_tokens: int
+    mode: str
+    every: float
+    """Seconds from one publish to the next."""
 
 
 class Bench:
     """An engine that answers streams while new versions arrive. Create it inside the running loop."""
 
-    def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, folder: Path, streams: int) -> None:
+    def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, folder: Path, load: Load) -> None:
         self._engine = engine
         self._router_url = router_url
-        self._streams = streams
+        self._load = load
         self._fleet = SGLangFleet(router_url)
         model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
@@ -65,13 +74,13 @@ class Bench:
         pauses: list[float] = []
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             over = asyncio.Event()
-            streams = [asyncio.create_task(self._stream(session, k, gaps, over)) for k in range(self._streams)]
+            streams = [asyncio.create_task(self._stream(session, k, gaps, over)) for k in range(self._load.streams)]
             await asyncio.sleep(1.0)
             gaps.clear()
             for _ in range(publishes):
                 if way is not None:
                     pauses.append(await self._publish(way))
-                await asyncio.sleep(SECONDS_BETWEEN)
+                await asyncio.sleep(self._load.every)
             over.set()
             seen = list(gaps)
             await asyncio.gather(*streams)
@@ -91,7 +100,7 @@ class Bench:
         await asyncio.to_thread(self._source.stage, self._version, self._weights)
         await asyncio.to_thread(self._source.prepare, way)
         began = time.perf_counter()
-        await self._fleet.pause("retract")
+        await self._fleet.pause(self._load.mode)
         outcome = await asyncio.to_thread(self._source.write, self._version, self._engine.name, way)
         if outcome.error is not None:
             raise SystemExit(outcome.error)
@@ -103,7 +112,7 @@ class Bench:
         """One request after the other, the seconds between any two tokens of one into `gaps`."""
         request = {
             "input_ids": [(3 * k + i) % 250 for i in range(12)],
-            "sampling_params": {"max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": self._load.new_tokens, "ignore_eos": True},
             "return_logprob": True,
             "stream": True,
         }
@@ -137,7 +146,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--publishes", type=int, default=20)
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--mode", choices=("retract", "in_place"), default="retract")
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between two publishes")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
+    load = Load(arguments.streams, arguments.new_tokens, arguments.mode, arguments.every)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, logs = Path(folder) / "tiny", Path(folder)
         create_tiny_model(TinyModel(), checkpoint, seed=1)
@@ -145,8 +159,8 @@ def main() -> None:
         router = RouterServer(RouterSpec(log_path=logs / "router.log"))
         try:
             router_url, info = router.start(), engine.start()
-            make_bench = partial(Bench, info, router_url, checkpoint, logs / "weights", arguments.streams)
-            results = asyncio.run(measure(make_bench, WAYS, arguments.publishes))
+            make_bench = partial(Bench, info, router_url, checkpoint, logs / "weights", load)
+            results = asyncio.run(measure(make_bench, arguments.ways, arguments.publishes))
         finally:
             engine.stop()
             router.stop()
@@ -156,7 +170,7 @@ def main() -> None:
         print(f"{name:22}" + "".join(f"{row[column]:10.1f}" for column in columns))
     target = Path(__file__).parent / "results" / "publish-gap.json"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({"streams": arguments.streams, "runs": results}, indent=2) + "\n")
+    target.write_text(json.dumps({**asdict(load), "runs": results}, indent=2) + "\n")
     print(f"wrote {target}")
 
 
