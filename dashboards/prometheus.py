@@ -25,7 +25,7 @@ from typing import Any, Self
 import yaml
 
 from dashboards.recorded import write_openmetrics
-from miles_async.adapters.sglang.process import free_port
+from miles_async.adapters.network_ports import free_port
 
 FOLDER = Path(__file__).parent
 START_SECONDS = 30.0
