@@ -157,6 +157,28 @@ def test_a_resumed_run_has_the_float32_weights_it_had(tiny: Path, tmp_path: Path
         assert same(masters(resumed), expected)
 
 
+@pytest.mark.parametrize("before, after", [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_run_goes_on_in_another_precision_from_its_float32_weights(
+    tiny: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    run = config(precision=before)
+    with learning(tiny, run) as learner:
+        train(learner, run, range(2))
+        save_state(learner, tmp_path / "state")
+        stopped = float32_weights(learner)
+    run = config(precision=after)
+    with learning(tiny, run) as learner:
+        learner.load_state(str(tmp_path / "state"))
+        assert same(float32_weights(learner), stopped)
+        train(learner, run, [2])
+
+
+def float32_weights(learner: MegatronLearner) -> list[torch.Tensor]:
+    """The float32 weights in the model's order: those of fp32 training are the model's own."""
+    parameters = [parameter for chunk in learner._model.chunks for parameter in chunk.parameters()]
+    return [vars(own).get("main_param", own).detach().clone() for own in parameters]
+
+
 def test_a_batch_that_failed_in_its_second_step_leaves_the_float32_weights_too(tiny: Path) -> None:
     run = config(Algorithm(grpo_std_normalization=False), num_steps_per_rollout=2)
     with learning(tiny, run) as learner:
