@@ -41,7 +41,7 @@ import uvloop
 
 from benchmarks.rollout_worker import measure, until_healthy
 from miles_async.adapters.garbage import spare_the_loop
-from miles_async.adapters.sglang.process import free_port
+from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.observability.events import Event, EventSink
 from miles_async.observability.logging import configure_logging

@@ -21,8 +21,8 @@ import torch
 from miles_async.adapters.megatron.batch import Scored, TrainStep, pack_samples
 from miles_async.adapters.megatron.layout import Padding, training_layout
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.parallel import free_port
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.types import Sample
 

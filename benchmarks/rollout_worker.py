@@ -28,9 +28,9 @@ import uvloop
 
 from benchmarks.fake_engine import TOKENS
 from miles_async.adapters.garbage import spare_the_loop
+from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.sglang.process import free_port
 from miles_async.adapters.system_clock import SystemClock
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
 from miles_async.config.schema import Rollout, RunConfig

@@ -45,14 +45,8 @@ from workers.placement import Placement, beside_the_driver, reserve
 from workers.preflight import Lessons, checkpoint_to_resume
 from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
-from workers.specs import engine_spec, external_router, ray_arguments, router_spec
+from workers.specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
 
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Nothing may look outside this machine."""
 LEARNER_SHARE, ENGINE_SHARE = 0.4, 0.2
 """Of a GPU, as Ray counts: both fit on one when they are colocated."""
 GOODBYE_SECONDS = 5.0
@@ -94,7 +88,7 @@ class Cluster:
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(
-                f"Ray cannot be had at ray_address {self._config.cluster.ray_address or 'local'}: {reason}"
+                f"Ray cannot be had at ray_address {self._config.cluster.ray_address or 'local'}: {reason}{_advice()}"
             ) from error
         self._daemons = set(psutil.Process().children()) - others
         # Ray cannot be told to write anywhere else: sockets lie in the same folder, and their paths may not be long.
@@ -296,6 +290,12 @@ def _of_learner(place: Placement, rank: int) -> dict[str, Any]:
     """Where a rank goes. A run without a learner borrows an engine's place to make its model."""
     bundle = place.plan.learner[rank] if place.plan.learner else place.plan.engines[0][0]
     return place.on(bundle, LEARNER_SHARE)
+
+
+def _advice() -> str:
+    """Ray shows its token only where told to, and says nothing of it when it is turned away for that."""
+    unset = "RAY_AUTH_MODE" not in os.environ
+    return "; where that cluster asks for a token, set RAY_AUTH_MODE=token, as it was for `ray start`" if unset else ""
 
 
 def _part(engine: str, node_rank: int) -> str:

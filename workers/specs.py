@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,12 @@ from miles_async.adapters.sglang.router import RouterSpec
 from miles_async.config.derived import evaluation_places
 from miles_async.config.schema import EvalDataset, RunConfig
 
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Of every process: nothing may look outside this machine."""
 ACTORS_AT_MOST = 64
 """Our actors ask Ray for no cores of their own; this is what its own workers may count on."""
 
@@ -20,9 +29,21 @@ def ray_arguments(config: RunConfig) -> dict[str, Any]:
     """Of `ray.init`: join the cluster that is named, or start one that lives and dies with the run."""
     quiet = {"include_dashboard": False, "configure_logging": False, "log_to_driver": False}
     if config.cluster.ray_address is not None:
-        return {"address": config.cluster.ray_address, **quiet}
+        # That Ray's processes were started by somebody else, elsewhere: not our environment, not our folder.
+        ours = {"env_vars": dict(ENVIRONMENT), "worker_process_setup_hook": _in_our_folder(Path.cwd())}
+        return {"address": config.cluster.ray_address, "runtime_env": ours, **quiet}
     # Named all the same: without an address Ray joins any cluster that RAY_ADDRESS or a file of its own points to.
     return {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST, **quiet}
+
+
+def _in_our_folder(folder: Path) -> Callable[[], None]:
+    """Relative paths mean the same to every process of the run; a node without that folder keeps its own."""
+
+    def enter() -> None:
+        with suppress(FileNotFoundError):
+            os.chdir(folder)
+
+    return enter
 
 
 def engine_spec(

@@ -17,8 +17,12 @@ from miles_async.errors import EngineLost
 from miles_async.observability.events import PublishEnded, PublishStarted, WriteFailed
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
+from miles_async.pipeline.lease import Lease
 from miles_async.ports import Fleet, WeightChannel
 from miles_async.types import Group, WriteOutcome
+
+LEASE_SECONDS = 900.0
+"""Longer than any use of the staging buffer takes: each write and each word to an engine has its own, shorter limit."""
 
 
 class Publisher:
@@ -39,14 +43,14 @@ class Publisher:
         self._queue_depth = queue_depth
         self._on_live = on_live
         self._running: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
-        """Held by whoever uses the staging buffer: fills it, publishes from it or brings an engine up to it."""
+        self._buffer = Lease("the staging buffer", LEASE_SECONDS)
+        """Held by whoever uses it: fills it, publishes from it or brings an engine up to it."""
         self._staged: tuple[int, Sequence[Group], float] | None = None
 
     async def stage(self, version: int, trained: Sequence[Group]) -> None:
         """Set the learner's present weights aside as `version`; `trained` are the groups that helped make it."""
         await self.idle()
-        async with self._turn:
+        async with self._buffer.held_by(f"staging version {version}"):
             started = self._books.clock.now()
             await self._channel.stage(version)
             self._books.trainer_version = version
@@ -68,7 +72,7 @@ class Publisher:
         """
         while self._staged is not None:
             await self._books.changed.until(lambda: bool(self._fleet.routed()))
-            async with self._turn:
+            async with self._buffer.held_by(f"the publish of version {self._staged[0]}"):
                 await self._publish(*self._staged)
 
     async def join(self, engine: str) -> None:
@@ -76,7 +80,7 @@ class Publisher:
 
         Raises EngineLost where any of it fails; nothing reaches the engine then.
         """
-        async with self._turn:
+        async with self._buffer.held_by(f"{engine}, which joins"):
             await self._channel.meet([*self._fleet.routed(), engine])
             # Versions are counted as they are staged, and the buffer keeps the last one.
             version = self._books.trainer_version
@@ -89,7 +93,7 @@ class Publisher:
 
     async def leave(self, engine: str) -> None:
         """Remove an engine for good, but not in the middle of a publish; the transfer is planned anew without it."""
-        async with self._turn:
+        async with self._buffer.held_by(f"{engine}, which leaves"):
             await self._fleet.dismiss(engine)
             if routed := self._fleet.routed():
                 await self._channel.meet(routed)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import ray
 from ray.cluster_utils import Cluster
 
+from miles_async.config.schema import Cluster as ClusterConfig
+from miles_async.config.schema import RunConfig
 from miles_async.core.placement import Demand, Plan
 from miles_async.errors import UserError
 from workers.placement import reserve
+from workers.specs import ray_arguments
 
 NODES, GPUS = 3, 2
 
@@ -36,6 +41,9 @@ class Settler:
     def where(self) -> tuple[str, list[int]]:
         return ray.util.get_node_ip_address(), ray.get_gpu_ids()
 
+    def surroundings(self) -> tuple[str, str | None]:
+        return os.getcwd(), os.environ.get("HF_HUB_OFFLINE")
+
 
 def tell() -> dict[str, object]:
     wanted = Demand(learner=2, engines=2, per_engine=2)
@@ -43,6 +51,7 @@ def tell() -> dict[str, object]:
     story = described(placement.plan) | {"unit": placement.unit, "local": placement.local}
     settlers = [Settler.options(**placement.on(bundle, 0.4)).remote() for bundle in placement.plan.learner]
     story["settled"] = ray.get([settler.where.remote() for settler in settlers])
+    story["surroundings"] = ray.get([settler.surroundings.remote() for settler in settlers])
     story["too_many"] = refusal(Demand(learner=4, engines=2, per_engine=2), 1)
     story["taken"] = refusal(Demand(learner=1, engines=0, per_engine=1), 1)
     placement.give_back()
@@ -50,12 +59,15 @@ def tell() -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    os.environ.pop("HF_HUB_OFFLINE", None)
     cluster = Cluster()
     for number in range(NODES):
         # Each node on an address of its own, as on a real network; the last one given is the lowest.
         address = f"127.0.0.{NODES + 1 - number}"
         cluster.add_node(num_cpus=GPUS, num_gpus=GPUS, node_ip_address=address, include_dashboard=False)
-    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False, logging_level="error")
+    # The nodes were started in another folder than the run is.
+    os.chdir(sys.argv[1])
+    ray.init(**ray_arguments(RunConfig(cluster=ClusterConfig(ray_address=cluster.address))), logging_level="error")
     try:
         print(json.dumps(tell()))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,8 @@ from tests.stack.job import ROOT
 pytestmark = pytest.mark.stack
 
 
-def test_a_run_is_placed_by_node_and_device_and_refused_where_it_cannot_be() -> None:
-    command = [sys.executable, "-m", "tests.stack.placement_story"]
+def test_a_run_is_placed_by_node_and_device_and_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.stack.placement_story", str(tmp_path)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert told.returncode == 0, told.stderr
     story = json.loads(told.stdout.splitlines()[-1])
@@ -22,5 +23,6 @@ def test_a_run_is_placed_by_node_and_device_and_refused_where_it_cannot_be() -> 
     assert (story["learner"], story["engines"]) == (first, [second, third])
     assert (story["unit"], story["local"]) == ("GPU", False)
     assert story["settled"] == [["127.0.0.2", [0]], ["127.0.0.2", [1]]]
+    assert story["surroundings"] == [[str(tmp_path), "1"]] * 2, "processes on a Ray that was there find the run's own"
     assert "the run needs 8 GPUs (4 for the learner, 4 for 2 engines), and the Ray cluster has 6" in story["too_many"]
     assert "the run needs 1 GPUs (1 for the learner, 0 for 0 engines), of which others left only 0" in story["taken"]

@@ -170,6 +170,17 @@ def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> No
     assert (started["address"], started["_node_ip_address"]) == ("local", "127.0.0.1")
 
 
+def test_processes_on_somebody_elses_ray_get_our_environment_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    theirs = ray_arguments(config(ray_address="auto"))["runtime_env"]
+    assert theirs["env_vars"]["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.chdir("/")
+    theirs["worker_process_setup_hook"]()
+    assert Path.cwd() == tmp_path
+
+
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 

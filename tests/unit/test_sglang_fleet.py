@@ -12,7 +12,7 @@ import pytest
 from miles_async.adapters.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import EngineLost
+from miles_async.errors import EngineLost, UserError
 
 
 class Server:
@@ -108,3 +108,23 @@ def test_a_claimed_port_is_given_to_nobody_else() -> None:
         ClaimedPort(claimed.number)
     claimed.release()
     ClaimedPort(claimed.number).release()
+
+
+def test_a_duplicate_engine_is_refused_in_a_sentence() -> None:
+    async def story() -> None:
+        router: dict[str, object] = {
+            "GET /workers": {"workers": [{"id": "1", "url": "http://127.0.0.1:7", "is_healthy": True}]}
+        }
+        async with serving(router) as (url, _):
+            fleet = SGLangFleet(url)
+            fleet.introduce(EngineInfo("e", "http://127.0.0.1:7", 0, 1))
+            await fleet.admit("e")
+            for name, port in (("e", 8), ("other", 7)):
+                with pytest.raises(UserError, match=rf"engine {name} at .*:{port} is a duplicate of engine e at .*:7"):
+                    fleet.introduce(EngineInfo(name, f"http://127.0.0.1:{port}", 0, 1))
+            with pytest.raises(UserError, match="engine e is a member of the fleet already"):
+                fleet.enlist("e")
+            assert fleet.members() == ("e",)
+            await fleet.close()
+
+    asyncio.run(story())

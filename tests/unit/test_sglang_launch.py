@@ -10,7 +10,8 @@ import pytest
 
 from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec
-from miles_async.adapters.sglang.process import cause
+from miles_async.adapters.sglang.process import ServerProcess, cause
+from miles_async.errors import Fatal
 
 
 @pytest.fixture
@@ -91,3 +92,13 @@ def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_the
 def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec, cuda: bool) -> None:
     assert ("--enable-memory-saver" in launch.command(replace(spec, colocated=True), 1, 2, 3)) is cuda
     assert "--enable-memory-saver" not in launch.command(spec, 1, 2, 3)
+
+
+def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's copy, on a Ray that others started, is not the one that is installed there."""
+    (tmp_path / "tells.py").write_text("import os; raise SystemError(os.environ['PYTHONPATH'])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
+    project = Path(launch.__file__).parents[3]
+    with pytest.raises(Fatal, match=f"SystemError: {project}:{tmp_path} "):
+        server.start({}, None, timeout=30.0)

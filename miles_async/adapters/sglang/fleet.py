@@ -19,7 +19,7 @@ from typing import Protocol
 
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.errors import BadTrajectory, EngineLost, UserError
 from miles_async.observability.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
@@ -90,7 +90,9 @@ class SGLangFleet:
         return tuple(self._members)
 
     def enlist(self, engine: str) -> None:
-        """Make an engine a member that has yet to be started."""
+        """Make an engine a member that has yet to be started. Raises UserError where there is one of that name."""
+        if engine in self._members:
+            raise UserError(f"engine {engine} is a member of the fleet already: give the other one another name")
         self._members[engine] = None
 
     async def dismiss(self, engine: str) -> None:
@@ -107,7 +109,16 @@ class SGLangFleet:
         return tuple(engine.url for engine in self._routed.values())
 
     def introduce(self, engine: EngineInfo) -> None:
-        """Make an engine known under its name, anew after a restart; requests reach it only after `admit`."""
+        """Make an engine known under its name, anew after a restart; requests reach it only after `admit`.
+
+        Raises UserError where requests already reach one of that name or at that address.
+        """
+        for other in (*self._routed.values(), *self._joining.values()):
+            if engine.name == other.name or engine.url == other.url:
+                raise UserError(
+                    f"engine {engine.name} at {engine.url} is a duplicate of engine {other.name} at {other.url}: "
+                    "give it a name and an address of its own, or remove the other one first"
+                )
         self._members[engine.name] = None
         self._known[engine.name] = engine
         self._urls.add(engine.url)

@@ -47,7 +47,7 @@ class ServerProcess:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, **environment},
+                env={**os.environ, "PYTHONPATH": _as_imported(), **environment},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -103,6 +103,12 @@ class ServerProcess:
         if _PORT_TAKEN.search(log):
             return PortTaken(what)
         return Fatal(f"{what}: {cause(log)} (log: {self.log_path})")
+
+
+def _as_imported() -> str:
+    """The search path, first this very project: a job's copy of it need not be the one that is installed."""
+    project = str(Path(__file__).parents[3])
+    return os.pathsep.join([project, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def cause(log: str) -> str:
