@@ -72,6 +72,8 @@ def engine_spec(
         concurrency=engine.sglang_server_concurrency,
         evaluation_places=evaluation_places(config),
         seed=config.data.rollout_seed,
+        # Weights of the learner's bfloat16 may be too large, or too small, for the float16 of a float32 checkpoint.
+        dtype="bfloat16" if config.learner.precision == "bf16" else "auto",
         colocated=config.cluster.colocate,
         p2p=config.weights.weight_transfer in ("auto", "p2p"),
         server_args=engine.sglang_server_args,

@@ -19,9 +19,11 @@ from miles_async.config.derived import (
     evaluation_places,
     generates,
     hf_export,
+    keeps_reference,
     learner_ranks,
     least_tokens_per_gpu,
     micro_batch_tokens,
+    reference_batching,
     samples_per_rollout,
     samples_per_step,
     schedule_of,
@@ -282,7 +284,7 @@ def _reference(config: RunConfig) -> Iterator[str]:
         return
     if not (Path(algorithm.ref_load).expanduser() / "config.json").is_file():
         yield f"ref_load {algorithm.ref_load} is no Hugging Face checkpoint: it holds no config.json"
-    if not algorithm.use_kl_loss and not algorithm.kl_coef:
+    if not keeps_reference(config):
         yield "ref_load names a reference model that nothing uses: set use_kl_loss or kl_coef, or unset it"
 
 
@@ -386,22 +388,25 @@ def _dynamic_batching(config: RunConfig) -> Iterator[str]:
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
     shards = learner.tensor_model_parallel_size * learner.context_parallel_size
     train = learner.max_tokens_per_microbatch_in_train or micro_batch_tokens(learner)
-    infer = learner.max_tokens_per_microbatch_in_infer or micro_batch_tokens(learner)
-    for where, used, limit, round_to in (
-        ("train", learner.use_dynamic_batching_in_train, train, learner.sequence_length_round_in_train),
-        ("infer", learner.use_dynamic_batching_in_infer, infer, learner.sequence_length_round_in_infer),
-    ):
+    rows = [("", "train", learner.use_dynamic_batching_in_train, train, learner.sequence_length_round_in_train)]
+    roles = {"": learner}
+    if keeps_reference(config) and reference_batching(learner) != learner:
+        roles["ref_"] = reference_batching(learner)
+    for role, own in roles.items():
+        limit = own.max_tokens_per_microbatch_in_infer or micro_batch_tokens(own)
+        rows.append((role, "infer", own.use_dynamic_batching_in_infer, limit, own.sequence_length_round_in_infer))
+    for role, where, used, limit, round_to in rows:
         if not used:
             continue
         if round_to % shards:
             yield (
-                f"sequence_length_round_in_{where} {round_to} is not divisible by tensor_model_parallel_size * "
+                f"{role}sequence_length_round_in_{where} {round_to} is not divisible by tensor_model_parallel_size * "
                 f"context_parallel_size = {shards}; set it to a multiple"
             )
         if (padded := longest + -longest % round_to) > limit:
             yield (
                 f"a sample may have {padded} tokens, rounded up to a multiple of {round_to}, more than the {limit} of "
-                f"a micro-batch; set max_tokens_per_microbatch_in_{where} to {padded} or more"
+                f"a micro-batch; set {role}max_tokens_per_microbatch_in_{where} to {padded} or more"
             )
 
 

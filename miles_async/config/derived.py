@@ -52,6 +52,11 @@ def rollout_file(config: RunConfig) -> str | None:
     return config.debug.save_debug_rollout_data
 
 
+def keeps_reference(config: RunConfig) -> bool:
+    """Whether a frozen model is compared with."""
+    return config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
+
+
 def reference_batching(learner: Learner) -> Learner:
     """The settings under which the reference model's log-probabilities are computed."""
     own = {

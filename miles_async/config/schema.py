@@ -316,11 +316,12 @@ class Learner(Section):
     ref_use_dynamic_batching_in_infer: bool | None = None
     """The same for the reference model alone. Unset, as for the next two: what holds for other such work."""
     ref_max_tokens_per_microbatch_in_infer: int | None = Field(None, ge=1)
-    """Its limit."""
+    """Its limit, where it takes padded rows."""
     ref_sequence_length_round_in_infer: int | None = Field(None, ge=1)
-    """Its multiple."""
+    """Its multiple there."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the learner."""
+    """Arithmetic of the learner. Under bf16 weights and activations are bfloat16; the optimizer's own weights, the
+    gradients and the loss stay fp32. What is published and exported is bfloat16 then."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = Field(1, ge=1)

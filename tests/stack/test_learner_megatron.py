@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from miles_async.adapters.megatron import schedule
 from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.model import Model, Reference
 from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
 from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
@@ -196,6 +199,27 @@ def test_padded_rows_learn_what_packed_sequences_do(tiny: Path, where: str) -> N
         assert padded[name] == pytest.approx(packed[name], rel=1e-4, abs=1e-5)
     for one, other in zip(same, plain, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[type[Any], list[int]] = {}
+    run_passes = schedule._run
+
+    def counted(model: Model | Reference, passes: Sequence[schedule.Pass], *args: Any, **how: Any) -> None:
+        asked[type(model)] = [len(own.tokens) for own in passes]
+        run_passes(model, passes, *args, **how)
+
+    monkeypatch.setattr(schedule, "_run", counted)
+    algorithm = CONFIG.algorithm.model_copy(update={"use_kl_loss": True})
+    rows = {"ref_use_dynamic_batching_in_infer": True, "ref_sequence_length_round_in_infer": 8}
+    distances = []
+    for limits in ({}, rows | {"ref_max_tokens_per_microbatch_in_infer": 32}):
+        learner_settings = CONFIG.learner.model_copy(update=limits)
+        with learning_from(tiny, CONFIG.model_copy(update={"algorithm": algorithm, "learner": learner_settings})) as it:
+            distances.append([it.train(rollout, shares(batch())).metrics["kl"] for rollout in range(2)])
+        assert (asked[Reference] == asked[Model]) is not bool(limits)
+    assert max(asked[Reference]) <= 32 < max(asked[Model])
+    assert distances[0] == pytest.approx(distances[1], abs=1e-5)
 
 
 def test_the_reference_model_stays_where_training_began(tiny: Path) -> None:

@@ -71,7 +71,24 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 LAYOUTS = {name: ("dense", *layout) for name, layout in DENSE.items()} | {
     name: ("experts", *layout) for name, layout in EXPERTS.items()
 }
+BF16 = {"precision": "bf16"}
+MIXED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "bf16, one rank": ("dense", 1, BF16),
+    "bf16, distributed optimizer": ("dense", 2, BF16 | {"use_distributed_optimizer": True}),
+    "bf16, pipeline and context parallel": (
+        "dense",
+        4,
+        BF16 | {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    ),
+    "bf16, experts shared and dealt": (
+        "experts",
+        4,
+        BF16 | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
+    ),
+}
+"""With weights and activations in bfloat16, which gloo carries too."""
 ALONE = {f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")}
+ALL = LAYOUTS | MIXED | ALONE
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
@@ -107,7 +124,7 @@ def batch() -> list[Group]:
 def learn(root: Path, name: str, rank: int, port: int) -> None:
     """One batch and what can be seen of it; rank 0 writes it down."""
     torch.set_num_threads(1)
-    model, ranks, layout = (LAYOUTS | ALONE)[name]
+    model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name
     learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
     steps = rank_shares(batch(), settings, ranks)[rank]
@@ -185,7 +202,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / f"dense{suffix}", seed=seed
         )
         create_experts(root / f"experts{suffix}", seed)
-    command = [sys.executable, "-m", "tests.stack.test_learner_parallel", str(root), *(LAYOUTS | ALONE)]
+    command = [sys.executable, "-m", "tests.stack.test_learner_parallel", str(root), *ALL]
     with subprocess.Popen(command, cwd=ROOT) as ranks:
         try:
             assert ranks.wait(timeout=120) == 0
@@ -213,6 +230,41 @@ def test_ranks_that_share_the_work_see_the_probabilities_metrics_and_answers_of_
     for logprobs, reference in zip(found["logprobs"], expected["logprobs"], strict=True):
         assert logprobs == pytest.approx(reference, abs=1e-5)
     assert found["greedy"] == expected["greedy"]
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_ranks_in_bfloat16_find_about_the_gradients_of_one_in_float32(runs: Path, layout: str) -> None:
+    ours, theirs = (
+        load_file(runs / name / "gradients.safetensors") for name in (layout, f"{MIXED[layout][0]}, one rank")
+    )
+    assert ours.keys() == theirs.keys()
+    apart = sum((ours[name].float() - tensor).square().sum().item() for name, tensor in theirs.items())
+    whole = sum(tensor.square().sum().item() for tensor in theirs.values())
+    assert apart < 0.03**2 * whole
+
+
+def test_a_checkpoint_in_bfloat16_hands_the_float32_weights_to_another_layout(runs: Path) -> None:
+    run = config(runs, "dense", BF16)
+    full = load_file(runs / "dense, one rank/saved/model.safetensors")
+    for layout in ("bf16, distributed optimizer", "bf16, pipeline and context parallel"):
+        saved = load_file(runs / layout / "saved/model.safetensors")
+        learner = MegatronLearner(run, str(runs / "dense"), 0, 1, "127.0.0.1", free_port())
+        try:
+            learner.load_state(str(runs / layout / "state"))
+            assert all(torch.equal(tensor, saved[name]) for name, tensor in learner.weights())
+            with torch.no_grad():
+                for chunk in learner._model.chunks:
+                    for parameter in chunk.parameters():
+                        assert torch.equal(parameter.main_param.bfloat16(), parameter)
+                        # What is exported next is in float32.
+                        parameter.data = parameter.main_param
+            own = dict(learner.weights())
+        finally:
+            learner.close()
+        # Next to 1 a step of the learning rate, 0.0001, is there in float32 and not in bfloat16.
+        norm = "model.norm.weight"
+        assert (saved[norm] == 1).all()
+        assert (own[norm] - full[norm]).abs().mean() < 2e-5 < (own[norm] - 1).abs().mean()
 
 
 def test_an_engine_agrees_with_what_stages_and_shared_experts_saved(runs: Path, tmp_path: Path) -> None:
@@ -251,7 +303,7 @@ def test_a_checkpoint_of_two_data_parallel_ranks_goes_on_as_one_rank(runs: Path)
 
 def play(root: Path, names: list[str], ports: list[int], rank: int) -> None:
     for name, port in zip(names, ports, strict=True):
-        if rank < (LAYOUTS | ALONE)[name][1]:
+        if rank < ALL[name][1]:
             learn(root, name, rank, port)
 
 

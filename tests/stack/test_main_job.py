@@ -48,6 +48,13 @@ def test_every_batch_trains_and_every_version_goes_live(fully_async: Played) -> 
     assert all(event.live and event.fenced == [] for event in publishes)
 
 
+def test_every_step_says_its_tokens_per_second_and_memory(fully_async: Played) -> None:
+    for step in fully_async.of(StepEnded):
+        assert step.metrics["tokens_per_second"] == pytest.approx(step.tokens / (step.ended - step.started))
+        # A process with torch and Megatron in it, on a machine of ordinary size.
+        assert 0.1 < step.metrics["memory_gib"] < 1000
+
+
 def test_the_audit_finds_no_group_lost_trained_twice_or_too_old(fully_async: Played) -> None:
     assert fully_async.violations == []
 

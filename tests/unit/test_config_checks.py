@@ -215,6 +215,23 @@ def test_rows_that_cannot_be_cut_are_refused(settings, complaint):
 @pytest.mark.parametrize(
     "settings, complaint",
     [
+        ({"ref_sequence_length_round_in_infer": 63}, "ref_sequence_length_round_in_infer 63 is not divisible by"),
+        ({"ref_max_tokens_per_microbatch_in_infer": 127}, "set ref_max_tokens_per_microbatch_in_infer to 128 or more"),
+    ],
+)
+def test_rows_of_the_reference_model_that_cannot_be_cut_are_refused_where_one_is_kept(settings, complaint):
+    limits = {"rollout_max_prompt_len": 30, "rollout_max_response_len": 70, "max_tokens_per_gpu": 100}
+    layout = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+    rows = {"ref_use_dynamic_batching_in_infer": True, "ref_max_tokens_per_microbatch_in_infer": 128}
+    settings = limits | layout | rows | settings
+    (sentence,) = refusals(**settings, use_kl_loss=True)
+    assert complaint in sentence
+    assert refusals(**settings) == []
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
         ({"overlong_buffer_len": 9, "rollout_max_response_len": 8}, "overlong_buffer_len 9 is above"),
         ({"icepop_band": [1.5, 2]}, "does not hold the ratio 1"),
     ],

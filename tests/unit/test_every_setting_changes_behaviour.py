@@ -185,7 +185,7 @@ PROOF = {
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
     "load": "unit/test_checkpoints.py::test_what_cannot_be_resumed_is_said_before_anything_starts",
-    "precision": f"{LEARNER}::test_what_this_machine_cannot_compute_is_refused",
+    "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
     "tensor_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
     "pipeline_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
     "virtual_pipeline_model_parallel_size": f"{PLACE}::test_virtual_stages_take_micro_batches_in_groups",

@@ -32,7 +32,7 @@ STEP: list[Event] = [
         finite=True,
         reward=0.25,
         response_length=4.0,
-        metrics={"loss": 0.5, "grad_norm": 1.5},
+        metrics={"loss": 0.5, "grad_norm": 1.5, "tokens_per_second": 300.0, "memory_gib": 0.85},
     ),
 ]
 EVALUATED = Evaluated(
@@ -62,6 +62,7 @@ def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
     expected = {
         "rollout": 4, "version": 3, "seconds": 2.0, "tokens": 600, "reward": 0.25, "staleness_mean": 1.0,
         "staleness_max": 2, "queue": 7, "waited": 0.5, "recycled": 2, "loss": 0.5, "grad_norm": 1.5,
+        "tokens_per_second": 300.0, "memory_gib": 0.85,
     }  # fmt: skip
     assert {name: line[name] for name in expected} == expected
 

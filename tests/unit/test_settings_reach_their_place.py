@@ -78,6 +78,20 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
     assert f"{words} " not in command_line(weight_transfer="disk")
 
 
+@pytest.mark.parametrize("cuda, dtypes", [(True, ("auto", "bfloat16")), (False, ("float32", "float32"))])
+def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, cuda: bool, dtypes: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(launch, "has_cuda", lambda: cuda)
+
+    def dtype(**settings: Any) -> str:
+        words = launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2, 3)
+        return words[words.index("--dtype") + 1]
+
+    assert (dtype(), dtype(precision="bf16")) == dtypes
+    assert dtype(precision="bf16", sglang_server_args={"dtype": "float16"}) == "float16"
+
+
 def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
     source = weight_source(
         config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0),

@@ -101,6 +101,16 @@ def staged(tensors: dict[str, Tensor], engine: Engine, source: int = 0, sources:
     return staging
 
 
+def test_bfloat16_weights_reach_a_float32_engine_as_they_are() -> None:
+    own = {name: tensor.bfloat16() for name, tensor in weights().items()}
+    rank = Rank(engine_shapes(1), torch.float32)
+    engine = engine_of([rank])
+    MemoryWay().write(staged(own, engine), engine)
+    name = f"{LAYER}.self_attn.o_proj"
+    assert rank[name].dtype is torch.float32
+    assert torch.equal(rank[name], own[f"{name}.weight"].float())
+
+
 @pytest.mark.parametrize("sources", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -48,9 +49,17 @@ def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) ->
     shutil.rmtree(old)
 
 
+def _say_dtype(config: Path, tensor: Tensor) -> None:
+    """Training may have been in another precision than the model came in; loaders believe the configuration."""
+    content = json.loads(config.read_text())
+    content["torch_dtype" if "torch_dtype" in content else "dtype"] = str(tensor.dtype).removeprefix("torch.")
+    config.write_text(json.dumps(content, indent=2) + "\n")
+
+
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, notes: Mapping[str, str]) -> None:
     """Write `tensors` as safetensors; configuration and tokenizer are copied from the checkpoint `like`.
 
+    The configuration then names the dtype of `tensors`.
     `notes` are further files, their text by their names. Raises OSError when `path` exists already.
     """
     with appears_complete(path) as draft:
@@ -59,5 +68,6 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, note
             for file in like.glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):
                     shutil.copy2(file, draft)
+        _say_dtype(draft / "config.json", next(iter(tensors.values())))
         for name, text in notes.items():
             (draft / name).write_text(text)

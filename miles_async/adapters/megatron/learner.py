@@ -37,7 +37,7 @@ from miles_async.adapters.megatron.schedule import Pass, forward_backward, passe
 from miles_async.adapters.megatron.state_copy import CheckpointCopy, StateCopy
 from miles_async.adapters.megatron.training_state import copy_state, load_state
 from miles_async.adapters.megatron.usage import usage
-from miles_async.config.derived import learning_rate, reference_batching
+from miles_async.config.derived import keeps_reference, learning_rate, reference_batching
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.losses.correction import CorrectionSettings
 from miles_async.losses.objectives import kl_penalty
@@ -99,7 +99,7 @@ class MegatronLearner:
         if config.algorithm.advantage_estimator == "ppo":
             self._critic = Critic(config, hf_checkpoint, self._device)
         self._reference = None
-        if config.algorithm.use_kl_loss or config.algorithm.kl_coef:
+        if keeps_reference(config):
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
             self._reference = build_reference(config.learner, str(reference))
         self._steps_taken = 0

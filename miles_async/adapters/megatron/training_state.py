@@ -73,7 +73,7 @@ def _load(model: Model, folder: str) -> int:
     notes = dist_checkpointing.load_content_metadata(folder)
     _make_moments(model)
     modules, optimizer = _state(model, is_loading=True)
-    for chunk, own in zip(model.chunks, _loaded(modules, folder), strict=True):
+    for chunk, own in zip(model.chunks, _loaded(_unrounded(modules, folder), folder), strict=True):
         chunk.module.load_state_dict(own)
     # Apart from the weights, which may be where an optimizer's own copies of them come from.
     filled = _loaded(_with_masters_of(optimizer, folder), folder)
@@ -123,6 +123,21 @@ def _numbered(what: str, state: Any) -> dict[str, ShardedBase]:
     """The parts that Megatron shards, without the structure around them, which differs between optimizers."""
     shards = (value for value in nested_values(state) if isinstance(value, ShardedBase))
     return {f"{what} {number}": shard for number, shard in enumerate(shards)}
+
+
+def _unrounded(state: Any, folder: str) -> Any:
+    """`state` with the keys of the fp32 values of weights that are fp32 here, but were rounded where they came from."""
+    stored = dist_checkpointing.load_tensors_metadata(folder)
+
+    def found(shard: Any) -> Any:
+        if not (isinstance(shard, ShardedBase) and shard.key in stored and shard.data.dtype is torch.float32):
+            return shard
+        if stored[shard.key].dtype is torch.float32:
+            return shard
+        known = [prefix + shard.key for prefix in _MASTERS if prefix + shard.key in stored]
+        return replace(shard, key=known[0])
+
+    return dict_list_map_outplace(found, state)
 
 
 def _with_masters_of(state: Any, folder: str) -> Any:

@@ -37,6 +37,9 @@ class EngineSpec:
     evaluation_places: int = 0
     """Requests of evaluations that it runs beside those, and that make way for them."""
     seed: int = 42
+    dtype: str = "auto"
+    """Of weights and arithmetic on a GPU, where `auto` is the checkpoint's, or float16 for one in float32; on a CPU it
+    is float32."""
     p2p: bool = True
     """Open its weights to Mooncake's one-sided writes."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -143,6 +146,7 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous: int | 
         "host": spec.host,
         "port": port,
         "tp-size": spec.tp,
+        "dtype": spec.dtype,
         "max-running-requests": spec.concurrency + spec.evaluation_places,
         "random-seed": spec.seed,
         "enable-metrics": True,

@@ -1,0 +1,204 @@
+"""The learner in bfloat16, which keeps its own weights, its gradients and the loss in float32, on CPUs too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.network_ports import free_port
+from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
+from miles_async.types import Group, Sample
+from tests.stack.saving import save_state
+
+pytestmark = pytest.mark.stack
+
+SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
+# Micro-batches of two sequences, so that gradients are added up over several.
+LEARNER = Learner(lr=1e-3, precision="bf16", max_tokens_per_gpu=16)
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_tiny_model(SHAPE, path, seed=1)
+    return path
+
+
+def config(algorithm: Algorithm | None = None, **settings: Any) -> RunConfig:
+    learner = LEARNER.model_copy(update=settings)
+    return RunConfig(learner=learner, algorithm=algorithm or Algorithm(), rollout=Rollout(num_rollout=100))
+
+
+@contextmanager
+def learning(tiny: Path, run: RunConfig) -> Iterator[MegatronLearner]:
+    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def batch(rollout: int, *, poison: bool = False) -> list[Group]:
+    draw = random.Random(rollout)
+    return [
+        Group(
+            Sample(
+                index=2 * g + i,
+                tokens=[draw.randrange(256) for _ in range(8)],
+                response_length=4,
+                rollout_log_probs=[-5.0 - draw.random() for _ in range(4)],
+                reward=float("nan") if poison and g == 3 else float(i),
+            )
+            for i in range(2)
+        )
+        for g in range(4)
+    ]
+
+
+def train(learner: MegatronLearner, run: RunConfig, rollouts: Sequence[int]) -> list[dict[str, float]]:
+    metrics = []
+    for rollout in rollouts:
+        [steps] = rank_shares(batch(rollout), run, 1)
+        report = learner.train(rollout, steps)
+        assert report.finite
+        metrics.append(dict(report.metrics))
+    return metrics
+
+
+def masters(learner: MegatronLearner) -> list[torch.Tensor]:
+    """The optimizer's own weights."""
+    return [master.clone() for group in learner._model.optimizer.param_groups for master in group["params"]]
+
+
+def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_bfloat16_learns_what_float32_does(tiny: Path) -> None:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        run = config(precision=precision, loss_type="sft_loss", lr=1e-2)
+        with learning(tiny, run) as learner:
+            found[precision] = train(learner, run, [0] * 8)
+            assert {tensor.dtype for tensor in weights(learner).values()} == {
+                torch.bfloat16 if precision == "bf16" else torch.float32
+            }
+    mixed, full = found["bf16"], found["fp32"]
+    assert mixed[0]["micro_batches"] == 4
+    assert mixed[-1]["loss"] < 0.7 * mixed[0]["loss"]
+    for ours, theirs in zip(mixed, full, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.01)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [Algorithm(use_kl_loss=True, kl_loss_coef=0.1), Algorithm(advantage_estimator="ppo", kl_coef=0.1)],
+    ids=["reference model", "critic"],
+)
+def test_policy_reference_model_and_critic_agree_with_their_float32(tiny: Path, algorithm: Algorithm) -> None:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        run = config(algorithm, precision=precision, num_steps_per_rollout=2)
+        with learning(tiny, run) as learner:
+            found[precision] = train(learner, run, range(4))[-1]
+    mixed, full = found["bf16"], found["fp32"]
+    figures = {"loss", "entropy", "grad_norm", "kl", "value_loss", "critic_grad_norm"} & full.keys()
+    assert {name: mixed[name] for name in figures} == pytest.approx({name: full[name] for name in figures}, rel=0.1)
+
+
+def test_updates_that_bfloat16_would_round_away_add_up(tiny: Path) -> None:
+    """Next to 1, where norms begin, bfloat16 knows no number nearer than 0.004: a step of 0.0001 alone is lost."""
+    run = config(loss_type="sft_loss", lr=1e-4, adam_beta2=0.9)
+    with learning(tiny, run) as learner:
+        train(learner, run, [0])
+        assert torch.equal(weights(learner)[NORM], torch.ones(32, dtype=torch.bfloat16))
+        train(learner, run, [0] * 39)
+        assert (weights(learner)[NORM] != 1).any()
+        assert {tensor.dtype for tensor in masters(learner)} == {torch.float32}
+        assert {buffer.grad_data.dtype for chunk in learner._model.chunks for buffer in chunk.buffers} == {
+            torch.float32
+        }
+
+
+def test_a_resumed_run_has_the_float32_weights_it_had(tiny: Path, tmp_path: Path) -> None:
+    run = config()
+    with learning(tiny, run) as unbroken:
+        train(unbroken, run, range(3))
+        save_state(unbroken, tmp_path / "state")
+        stopped = masters(unbroken)
+        train(unbroken, run, range(3, 8))
+        expected = masters(unbroken)
+    with learning(tiny, run) as resumed:
+        resumed.load_state(str(tmp_path / "state"))
+        assert same(masters(resumed), stopped)
+        assert not same([master.bfloat16().float() for master in stopped], stopped)
+        train(resumed, run, range(3, 8))
+        assert same(masters(resumed), expected)
+
+
+@pytest.mark.parametrize("before, after", [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_run_goes_on_in_another_precision_from_its_float32_weights(
+    tiny: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    run = config(precision=before)
+    with learning(tiny, run) as learner:
+        train(learner, run, range(2))
+        save_state(learner, tmp_path / "state")
+        stopped = float32_weights(learner)
+    run = config(precision=after)
+    with learning(tiny, run) as learner:
+        learner.load_state(str(tmp_path / "state"))
+        assert same(float32_weights(learner), stopped)
+        train(learner, run, [2])
+
+
+def float32_weights(learner: MegatronLearner) -> list[torch.Tensor]:
+    """The float32 weights in the model's order: those of fp32 training are the model's own."""
+    parameters = [parameter for chunk in learner._model.chunks for parameter in chunk.parameters()]
+    return [vars(own).get("main_param", own).detach().clone() for own in parameters]
+
+
+def test_a_batch_that_failed_in_its_second_step_leaves_the_float32_weights_too(tiny: Path) -> None:
+    run = config(Algorithm(grpo_std_normalization=False), num_steps_per_rollout=2)
+    with learning(tiny, run) as learner:
+        train(learner, run, [0])
+        own, published = masters(learner), weights(learner)
+        [steps] = rank_shares(batch(1, poison=True), run, 1)
+        assert not learner.train(1, steps).finite
+        assert same(masters(learner), own)
+        assert same(list(weights(learner).values()), list(published.values()))
+
+
+def test_the_export_is_in_bfloat16_and_says_so(tiny: Path, tmp_path: Path) -> None:
+    run = config()
+    tokens = [random.Random(0).randrange(256) for _ in range(16)]
+    with learning(tiny, run) as learner:
+        train(learner, run, range(2))
+        [ours] = learner.logprobs([tokens])
+        learner.save_hf(str(tmp_path / "saved"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert model.dtype is torch.bfloat16
+    with torch.no_grad():
+        theirs = model.float()(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    assert ours == pytest.approx(theirs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist(), abs=0.05)
