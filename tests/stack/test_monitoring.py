@@ -190,6 +190,8 @@ async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folde
     try:
         os.kill(learner, signal.SIGSTOP)
         os.killpg(engine, signal.SIGSTOP)
+        while psutil.Process(learner).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.05)
         dump_stacks([psutil.Process(learner)], folder)
         deadline = time.time() + 30
         while len(_silent_for(told, SILENT_SECONDS)) < 2 and time.time() < deadline:
