@@ -188,10 +188,8 @@ async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folde
     heartbeats = Heartbeats(stack.cluster.questions)
     told: list[Silent] = []
     try:
-        os.kill(learner, signal.SIGSTOP)
         os.killpg(engine, signal.SIGSTOP)
-        while psutil.Process(learner).status() != psutil.STATUS_STOPPED:
-            await asyncio.sleep(0.05)
+        _stop(learner)
         dump_stacks([psutil.Process(learner)], folder)
         deadline = time.time() + 30
         while len(_silent_for(told, SILENT_SECONDS)) < 2 and time.time() < deadline:
@@ -202,6 +200,13 @@ async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folde
         os.killpg(engine, signal.SIGCONT)
         heartbeats.close()
     return told
+
+
+def _stop(pid: int) -> None:
+    """The signal is sent at once and obeyed in a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
 
 
 def _silent_for(told: Sequence[Silent], seconds: float) -> set[str]:
