@@ -9,7 +9,6 @@ benchmarks/results/checkpoints.json.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.records import record
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
@@ -98,9 +98,7 @@ def main() -> int:
         resumed.close()
     for name, value in found.items():
         print(f"{name.replace('_', ' '):<34}{value:12.4g}")
-    results = Path("benchmarks/results")
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "checkpoints.json").write_text(json.dumps(found, indent=1) + "\n")
+    record("checkpoints", found)
     return 0 if found["largest_difference"] <= TARGET else 1
 
 

@@ -9,14 +9,13 @@ with 1 when the whole way costs 20 microseconds or more.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
+from benchmarks.records import record
 from miles_async.core.admission import Admission
 from miles_async.core.bounds import Bounds
 from miles_async.core.ledger import Ledger, State
@@ -119,10 +118,8 @@ def main() -> int:
     costs = {name: microseconds(work, order) for name, work in PARTS.items()}
     for name, cost in costs.items():
         print(f"{name:<16}{cost:8.2f} µs per group")
-    results = Path("benchmarks/results")
-    results.mkdir(parents=True, exist_ok=True)
     content = {"groups": groups, "repeats": REPEATS, "limit_microseconds": LIMIT_MICROSECONDS, "microseconds": costs}
-    (results / "core-cost.json").write_text(json.dumps(content, indent=1) + "\n")
+    record("core-cost", content)
     return 0 if costs["the whole way"] < LIMIT_MICROSECONDS else 1
 
 

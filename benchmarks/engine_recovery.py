@@ -11,7 +11,6 @@ Prints a table and writes benchmarks/results/engine_recovery.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.records import record
 from miles_async.observability.audit import Audit
 from miles_async.observability.events import EngineChanged, Event, GroupGenerated, GroupMoved
 from miles_async.observability.trace import read_trace
@@ -117,9 +117,7 @@ def main() -> None:
         found = figures(*play(Path(folder), seconds), seconds)
     for name, value in found.items():
         print(f"{name:<30} {value:>10.1f}")
-    results = Path("benchmarks/results/engine_recovery.json")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(found, indent=2) + "\n")
+    record("engine_recovery", found)
 
 
 if __name__ == "__main__":

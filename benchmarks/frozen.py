@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.records import record, recorded
 from dashboards.prometheus import Prometheus
 from tests.stack.job import Job, job
 
@@ -111,10 +112,7 @@ def main() -> None:
     print(f"{'frozen':16}" + "".join(f"{name:>14}" for name in next(iter(seen.values()))))
     for part, signs in seen.items():
         print(f"{part:16}" + "".join(f"{seconds!s:>14}" for seconds in signs.values()))
-    target = Path(__file__).parent / "results" / "frozen.json"
-    target.parent.mkdir(exist_ok=True)
-    before = json.loads(target.read_text()) if target.exists() else {}
-    target.write_text(json.dumps(before | seen, indent=2) + "\n")
+    record("frozen", recorded("frozen") | seen)
 
 
 if __name__ == "__main__":

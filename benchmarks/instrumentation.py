@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
 import multiprocessing
 import pickle
 import subprocess
@@ -34,11 +33,11 @@ from contextlib import (
     redirect_stdout,
 )
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 
 import uvloop
 
+from benchmarks.records import record
 from benchmarks.rollout_worker import measure, until_healthy
 from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.network_ports import free_port
@@ -160,9 +159,7 @@ def main() -> None:
     print(f"{'events go':16}{'groups/s':>10}{'cost':>8}")
     for way, row in rows.items():
         print(f"{way:16}{row['groups_per_second']:10.1f}{row['cost']:8.1%}")
-    target = Path(__file__).parent / "results" / "instrumentation.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(rows, indent=2) + "\n")
+    record("instrumentation", rows)
 
 
 if __name__ == "__main__":

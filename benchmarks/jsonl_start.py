@@ -16,10 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.records import record
+
 LIMIT_SECONDS = 2.0
 LIMIT_MIB = 200.0
-RESULTS = Path(__file__).parent / "results"
-
 OPEN = """
 import json, resource, sys, time
 from miles_async.adapters.datasets.opening import open_data
@@ -66,8 +66,7 @@ def main() -> int:
     figures = measure(chosen.rows, chosen.row_bytes)
     for name, value in figures.items():
         print(f"{name:<22}{value:>12.2f}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "jsonl-start.json").write_text(json.dumps(figures, indent=2) + "\n")
+    record("jsonl-start", figures)
     return int(figures["first_prompt_seconds"] >= LIMIT_SECONDS or figures["growth_mib"] >= LIMIT_MIB)
 
 

@@ -10,12 +10,12 @@ is the share of the possible that it reaches. Prints a table and writes benchmar
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.records import record
 from miles_async.observability.events import Drained, RunEnded, StepEnded, StepStarted
 from miles_async.observability.trace import read_trace
 
@@ -73,9 +73,7 @@ def main() -> None:
     for name, run in figures.items():
         print(f"{name:22}" + "".join(f"{value:12.2f}" for value in run.values()))
     print(f"R / T {results['R / T']:.2f}, max(R, T) / wall {results['max(R, T) / wall']:.2f}")
-    target = Path(__file__).parent / "results" / "overlap.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(results, indent=2) + "\n")
+    record("overlap", results)
 
 
 if __name__ == "__main__":

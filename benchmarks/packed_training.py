@@ -8,7 +8,6 @@ below 0.9 of the ratio of padded to valid tokens. Writes benchmarks/results/pack
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.records import record
 from miles_async.adapters.megatron.batch import Scored, TrainStep, pack_samples
 from miles_async.adapters.megatron.layout import Padding, training_layout
 from miles_async.adapters.megatron.learner import MegatronLearner
@@ -82,9 +82,7 @@ def main() -> int:
     }
     for name, value in found.items():
         print(f"{name.replace('_', ' '):<28}{value:10.2f}")
-    results = Path("benchmarks/results")
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "packed-training.json").write_text(json.dumps(found, indent=1) + "\n")
+    record("packed-training", found)
     return 0 if found["share_of_it"] >= TARGET else 1
 
 

@@ -9,13 +9,12 @@ The same batches are laid out for ranks that share sequences and cut them evenly
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
-from pathlib import Path
 from statistics import fmean
 
+from benchmarks.records import record
 from miles_async.adapters.megatron.layout import training_layout
 from miles_async.config.schema import Learner
 from miles_async.core.dynamic_batching import dynamic_batches
@@ -72,9 +71,7 @@ def main() -> int:
     }
     for name, value in found.items():
         print(f"{name.replace('_', ' '):<36}{value:10.4f}")
-    results = Path("benchmarks/results")
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "packing.json").write_text(json.dumps(found, indent=1) + "\n")
+    record("packing", found)
     met = found["flop_imbalance_worst"] < 0.03 and found["above_the_bound_mean"] <= 1 and overfull == 0 and seconds < 1
     return 0 if met else 1
 

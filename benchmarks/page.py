@@ -11,7 +11,6 @@ more.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from statistics import median
 
 from prometheus_client import CollectorRegistry
 
+from benchmarks.records import record
 from miles_async.config.load import write_config
 from miles_async.config.schema import RunConfig
 from miles_async.observability.events import ClusterReady, Event, RunEnded, RunStarted, SampleShown
@@ -40,7 +40,6 @@ from tests.stack.browser import Visit, chromium
 LIMIT_BYTES, LIMIT_PAINT_MS = 10_000_000, 300.0
 PAINTS = 10
 STEP_SECONDS, BATCH = 20.0, 8
-RESULTS = Path(__file__).parent / "results"
 
 
 class Recorder:
@@ -164,8 +163,7 @@ def main() -> int:
     figures = measure(parser.parse_args().hours)
     for name, value in figures.items():
         print(f"{name:<32}{value:>12.2f}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "page.json").write_text(json.dumps(figures, indent=2) + "\n")
+    record("page", figures)
     too_large = figures["report_mb"] * 1e6 >= LIMIT_BYTES
     return int(too_large or figures["first_paint_ms_median"] >= LIMIT_PAINT_MS)
 

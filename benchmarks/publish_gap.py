@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ import orjson
 import torch
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.records import record
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
@@ -168,10 +168,7 @@ def main() -> None:
     print(f"{'milliseconds':22}" + "".join(f"{column:>10}" for column in columns))
     for name, row in results.items():
         print(f"{name:22}" + "".join(f"{row[column]:10.1f}" for column in columns))
-    target = Path(__file__).parent / "results" / "publish-gap.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({**asdict(load), "runs": results}, indent=2) + "\n")
-    print(f"wrote {target}")
+    record("publish-gap", {**asdict(load), "runs": results})
 
 
 if __name__ == "__main__":

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import uvloop
 
 from benchmarks.fake_engine import TOKENS
+from benchmarks.records import record
 from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang.client import JsonClient
@@ -248,9 +247,7 @@ def main() -> None:
     for name, load in loads.items():
         figures = f"{load.groups_per_second:10.0f}{load.cpu_ms_per_sample:15.3f}{load.lag_p99_ms:12.1f}"
         print(f"{name:30}{figures}{load.in_flight:11}")
-    target = Path(__file__).parent / "results" / "rollout_worker.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({name: vars(load) for name, load in loads.items()}, indent=2) + "\n")
+    record("rollout_worker", {name: vars(load) for name, load in loads.items()})
 
 
 if __name__ == "__main__":

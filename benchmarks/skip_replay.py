@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.records import record
 from miles_async.adapters.garbage import spare_the_loop
 from miles_async.config.schema import RunConfig, Skip, SkipRollout
 from miles_async.core.skip import GroupRecord, Recording
@@ -112,10 +112,8 @@ def main() -> int:
                 f"{row['megabytes']:8.1f}{times}{row['share']:9.2%}{row['lag_ms']:13.1f}{row['idle_lag_ms']:8.1f}",
                 flush=True,
             )
-    results = Path("benchmarks/results")
-    results.mkdir(parents=True, exist_ok=True)
     content = {"tokens_per_second": options.tokens_per_second, "rows": rows}
-    (results / "skip-replay.json").write_text(json.dumps(content, indent=1) + "\n")
+    record("skip-replay", content)
     return int(any(row["share"] > SHARE_LIMIT or row["lag_ms"] > LAG_LIMIT_MS for row in rows))
 
 

@@ -10,7 +10,6 @@ what was done about it and the largest distance; writes benchmarks/results/weigh
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.records import record
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SGLangGenerator
@@ -29,8 +29,6 @@ from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.config.schema import TinyModel
 from tests.stack.engine_stack import Stack
 from tests.stack.weight_faults import Told, publish_under_load
-
-RESULTS = Path(__file__).parent / "results" / "weight-faults.json"
 
 
 class Dice:
@@ -127,9 +125,7 @@ def main() -> None:
     }
     for key, value in result.items():
         print(f"{key:40} {value}")
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {RESULTS}")
+    record("weight-faults", result)
     if max(errors) > 1e-4:
         raise SystemExit("a token was not drawn from the weights that its span names")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import aiohttp
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.records import record, recorded
 from miles_async.adapters.megatron.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
@@ -37,7 +37,6 @@ from miles_async.adapters.weights.source import Source
 from miles_async.adapters.weights.way import segments
 
 WAYS = ("memory", "p2p", "broadcast")
-RESULTS = Path(__file__).parent / "results" / "weight-transfer.json"
 STREAMS = 4
 NEW_TOKENS = 32
 TITLES = {
@@ -270,11 +269,9 @@ def main() -> None:
     print(f"{bench.bytes:,} bytes")
     for name, rows in result.items():
         show(TITLES[name], rows)
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = recorded("weight-transfer")
     known.setdefault(f"{arguments.megabytes} MB{', one tensor' if arguments.few_tensors else ''}", {}).update(result)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(known, indent=2) + "\n")
-    print(f"wrote {RESULTS}")
+    record("weight-transfer", known)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Without names all of them run, and the seed's bias experiment first. Exits with 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
@@ -16,19 +15,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from benchmarks.records import record
 from tests.sim.bias import experiment
 from tests.sim.figures import draw_bias, draw_rows
 from tests.sim.scenario import SCENARIOS, Row, Scenario, broken, combine, jobs, play
 
-RESULTS = Path("benchmarks/results")
 BIAS, BIAS_SEEDS = "bias", 200
 
 
 def main() -> int:
     options = _options()
-    RESULTS.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     if BIAS in options.scenarios:
         _run_bias(options.figures)
@@ -70,8 +67,8 @@ def _run(scenario: Scenario, pool: ProcessPoolExecutor, figures: Path | None) ->
     print(f"\n{scenario.title}\n({scenario.name}, {scenario.seeds} seed(s), {took:.1f} s of real time)")
     print_table({name: {column: asdict(row)[column] for column in scenario.columns} for name, row in rows.items()})
     failed = broken(scenario.claims, rows)
-    _write(
-        scenario.name,
+    record(
+        f"sim-{scenario.name}",
         {"real_seconds": took, "rows": {name: asdict(row) for name, row in rows.items()}, "broken": failed},
     )
     if figures is not None:
@@ -95,7 +92,7 @@ def _run_bias(figures: Path | None) -> None:
         }
     )
     print("fill times are multiples of the greedy ones")
-    _write(BIAS, {"rows": [asdict(row) for row in rows]})
+    record(f"sim-{BIAS}", {"rows": [asdict(row) for row in rows]})
     if figures is not None:
         draw_bias(rows, figures)
 
@@ -110,10 +107,6 @@ def print_table(rows: Mapping[str, Mapping[str, float]]) -> None:
 
 def _figure(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
-
-
-def _write(name: str, content: dict[str, Any]) -> None:
-    (RESULTS / f"sim-{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
