@@ -8,18 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from ray.exceptions import RayError
-
 from miles_async.adapters.checkpoints import CheckpointFolder
 from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.ray.ranks import Rank, of_all
 from miles_async.config.derived import data_parallel_rank, hf_export
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal
 from miles_async.types import Group, StepReport
 
 T = TypeVar("T")
-Rank = Any
-"""Handle of a `workers.learner.LearnerRank` actor."""
 
 
 class RayLearner:
@@ -36,7 +33,7 @@ class RayLearner:
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         # Packing a large batch takes long enough to be felt by a loop that also keeps requests in flight.
         shares = await asyncio.to_thread(rank_shares, groups, self._config, len(self._ranks))
-        reports = await _of_all(
+        reports = await of_all(
             rank.train.remote(rollout_id, share) for rank, share in zip(self._ranks, shares, strict=True)
         )
         learner, ranks = self._config.learner, len(reports)
@@ -57,14 +54,14 @@ class RayLearner:
         )
 
     async def offload(self) -> None:
-        await _of_all(rank.offload.remote() for rank in self._ranks)
+        await of_all(rank.offload.remote() for rank in self._ranks)
 
     async def onload(self) -> None:
-        await _of_all(rank.onload.remote() for rank in self._ranks)
+        await of_all(rank.onload.remote() for rank in self._ranks)
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
-        results = await _of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)
+        results = await of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)
         return results[0]  # type: ignore[no-any-return]
 
     async def copy_state(self, rollout_id: int) -> None:
@@ -73,7 +70,7 @@ class RayLearner:
             self._draft = await self._on_disk(rollout_id, asyncio.to_thread(self._checkpoints.begin, rollout_id))
         folder = None if self._draft is None else str(self._draft)
         export = None if settings.save_hf is None else str(hf_export(settings.save_hf, rollout_id))
-        await _of_all(rank.copy_state.remote(folder, export) for rank in self._ranks)
+        await of_all(rank.copy_state.remote(folder, export) for rank in self._ranks)
 
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         try:
@@ -84,8 +81,8 @@ class RayLearner:
 
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         """All ranks write their part into one folder, which they must share."""
-        written = await _of_all(rank.write_state.remote() for rank in self._ranks)
-        await _of_all([self._ranks[0].finish_state.remote(written)])
+        written = await of_all(rank.write_state.remote() for rank in self._ranks)
+        await of_all([self._ranks[0].finish_state.remote(written)])
         if self._checkpoints is not None and self._draft is not None:
             keep = self._config.learner.save_keep
             await asyncio.to_thread(self._checkpoints.commit, self._draft, rollout_id, progress, keep)
@@ -106,17 +103,3 @@ def _of_machine(reports: Sequence[StepReport]) -> dict[str, float]:
     if "mfu" in reports[0].metrics:
         found["mfu"] = fmean(report.metrics["mfu"] for report in reports)
     return found
-
-
-async def _of_all(calls: Any) -> list[Any]:
-    """The answers of all ranks. Raises Fatal at the first that is lost or fails: the others would wait for it."""
-    pending: list[Awaitable[Any]] = list(calls)
-    try:
-        return list(await asyncio.gather(*pending))
-    except RayError as error:
-        raise Fatal(f"a learner rank failed: {_cause(error)}") from error
-
-
-def _cause(error: RayError) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,35 @@
+"""Calls to all learner ranks at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from miles_async.errors import Fatal, MilesError
+
+Rank = Any
+"""Handle of a `workers.learner.LearnerRank` actor."""
+
+
+async def of_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """The answers of all ranks, or the failure of the first one: the others would wait for it.
+
+    Raises what the rank raised where that is an error of ours, and Fatal where it is not or where the rank is lost.
+    """
+    try:
+        return list(await asyncio.gather(*calls))
+    except RayTaskError as error:
+        if isinstance(error.cause, MilesError):
+            raise error.cause from None
+        raise Fatal(f"a learner rank failed: {type(error.cause).__name__}: {error.cause}") from error
+    except RayError as error:
+        raise Fatal(f"a learner rank failed: {_last_line(error)}") from error
+
+
+def _last_line(error: RayError) -> str:
+    """Ray says at the end how a process died."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
