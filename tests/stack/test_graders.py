@@ -7,32 +7,15 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.schema import RunConfig
 from miles_async.errors import BadTrajectory
 from miles_async.rewards import mathematics
 from miles_async.rewards.graders import GraderFailed, Graders
 from miles_async.rewards.instructions import keeps
-from miles_async.rewards.opening import open_rewarder
-from miles_async.types import Group, Sample
+from miles_async.types import Sample
+from tests.scoring import scored
 
 pytestmark = pytest.mark.stack
 ISOLATED = {"custom_rm_isolated": True, "reward_timeout_seconds": 10.0}
-
-
-def scored(*responses: str, label: Any = None, **rollout: Any) -> list[Any]:
-    """What the reward that is configured gives these responses."""
-    samples = [Sample(index=place, response=text, label=label) for place, text in enumerate(responses)]
-    group = Group(samples, feed_index="sample_0_0")
-
-    async def score() -> None:
-        rewarder = open_rewarder(RunConfig.model_validate({"rollout": rollout}), args=None)
-        try:
-            await rewarder.score(group)
-        finally:
-            await rewarder.close()
-
-    asyncio.run(score())
-    return [sample.reward for sample in group]
 
 
 def length(args: Any, sample: Sample) -> float:

@@ -28,7 +28,6 @@ from miles_async.observability.events import (
     Pulse,
     Queue,
     RouterChanged,
-    RunStarted,
     SamplesRemoved,
     Silent,
     StepEnded,
@@ -40,18 +39,7 @@ from miles_async.observability.page import LivePage
 from miles_async.observability.server import MetricsServer
 from miles_async.observability.verdict import Bottleneck
 from miles_async.observability.view import View
-
-RUN = RunStarted(
-    time=100.0,
-    run="r",
-    entry="train_async.py",
-    rollouts=10,
-    groups_per_rollout=4,
-    samples_per_group=2,
-    queue_capacity=1000,
-    window=3,
-    slots=8,
-)
+from tests.unit.example_events import RUN
 
 
 class Watched:

@@ -12,14 +12,16 @@ from threading import Thread
 from urllib.request import urlopen
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Gauge
 
-from miles_async.observability.events import EventSink, RunStarted, SampleShown
+from miles_async.observability.events import EventSink, SampleShown
 from miles_async.observability.page import LivePage
 from miles_async.observability.samples import CHARACTERS_SHOWN, Shown, readable
 from miles_async.observability.server import MetricsServer
 from miles_async.observability.view import View
 from miles_async.types import Group, Sample, VersionSpan
+from tests.unit.example_events import RUN
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerror=alert(1)>"
 
@@ -48,19 +50,7 @@ def told(offered: Group) -> SampleShown:
 
 def view_with(response: str) -> View:
     view = View()
-    view.observe(
-        RunStarted(
-            time=100.0,
-            run="tested",
-            entry="train_async.py",
-            rollouts=10,
-            groups_per_rollout=4,
-            samples_per_group=2,
-            queue_capacity=1000,
-            window=3,
-            slots=8,
-        )
-    )
+    view.observe(replace(RUN, run="tested"))
     view.observe(told(group(response)))
     return view
 

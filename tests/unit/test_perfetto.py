@@ -17,25 +17,14 @@ from miles_async.observability.events import (
     PublishEnded,
     PublishStarted,
     RequestEnded,
-    RunStarted,
     StepEnded,
     StepStarted,
     TrainerTurned,
 )
 from miles_async.observability.perfetto import GROUPS, REQUESTS, TRAINER, WEIGHTS, PerfettoTrace
 from miles_async.observability.trace_file import TraceFile
+from tests.unit.example_events import RUN
 
-RUN = RunStarted(
-    time=100.0,
-    run="r",
-    entry="train_async.py",
-    rollouts=10,
-    groups_per_rollout=4,
-    samples_per_group=2,
-    queue_capacity=1000,
-    window=3,
-    slots=8,
-)
 WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 
 

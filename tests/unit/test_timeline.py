@@ -17,7 +17,6 @@ from miles_async.observability.events import (
     Queue,
     RouterChanged,
     RunEnded,
-    RunStarted,
     Silent,
     StepEnded,
     StepStarted,
@@ -25,18 +24,7 @@ from miles_async.observability.events import (
     WriteFailed,
 )
 from miles_async.observability.timeline import Timeline
-
-RUN = RunStarted(
-    time=100.0,
-    run="r",
-    entry="train_async.py",
-    rollouts=10,
-    groups_per_rollout=4,
-    samples_per_group=2,
-    queue_capacity=1000,
-    window=3,
-    slots=8,
-)
+from tests.unit.example_events import RUN
 
 
 def means(timeline: Timeline, name: str) -> list[float | None]:
