@@ -1,13 +1,47 @@
-"""Checkpoints of learners that run without Ray."""
+"""Learners without Ray: built for a test, fed, saved."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.network_ports import free_port
+from miles_async.config.schema import RunConfig
+from miles_async.types import Group, Sample
+
+
+@contextmanager
+def learning(checkpoint: Path, config: RunConfig) -> Iterator[MegatronLearner]:
+    """One rank, which leaves its process groups at the end."""
+    learner = MegatronLearner(config, str(checkpoint), 0, 1, "127.0.0.1", free_port())
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def uneven_groups(seed: int) -> list[Group]:
+    """Three groups of four samples of uneven lengths, so that ranks carry unequal shares."""
+    draw = random.Random(seed)
+    return [
+        Group(
+            Sample(
+                index=4 * g + i,
+                tokens=[draw.randrange(256) for _ in range(5 + 3 * i + g)],
+                response_length=3 + i,
+                rollout_log_probs=[-5.5 - draw.random() for _ in range(3 + i)],
+                reward=draw.random(),
+            )
+            for i in range(4)
+        )
+        for g in range(3)
+    ]
 
 
 def save_state(learner: MegatronLearner, folder: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
-from tests.stack.saving import save_state
+from tests.stack.learning import learning, save_state
 
 pytestmark = pytest.mark.stack
 
@@ -43,15 +41,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(algorithm: Algorithm | None = None, **settings: Any) -> RunConfig:
     learner = LEARNER.model_copy(update=settings)
     return RunConfig(learner=learner, algorithm=algorithm or Algorithm(), rollout=Rollout(num_rollout=100))
-
-
-@contextmanager
-def learning(tiny: Path, run: RunConfig) -> Iterator[MegatronLearner]:
-    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
-    try:
-        yield learner
-    finally:
-        learner.close()
 
 
 def batch(rollout: int, *, poison: bool = False) -> list[Group]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import torch
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import RunConfig, TinyModel
-from tests.stack.saving import save_state
+from tests.stack.learning import learning, save_state
 from tests.stack.test_learner_settings import SMALL, batch, config, same
 
 pytestmark = pytest.mark.stack
@@ -36,15 +33,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ppo(**settings: Any) -> RunConfig:
     return config(**{"advantage_estimator": "ppo", "critic_lr": 3e-3} | settings)
-
-
-@contextmanager
-def learning(tiny: Path, run: RunConfig) -> Iterator[MegatronLearner]:
-    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
-    try:
-        yield learner
-    finally:
-        learner.close()
 
 
 def train(learner: MegatronLearner, run: RunConfig, rollouts: range, seed: int | None = None) -> list[dict[str, float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, policy_s
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.model import Model, Reference
 from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
-from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample, VersionSpan
+from tests.stack.learning import learning
 
 pytestmark = pytest.mark.stack
 
@@ -43,18 +42,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@contextmanager
-def learning_from(path: Path, config: RunConfig = CONFIG) -> Iterator[MegatronLearner]:
-    learner = MegatronLearner(config, str(path), 0, 1, "127.0.0.1", free_port())
-    try:
-        yield learner
-    finally:
-        learner.close()
-
-
 @pytest.fixture
 def learner(tiny: Path) -> Iterator[MegatronLearner]:
-    with learning_from(tiny) as learner:
+    with learning(tiny, CONFIG) as learner:
         yield learner
 
 
@@ -130,7 +120,7 @@ def test_a_llama_with_its_own_output_head_agrees_with_hugging_face_too(tmp_path:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    with learning_from(tmp_path / "llama") as learner:
+    with learning(tmp_path / "llama", CONFIG) as learner:
         [logprobs] = learner.logprobs([token_lists()[1]])
         assert "lm_head.weight" in weights_of(learner)
     assert logprobs == pytest.approx(hf_logprobs(tmp_path / "llama", token_lists()[1]), abs=2e-6)
@@ -163,7 +153,7 @@ def test_three_steps_move_the_weights_as_the_same_loss_and_adamw_do_on_hugging_f
     settings = CONFIG.learner
     betas = settings.adam_beta1, settings.adam_beta2
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=betas, weight_decay=0.0)
-    with learning_from(tiny, warmer) as learner:
+    with learning(tiny, warmer) as learner:
         for rollout in range(3):
             report = learner.train(rollout, [step])
             optimizer.zero_grad()
@@ -186,7 +176,7 @@ def test_padded_rows_learn_what_packed_sequences_do(tiny: Path, where: str) -> N
             update={"learner": CONFIG.learner.model_copy(update={"num_steps_per_rollout": 2, **layout})}
         )
         [steps] = policy_steps(batch(), run, ranks=1)
-        with learning_from(tiny, run) as learner:
+        with learning(tiny, run) as learner:
             report = learner.train(0, steps)
             return dict(report.metrics), report.tokens, learner.logprobs(token_lists()[:4])
 
@@ -215,7 +205,7 @@ def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, mo
     distances = []
     for limits in ({}, rows | {"ref_max_tokens_per_microbatch_in_infer": 32}):
         learner_settings = CONFIG.learner.model_copy(update=limits)
-        with learning_from(tiny, CONFIG.model_copy(update={"algorithm": algorithm, "learner": learner_settings})) as it:
+        with learning(tiny, CONFIG.model_copy(update={"algorithm": algorithm, "learner": learner_settings})) as it:
             distances.append([it.train(rollout, shares(batch())).metrics["kl"] for rollout in range(2)])
         assert (asked[Reference] == asked[Model]) is not bool(limits)
     assert max(asked[Reference]) <= 32 < max(asked[Model])
@@ -224,7 +214,7 @@ def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, mo
 
 def test_the_reference_model_stays_where_training_began(tiny: Path) -> None:
     algorithm = CONFIG.algorithm.model_copy(update={"use_kl_loss": True})
-    with learning_from(tiny, CONFIG.model_copy(update={"algorithm": algorithm})) as learner:
+    with learning(tiny, CONFIG.model_copy(update={"algorithm": algorithm})) as learner:
         distances = [learner.train(rollout, shares(batch())).metrics["kl"] for rollout in range(3)]
     assert distances[0] == pytest.approx(0, abs=1e-6)
     assert distances[0] < distances[1] < distances[2]
@@ -277,7 +267,7 @@ def test_a_reward_that_is_not_a_number_leaves_every_bit_of_the_weights(learner: 
 
 def test_a_batch_that_failed_in_its_second_step_leaves_no_trace_in_the_optimizer(tiny: Path) -> None:
     def weights_after(*batches: list[TrainStep]) -> dict[str, torch.Tensor]:
-        with learning_from(tiny) as learner:
+        with learning(tiny, CONFIG) as learner:
             for i, steps in enumerate(batches):
                 learner.train(i, steps)
             return weights_of(learner)

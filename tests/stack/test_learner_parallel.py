@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import random
 import subprocess
 import sys
 import urllib.request
@@ -27,9 +26,8 @@ from miles_async.adapters.megatron.tiny_model import byte_tokenizer, create_tiny
 from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
-from miles_async.types import Group, Sample
 from tests.stack.job import ROOT
-from tests.stack.saving import save_state
+from tests.stack.learning import learning, save_state, uneven_groups
 
 RANKS = 4
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -103,32 +101,14 @@ def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> Ru
     )
 
 
-def batch() -> list[Group]:
-    """Samples of uneven lengths, so that ranks carry unequal shares."""
-    draw = random.Random(0)
-    return [
-        Group(
-            Sample(
-                index=4 * g + i,
-                tokens=[draw.randrange(256) for _ in range(5 + 3 * i + g)],
-                response_length=3 + i,
-                rollout_log_probs=[-5.5 - draw.random() for _ in range(3 + i)],
-                reward=draw.random(),
-            )
-            for i in range(4)
-        )
-        for g in range(3)
-    ]
-
-
 def learn(root: Path, name: str, rank: int, port: int) -> None:
     """One batch and what can be seen of it; rank 0 writes it down."""
     torch.set_num_threads(1)
     model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name
     learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
-    steps = rank_shares(batch(), settings, ranks)[rank]
-    sequences = [sample.tokens for group in batch() for sample in group]
+    steps = rank_shares(uneven_groups(0), settings, ranks)[rank]
+    sequences = [sample.tokens for group in uneven_groups(0) for sample in group]
     before = learner.logprobs(sequences)
     greedy = learner.greedy(PROMPTS, 2, eos=256)
     gradients = gradients_of(learner, steps[0])
@@ -248,8 +228,7 @@ def test_a_checkpoint_in_bfloat16_hands_the_float32_weights_to_another_layout(ru
     full = load_file(runs / "dense, one rank/saved/model.safetensors")
     for layout in ("bf16, distributed optimizer", "bf16, pipeline and context parallel"):
         saved = load_file(runs / layout / "saved/model.safetensors")
-        learner = MegatronLearner(run, str(runs / "dense"), 0, 1, "127.0.0.1", free_port())
-        try:
+        with learning(runs / "dense", run) as learner:
             learner.load_state(str(runs / layout / "state"))
             assert all(torch.equal(tensor, saved[name]) for name, tensor in learner.weights())
             with torch.no_grad():
@@ -259,8 +238,6 @@ def test_a_checkpoint_in_bfloat16_hands_the_float32_weights_to_another_layout(ru
                         # What is exported next is in float32.
                         parameter.data = parameter.main_param
             own = dict(learner.weights())
-        finally:
-            learner.close()
         # Next to 1 a step of the learning rate, 0.0001, is there in float32 and not in bfloat16.
         norm = "model.norm.weight"
         assert (saved[norm] == 1).all()
@@ -272,7 +249,7 @@ def test_an_engine_agrees_with_what_stages_and_shared_experts_saved(runs: Path, 
     engine = EngineServer(EngineSpec(name="e0", model_path=str(trained / "saved"), log_path=tmp_path / "engine.log"))
     try:
         url = engine.start().url
-        for group, expected in zip(batch(), facts(trained)["after"][::4], strict=True):
+        for group, expected in zip(uneven_groups(0), facts(trained)["after"][::4], strict=True):
             asked = {"input_ids": group[0].tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
             body = json.dumps(asked | {"logprob_start_len": 0}).encode()
             call = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
@@ -291,14 +268,11 @@ def test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank(runs
 
 def test_a_checkpoint_of_two_data_parallel_ranks_goes_on_as_one_rank(runs: Path) -> None:
     expected = load_file(runs / "data parallel/saved/model.safetensors")
-    learner = MegatronLearner(config(runs, "dense", {}), str(runs / "dense"), 0, 1, "127.0.0.1", free_port())
-    try:
+    with learning(runs / "dense", config(runs, "dense", {})) as learner:
         learner.load_state(str(runs / "data parallel" / "state"))
         assert all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights())
-        [steps] = rank_shares(batch(), config(runs, "dense", {}), 1)
+        [steps] = rank_shares(uneven_groups(0), config(runs, "dense", {}), 1)
         assert learner.train(1, steps).finite
-    finally:
-        learner.close()
 
 
 def play(root: Path, names: list[str], ports: list[int], rank: int) -> None:

@@ -6,7 +6,6 @@ Run as a script this file is one of two learner ranks.
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,8 @@ from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
-from miles_async.types import Group, Sample
 from tests.stack.job import ROOT
-from tests.stack.saving import save_state
+from tests.stack.learning import save_state, uneven_groups
 
 pytestmark = pytest.mark.stack
 
@@ -48,27 +46,9 @@ def config(layout: dict[str, Any]) -> RunConfig:
     )
 
 
-def batch(rollout: int) -> list[Group]:
-    """Samples of uneven lengths, so that ranks carry unequal shares."""
-    draw = random.Random(rollout)
-    return [
-        Group(
-            Sample(
-                index=4 * g + i,
-                tokens=[draw.randrange(256) for _ in range(5 + 3 * i + g)],
-                response_length=3 + i,
-                rollout_log_probs=[-5.5 - draw.random() for _ in range(3 + i)],
-                reward=draw.random(),
-            )
-            for i in range(4)
-        )
-        for g in range(3)
-    ]
-
-
 def train(learner: MegatronLearner, settings: RunConfig, rollout: int, rank: int, ranks: int, out: Path) -> None:
     """One rollout; what came of it is put down."""
-    report = learner.train(rollout, rank_shares(batch(rollout), settings, ranks)[rank])
+    report = learner.train(rollout, rank_shares(uneven_groups(rollout), settings, ranks)[rank])
     assert report.finite
     weights = {name: tensor.clone() for name, tensor in learner.weights()}
     if rank == 0:

@@ -16,11 +16,10 @@ import torch
 from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
-from tests.stack.saving import save_state
+from tests.stack.learning import learning, save_state
 
 pytestmark = pytest.mark.stack
 
@@ -44,15 +43,6 @@ def config(**learner: Any) -> RunConfig:
     usual = {"lr": 1e-3, "lr_warmup_steps": 5, "lr_decay_style": "linear", "weight_decay": 0.01}
     rollout = Rollout(num_rollout=STOPPED + AFTER + 1)
     return RunConfig(learner=Learner(**usual | {"num_steps_per_rollout": 2} | learner), rollout=rollout)
-
-
-@contextmanager
-def learning(tiny: Path, run: RunConfig | None = None) -> Iterator[MegatronLearner]:
-    learner = MegatronLearner(run or config(), str(tiny), 0, 1, "127.0.0.1", free_port())
-    try:
-        yield learner
-    finally:
-        learner.close()
 
 
 def train(learner: MegatronLearner, rollouts: range) -> None:
@@ -84,13 +74,13 @@ def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
 def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
     tiny: Path, tmp_path: Path, stopped: int
 ) -> None:
-    with learning(tiny) as unbroken:
+    with learning(tiny, config()) as unbroken:
         train(unbroken, range(stopped))
         copy = unbroken.copy_state(str(tmp_path))
         train(unbroken, range(stopped, stopped + AFTER))
         copy.finish([copy.write()])
         expected = weights(unbroken)
-    with learning(tiny) as resumed:
+    with learning(tiny, config()) as resumed:
         resumed.load_state(str(tmp_path))
         train(resumed, range(stopped, stopped + AFTER))
         found = weights(resumed)
@@ -100,15 +90,18 @@ def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
 
 def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    with learning(tiny) as learner:
+    with learning(tiny, config()) as learner:
         train(learner, range(1))
         save_state(learner, saved)
     create_tiny_model(SHAPE.model_copy(update={"ffn_hidden_size": 64}), tmp_path / "wider", seed=1)
     create_tiny_model(SHAPE.model_copy(update={"num_layers": 2}), tmp_path / "deeper", seed=1)
     for other in ("wider", "deeper"):
-        with learning(tmp_path / other) as learner, pytest.raises(UserError, match=r"of another model: .*decoder"):
+        with (
+            learning(tmp_path / other, config()) as learner,
+            pytest.raises(UserError, match=r"of another model: .*decoder"),
+        ):
             learner.load_state(str(saved))
-    with learning(tiny) as learner:
+    with learning(tiny, config()) as learner:
         [data] = (saved / "actor").glob("*.distcp")
         whole = data.read_bytes()
         data.write_bytes(whole[: len(whole) // 2])
@@ -120,7 +113,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, t
 
 
 def test_a_full_disk_is_said_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path) -> None:
-    with learning(tiny) as learner:
+    with learning(tiny, config()) as learner:
         copy = learner.copy_state(str(tmp_path))
         with files_at_most(20_000), pytest.raises(OSError, match="is the disk full"):
             copy.write()

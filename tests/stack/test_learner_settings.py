@@ -17,7 +17,6 @@ import torch
 from megatron.core.tensor_parallel.random import CheckpointFunction
 
 from miles_async.adapters.megatron.batch import rank_shares
-from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.warm_start import warm_start
 from miles_async.adapters.network_ports import free_port
@@ -27,6 +26,7 @@ from miles_async.config.load import build
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
+from tests.stack.learning import learning
 from workers.learner import LearnerRank
 
 SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
@@ -70,15 +70,12 @@ def batch(seed: int) -> list[Group]:
 def learned(tiny: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """The weights after two batches of two optimizer steps."""
     run = config(**settings)
-    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
-    try:
+    with learning(tiny, run) as learner:
         for rollout in range(2):
             # Two passes over the same samples, so that the second one has a ratio that can be clipped.
             [steps] = rank_shares(batch(rollout) * 2, run, 1)
             assert learner.train(rollout, steps).finite
         return {name: tensor.clone() for name, tensor in learner.weights()}
-    finally:
-        learner.close()
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +135,14 @@ def test_the_reference_model_is_another_checkpoint_where_one_is_named(tiny: Path
 
 def test_lessons_lower_their_negative_log_likelihood(tiny: Path) -> None:
     run = config(loss_type="sft_loss", lr=1e-2, num_rollout=6, num_steps_per_rollout=1)
-    learner = MegatronLearner(run, str(tiny), 0, 1, "127.0.0.1", free_port())
     lessons = batch(0)
-    try:
+    with learning(tiny, run) as learner:
         sequences = [sample.tokens for group in lessons for sample in group]
         before = [logprob for row in learner.logprobs(sequences) for logprob in row[-4:]]
         losses = []
         for rollout in range(6):
             [steps] = rank_shares(lessons, run, 1)
             losses.append(learner.train(rollout, steps).metrics["loss"])
-    finally:
-        learner.close()
     assert losses[0] == pytest.approx(-sum(before) / len(before), abs=1e-4)
     assert losses[-1] < 0.8 * losses[0]
 
