@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from miles_async.types import Sample
@@ -16,3 +17,19 @@ def share_of_even_bytes(args: Any, sample: Sample) -> float:
 def shares_of_even_bytes(args: Any, samples: list[Sample]) -> list[dict[str, float]]:
     """The same for a group at once, as an entry of a dictionary."""
     return [{"even": share_of_even_bytes(args, sample), "length": float(sample.response_length)} for sample in samples]
+
+
+_newer_weights = asyncio.Event()
+
+
+async def held_until_a_publish(args: Any, sample: Sample) -> float:
+    """Past the first batch nothing is graded before an answer comes that newer weights than the first ones gave.
+
+    Were a publish to wait for the second batch, both would wait forever, and the run would end as one without progress.
+    """
+    if any(span.version > 0 for span in sample.spans):
+        _newer_weights.set()
+    assert sample.index is not None
+    if sample.index >= args.rollout_batch_size * args.n_samples_per_prompt:
+        await _newer_weights.wait()
+    return share_of_even_bytes(args, sample)
