@@ -23,9 +23,10 @@ from miles_async.rollout.contract import flat_args
 from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
+from tests.unit.gym import CHAIN_SUM
 from workers.preflight import dynamic_filter, preflight, reachable_ray, rollout_function
 
-RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "eval_size": 0}
+RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
 
 
 def config(**settings: Any) -> RunConfig:
