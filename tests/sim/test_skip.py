@@ -188,6 +188,19 @@ def test_a_timed_replay_exercises_queue_window_and_staleness_as_the_live_run_did
     assert began(second) == pytest.approx(began(first))
 
 
+def test_a_generate_function_may_change_its_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = CountingEngines.generate
+
+    async def renders(self: CountingEngines, group: Group) -> None:
+        await generate(self, group)
+        for sample in group:
+            sample.prompt = f"<user>{sample.prompt}"
+
+    monkeypatch.setattr(CountingEngines, "generate", renders)
+    play(tmp_path)
+    assert play(tmp_path, seed=1).live.asked == []
+
+
 def test_an_untimed_replay_takes_no_time(tmp_path: Path) -> None:
     first = play(tmp_path, latency_seconds=3.0, max_weight_staleness=None)
     recorded = steps_on_disk(tmp_path)
