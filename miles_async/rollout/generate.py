@@ -106,14 +106,17 @@ class FunctionGenerator:
 
     async def _one(self, group: Group, place: int) -> None:
         sample, born = group[place], self._live_version()
+        prompt = sample.tokens[: sample.prompt_length]
         try:
             result = await self._call(sample)
         except (asyncio.CancelledError, MilesError):
-            if not self._turns.stopped(sample):
-                raise
-            # It was ended by the abort, in whatever state: nothing of it can be continued.
+            # It ended in whatever state: nothing of it can be continued, or told from the prompt by its length.
+            aborted, status = self._turns.stopped(sample), sample.status
+            sample.tokens, sample.response_length = prompt, 0
             sample.reset()
-            sample.status = SampleStatus.ABORTED
+            sample.status = SampleStatus.ABORTED if aborted else status
+            if not aborted:
+                raise
             return
         if not isinstance(result, Sample):
             raise UserError(f"the generate function returned a {type(result).__name__}: return the sample")
@@ -135,7 +138,7 @@ class FunctionGenerator:
             ) from None
         except MilesError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # The user's code may raise anything; it is this sample that failed.
             raise BadTrajectory(f"sample {sample.index}: the generate function raised {error!r}") from error
 

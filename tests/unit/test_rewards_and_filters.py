@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,23 @@ def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseE
         scored(rewarder, group_of("4"))
     with pytest.raises(BadTrajectory, match=type(escape).__name__):
         scored(custom(leave), group_of("4"))
+
+
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_an_async_reward_that_would_end_the_process_fails_its_group_only(whole_groups: bool) -> None:
+    async def leave(args: Any, samples: Any) -> Any:
+        raise SystemExit(3)
+
+    rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=whole_groups)
+    with pytest.raises(BadTrajectory, match="raised SystemExit: 3"):
+        scored(rewarder, group_of("4"))
+
+
+def test_a_plain_reward_sees_the_context_of_its_group() -> None:
+    """A skip role finds its manager there, a log line its group."""
+    here: ContextVar[float] = ContextVar("here")
+    here.set(2.0)
+    assert scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]
 
 
 def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
