@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.filters.dynamic_sampling import check_reward_nonzero_std
+from miles_async.rewards.grader import graded
 from miles_async.rewards.opening import open_rewarder
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
@@ -124,6 +126,26 @@ def test_a_plain_reward_sees_the_context_of_its_group() -> None:
     here: ContextVar[float] = ContextVar("here")
     here.set(2.0)
     assert scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]
+
+
+async def awaited_length(args: Any, sample: Sample) -> float:
+    return float(len(sample.response))
+
+
+@pytest.mark.parametrize(
+    "function, answer",
+    [
+        (awaited_length, {"reward": 2.0}),
+        (lambda args, sample: np.float32(0.5), {"reward": 0.5}),
+        (lambda args, sample: object(), {"error": "TypeError: float() argument must be a string or a real number"}),
+        (lambda args, sample: 1 / 0, {"error": "ZeroDivisionError: division by zero"}),
+    ],
+)
+def test_a_grader_process_answers_whatever_its_function_returns(function: Any, answer: dict[str, Any]) -> None:
+    [(key, value)] = json.loads(graded(function, None, group_of("ab")[0].to_dict())).items()
+    [(expected, start)] = answer.items()
+    assert key == expected
+    assert value == start or str(value).startswith(str(start))
 
 
 def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
