@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from threading import Lock
 
 from miles_async.core.ledger import LIVE, Ledger, State, Transition
 from miles_async.errors import LedgerError
@@ -28,6 +29,8 @@ class Books:
         """Newest version on every routed engine; -1 before the first publish."""
         self.last_progress = clock.now()
         """When a group was last collected, a step ended or a version went live."""
+        self.lending = Lock()
+        """Held while prompts change hands between the data and a rollout function, which may have its own thread."""
         self._live: dict[int, Group] = {}
         self._lent: dict[str, Group] = {}
 
