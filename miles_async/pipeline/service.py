@@ -237,9 +237,7 @@ class Service:
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
             # After steps that were not finite alone there are no new weights, and so no new version.
             if due and self._trained:
-                self._turn_to("publish")
-                await self._publisher.stage(self.books.trainer_version + 1, self._trained)
-                self._trained = []
+                await self._stage()
                 if continuous:
                     self._publisher.start(self._crew)
             if checkpoint_due(self._config, rollout_id):
@@ -259,6 +257,9 @@ class Service:
                     self._crew.spawn(f"evaluate-{rollout_id}", evaluation)
             if not prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+        if self._trained:
+            # The run was stopped between two versions.
+            await self._stage()
         self._turn_to("publish")
         await self._publisher.idle()
         await self._publisher.publish()
@@ -266,6 +267,12 @@ class Service:
             self._turn_to("save")
             await self._checkpoint_written
         self._turn_to("evaluate")
+
+    async def _stage(self) -> None:
+        """What was trained since the last version becomes a new one."""
+        self._turn_to("publish")
+        await self._publisher.stage(self.books.trainer_version + 1, self._trained)
+        self._trained = []
 
     async def _checkpoint(self, rollout_id: int) -> None:
         """Copied between two steps, written while the next ones are taken unless `async_save` is off; one at a time."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import chain
 
 import pytest
 
 from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
+from miles_async.core.ledger import State
 from miles_async.errors import Fatal, PromptTooLong, UserError
 from miles_async.observability.events import Evaluated, GroupFiltered, PublishEnded, Stalled, StepEnded, StepStarted
 from miles_async.types import DropReason, Verdict
 from tests.sim.engines import EngineModel, Engines
-from tests.sim.virtual_time import run_virtual
 from tests.sim.world import World
 
 
-def config(**rollout: object) -> RunConfig:
+def config(weights: Weights | None = None, **rollout: object) -> RunConfig:
     settings = {"rollout_batch_size": 8, "num_rollout": 60, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
-    return RunConfig(rollout=Rollout(**{**settings, **rollout}))
+    return RunConfig(rollout=Rollout(**{**settings, **rollout}), weights=weights or Weights())
 
 
 def ages(world: World) -> list[int]:
@@ -232,16 +231,19 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
     assert (warnings[0].collected, warnings[0].wanted) == (0, 8)
 
 
-def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it():
-    world = World(config=config(num_rollout=1000))
+@pytest.mark.parametrize("interval, version", [(1, 4), (3, 2)])
+def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it(interval, version):
+    def stopped_in_the_fourth(rollout_id: int) -> bool:
+        if rollout_id == 3:
+            world.service.stop()
+        return True
 
-    async def stop_soon() -> None:
-        asyncio.get_running_loop().call_later(20.0, lambda: world.service.stop())
-        await world._run()
-
-    run_virtual(stop_soon())
-    assert 0 < len(world.trainer.batches) < 1000
-    assert world.trace.of(PublishEnded)[-1].version == len(world.trainer.batches)
+    weights = Weights(update_weights_interval=interval)
+    world = World(config=config(num_rollout=1000, weights=weights), finite=stopped_in_the_fourth)
+    world.run()
+    assert len(world.trainer.batches) == 4
+    assert world.service.books.ledger.counts[State.TRAINED] == 0
+    assert world.trace.of(PublishEnded)[-1].version == version
 
 
 def test_the_same_seed_gives_the_same_trace():
