@@ -231,6 +231,19 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
     assert (warnings[0].collected, warnings[0].wanted) == (0, 8)
 
 
+@pytest.mark.parametrize(
+    "trouble, cause",
+    [
+        ({"keep": lambda group: False}, r"8 requests in flight, 0 groups wait for rewards, .*; dropped: \d+ filtered$"),
+        ({"reward_seconds": 1e6}, r"0 requests in flight, 8 groups wait for rewards, .*; dropped: none$"),
+        ({"engines": EngineModel(lost_rate=1.0)}, r"; dropped: \d+ engine_lost$"),
+    ],
+)
+def test_a_run_in_which_no_group_ever_comes_through_ends_and_says_where_they_went(trouble, cause):
+    with pytest.raises(Fatal, match=cause):
+        World(config=config(), latency=lambda group, rng: 5.0, **trouble).run()
+
+
 @pytest.mark.parametrize("interval, version", [(1, 4), (3, 2)])
 def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it(interval, version):
     def stopped_in_the_fourth(rollout_id: int) -> bool:
