@@ -41,7 +41,7 @@ from miles_async.core.concurrency import AdaptiveConcurrency
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
-from miles_async.errors import Fatal
+from miles_async.errors import Fatal, UserError
 from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
 from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
@@ -386,9 +386,13 @@ class Service:
 
     async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
         groups = await rollout(rollout_id, self._source)
-        for group in groups:
+        for place, group in enumerate(groups):
             if group.sequence is None:
                 self.books.adopt(group)
+            elif self.books.state(group) is not State.LEASED or any(group is other for other in groups[:place]):
+                raise UserError(
+                    f"the rollout function returned group {group.feed_index} a second time: each group trains once"
+                )
         self.books.settled()
         return groups
 

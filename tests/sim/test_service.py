@@ -11,7 +11,8 @@ from miles_async.core.bounds import Schedule
 from miles_async.core.ledger import State
 from miles_async.errors import Fatal, PromptTooLong, UserError
 from miles_async.observability.events import Evaluated, GroupFiltered, PublishEnded, Stalled, StepEnded, StepStarted
-from miles_async.types import DropReason, Verdict
+from miles_async.pipeline.source import RolloutSource
+from miles_async.types import DropReason, Group, Verdict
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.world import World
 
@@ -229,6 +230,31 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
     warnings = world.trace.of(Stalled)
     assert [round(event.seconds) for event in warnings[:2]] == [30, 60]
     assert (warnings[0].collected, warnings[0].wanted) == (0, 8)
+
+
+class Forgetful(World):
+    """A user's function that returns what it returned before."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        if rollout_id == 0:
+            self.groups = await super()._rollout(rollout_id, source)
+        return self.groups
+
+
+class Doubling(World):
+    """A user's function that returns the same group in two places."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        groups = await super()._rollout(rollout_id, source)
+        return [*groups[1:], groups[1]]
+
+
+@pytest.mark.parametrize("kind, steps", [(Forgetful, 1), (Doubling, 0)])
+def test_a_function_that_returns_a_group_twice_is_told_so_before_it_is_trained_twice(kind, steps):
+    world = kind(config=config(), schedule=Schedule.TURNS)
+    with pytest.raises(UserError, match=r"the rollout function returned group sample_0_\d+ a second time"):
+        world.run()
+    assert len(world.trainer.batches) == steps
 
 
 @pytest.mark.parametrize(
