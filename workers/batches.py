@@ -54,6 +54,8 @@ class Batches:
         collect = partial(call_rollout_function, self._function, self._args, rollout_id, source, evaluation=False)
         result = await (collect() if self._skipping is None else self._skipping.batch(rollout_id, collect))
         groups = as_groups(result, self._config.rollout.n_samples_per_prompt)
+        if len(groups) != (size := self._config.rollout.rollout_batch_size):
+            raise UserError(f"the rollout function returned {len(groups)} groups: rollout_batch_size is {size}")
         for group in groups:
             for sample in group:
                 if isinstance(sample.reward, dict) and sample.reward_key is None:

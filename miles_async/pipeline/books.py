@@ -8,7 +8,7 @@ from threading import Lock
 
 from miles_async.core.ledger import LIVE, Ledger, State, Transition
 from miles_async.errors import LedgerError
-from miles_async.observability.events import EventSink, GroupMoved
+from miles_async.observability.events import EventSink, GroupFiltered, GroupMoved
 from miles_async.pipeline.signal import Changed
 from miles_async.ports import Clock
 from miles_async.types import DropReason, Group
@@ -38,6 +38,11 @@ class Books:
     def live_groups(self) -> list[Group]:
         """Groups fed and neither published nor dropped yet, in the order they were fed."""
         return list(self._live.values())
+
+    @property
+    def leased(self) -> list[Group]:
+        """Groups in a batch that is not trained yet."""
+        return [group for group in self._live.values() if self.state(group) is State.LEASED]
 
     @property
     def lent_groups(self) -> list[Group]:
@@ -83,6 +88,11 @@ class Books:
 
     def drop(self, group: Group, reason: DropReason) -> None:
         self._tell(group, self.ledger.drop(sequence_of(group), reason))
+
+    def filtered(self, group: Group, reason: str) -> None:
+        """Drop a group that a user's function decided against."""
+        self.events.emit(GroupFiltered(time=self.clock.now(), sequence=sequence_of(group), reason=reason))
+        self.drop(group, DropReason.FILTERED)
 
     def _tell(self, group: Group, transition: Transition) -> None:
         counts = self.ledger.counts

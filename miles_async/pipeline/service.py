@@ -385,14 +385,21 @@ class Service:
         return groups
 
     async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
+        known = {id(group) for group in self.books.leased}
         groups = await rollout(rollout_id, self._source)
-        for place, group in enumerate(groups):
+        returned: set[int] = set()
+        for group in groups:
             if group.sequence is None:
                 self.books.adopt(group)
-            elif self.books.state(group) is not State.LEASED or any(group is other for other in groups[:place]):
+            elif id(group) in returned or self.books.state(group) is not State.LEASED:
                 raise UserError(
                     f"the rollout function returned group {group.feed_index} a second time: each group trains once"
                 )
+            returned.add(id(group))
+        for group in self.books.leased:
+            if id(group) not in known and id(group) not in returned:
+                # The function collected it and did away with it: its slot is free again.
+                self.books.filtered(group, "rollout_function")
         self.books.settled()
         return groups
 

@@ -232,6 +232,25 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
     assert (warnings[0].collected, warnings[0].wanted) == (0, 8)
 
 
+class Choosy(World):
+    """A user's function that collects more than it returns."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        size = self.config.rollout.rollout_batch_size
+        if self.schedule is Schedule.FULLY_ASYNC:
+            return (await source.drain_stream(rollout_id, size + 2))[:size]
+        return (await source.collect_batch(rollout_id, size + 2, size + 2))[:size]
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_back(schedule):
+    world = Choosy(config=config(num_rollout=20), schedule=schedule, latency=lambda group, rng: 1.0).run()
+    assert [len(batch) for batch in world.trainer.batches] == [8] * 20
+    assert world.audit.violations == []
+    assert world.service.books.ledger.counts[State.LEASED] == 0
+    assert {event.reason for event in world.trace.of(GroupFiltered)} == {"rollout_function"}
+
+
 class Forgetful(World):
     """A user's function that returns what it returned before."""
 
