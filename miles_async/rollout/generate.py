@@ -20,8 +20,8 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.turns import Turns
 from miles_async.core.loading import load_function
 from miles_async.errors import BadTrajectory, MilesError, UserError
-from miles_async.rollout.contract import Arguments, check_lengths
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.rollout.contract import Arguments, check_lengths, complete
+from miles_async.types import Group, Sample, SampleStatus
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample]]
 STOP_PATIENCE_SECONDS = 5.0
@@ -123,7 +123,8 @@ class FunctionGenerator:
         if result.status is SampleStatus.PENDING:
             raise BadTrajectory(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if result.status is not SampleStatus.ABORTED:
-            await self._complete(result, born)
+            await complete(result, born, self._engine.rate)
+            check_lengths(result, "the generate function returned")
         group[place] = result
 
     async def _call(self, sample: Sample) -> Any:
@@ -141,11 +142,3 @@ class FunctionGenerator:
         except (Exception, SystemExit) as error:
             # The user's code may raise anything; it is this sample that failed.
             raise BadTrajectory(f"sample {sample.index}: the generate function raised {error!r}") from error
-
-    async def _complete(self, sample: Sample, born: int) -> None:
-        """Add what functions in the seed's shape do not record: versions, and the log-probabilities of the policy."""
-        if sample.response_length and not sample.rollout_log_probs:
-            await self._engine.rate(sample)
-        if sample.response_length and not sample.spans:
-            sample.spans = [VersionSpan(born, 0, sample.response_length)]
-        check_lengths(sample, "the generate function returned")

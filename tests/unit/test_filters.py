@@ -124,7 +124,19 @@ def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Grou
     async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
         return groups
 
-    return asyncio.run(Batches(chosen, function, flat_args(chosen), events, trainer_version=lambda: 2)(4, None))  # type: ignore[arg-type]
+    async def rate(sample: Sample) -> None:
+        sample.rollout_log_probs = [-1.0] * sample.response_length
+
+    made = Batches(chosen, function, flat_args(chosen), events, trainer_version=lambda: 2, rate=rate)
+    return asyncio.run(made(4, None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss, rated", [("policy_loss", -1.0), ("sft_loss", 0.0)])
+def test_what_a_function_in_slimes_shape_did_not_record_is_added(mine: str, loss: str, rated: float) -> None:
+    plain = [Sample(index=place, tokens=[1, 2, 3], response_length=2, reward=1.0) for place in range(2)]
+    [trained] = batches(mine, Trace(), [plain], loss_type=loss)
+    assert [sample.rollout_log_probs for sample in trained] == [[rated, rated]] * 2
+    assert [sample.spans for sample in trained] == [[VersionSpan(2, 0, 2)]] * 2
 
 
 @pytest.mark.parametrize("count", [0, 2])
