@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain
 
 import pytest
@@ -10,7 +11,15 @@ from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
 from miles_async.core.ledger import State
 from miles_async.errors import Fatal, PromptTooLong, UserError
-from miles_async.observability.events import Evaluated, GroupFiltered, PublishEnded, Stalled, StepEnded, StepStarted
+from miles_async.observability.events import (
+    Evaluated,
+    GroupFiltered,
+    GroupMoved,
+    PublishEnded,
+    Stalled,
+    StepEnded,
+    StepStarted,
+)
 from miles_async.pipeline.source import RolloutSource
 from miles_async.types import DropReason, Group, Verdict
 from tests.sim.engines import EngineModel, Engines
@@ -72,7 +81,24 @@ def test_failed_groups_are_retried_and_buried_after_their_last_attempt():
     assert buried
     assert not buried & trained
     assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.FAILED}
+    attempts = Counter(moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == DropReason.FAILED)
+    assert {attempts[feed_index] for feed_index in buried} == {2}
     assert world.audit.owed <= buried | {group.feed_index for group in world.feed.get_samples(10_000)}
+
+
+def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch():
+    """Four batches are finished at once: the third waits as a batch, the fourth in the queue, and both grow too old."""
+    world = World(
+        config=config(over_sampling_batch_size=32, max_weight_staleness=1, num_rollout=6),
+        schedule=Schedule.ONE_STEP_OFF,
+        latency=lambda group, rng: 1.0,
+    ).run()
+    stale = [moved for moved in world.trace.of(GroupMoved) if moved.reason == DropReason.STALE]
+    published = [event.time for event in world.trace.of(PublishEnded) if event.version == 2]
+    assert Counter(moved.before for moved in stale if moved.time == published[0]) == {"leased": 8, "queued": 8}
+    assert set(ages(world)) == {0, 1}
+    assert [len(batch) for batch in world.trainer.batches] == [8] * 6
+    assert world.audit.violations == []
 
 
 def test_a_version_is_published_while_the_queue_is_empty():
