@@ -58,6 +58,8 @@ class OwnFunction(World):
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         groups = source.get_samples(BATCH + 1)
         source.add_samples([groups.pop()])
+        for group in groups:
+            group[0].metadata["begun"] = True
         await asyncio.sleep(5.0)
         for group in groups:
             for sample in group:
@@ -72,6 +74,7 @@ def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
     first = OwnFunction(config=config(save="anywhere", save_interval=7), **settings).run()
     owed = {group["feed_index"] for group in first.trainer.saved[6]["owed"]}
     assert len(owed) == BATCH
+    assert not any(group["samples"][0]["metadata"] for group in first.trainer.saved[6]["owed"]), "as they were taken"
     resumed = OwnFunction(config=config(), resume_from=first.trainer.saved[6], **settings).run()
     trained = Counter(chain.from_iterable(first.trainer.batches[:7] + resumed.trainer.batches))
     assert set(trained.values()) == {1}

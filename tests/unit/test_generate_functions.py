@@ -296,6 +296,22 @@ def test_a_function_in_the_seeds_shape_gets_versions_and_log_probabilities_after
     tell(mine, story)
 
 
+def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
+    async def story() -> None:
+        engine = SGLangGenerator(
+            "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=4, engine_urls=list
+        )
+        try:
+            with pytest.raises(BadTrajectory, match="sample 3 of group sample_0_0: its prompt has no tokens"):
+                await engine.generate(one(""))
+            with pytest.raises(BadTrajectory, match="sample 4: its tokens hold no prompt"):
+                await engine.rate(Sample(index=4, tokens=[65], response_length=1))
+        finally:
+            await engine.close()
+
+    asyncio.run(story())
+
+
 def test_an_abort_ends_the_turn_under_way_and_every_later_one() -> None:
     async def story(generator: FunctionGenerator, engine: Script) -> None:
         group = one()
