@@ -86,6 +86,12 @@ def test_failed_groups_are_retried_and_buried_after_their_last_attempt():
     assert world.audit.owed <= buried | {group.feed_index for group in world.feed.get_samples(10_000)}
 
 
+def test_a_lost_engine_costs_a_prompt_none_of_its_attempts():
+    world = World(config=config(max_attempts=1), engines=EngineModel(lost_rate=0.3)).run()
+    assert world.service.books.ledger.dropped[DropReason.ENGINE_LOST] > 0
+    assert world.graveyard.buried == []
+
+
 def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch():
     """Four batches are finished at once: the third waits as a batch, the fourth in the queue, and both grow too old."""
     world = World(
@@ -187,6 +193,7 @@ def test_a_prompt_that_is_too_long_is_buried_at_its_first_attempt():
 
     world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
     assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
+    assert world.service.books.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
     assert world.audit.violations == []
 
 
@@ -258,7 +265,7 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
     assert (warnings[0].collected, warnings[0].wanted) == (0, 8)
 
 
-class Choosy(World):
+class Discarding(World):
     """A user's function that collects more than it returns."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
@@ -270,7 +277,7 @@ class Choosy(World):
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_back(schedule):
-    world = Choosy(config=config(num_rollout=20), schedule=schedule, latency=lambda group, rng: 1.0).run()
+    world = Discarding(config=config(num_rollout=20), schedule=schedule, latency=lambda group, rng: 1.0).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 20
     assert world.audit.violations == []
     assert world.service.books.ledger.counts[State.LEASED] == 0
