@@ -62,7 +62,8 @@ class Batches:
         groups = as_groups(result, self._config.rollout.n_samples_per_prompt)
         if len(groups) != (size := self._config.rollout.rollout_batch_size):
             raise UserError(f"the rollout function returned {len(groups)} groups: rollout_batch_size is {size}")
-        await asyncio.gather(*(complete(sample, born, self._rate) for group in groups for sample in group))
+        bare = [sample for group in groups for sample in group if not (sample.rollout_log_probs and sample.spans)]
+        await asyncio.gather(*(complete(sample, born, self._rate) for sample in bare))
         for group in groups:
             for sample in group:
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
