@@ -10,7 +10,7 @@ import pytest
 from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
 from miles_async.core.ledger import State
-from miles_async.errors import Fatal, PromptTooLong, UserError
+from miles_async.errors import EngineLost, Fatal, PromptTooLong, UserError
 from miles_async.observability.events import (
     Evaluated,
     GroupFiltered,
@@ -90,6 +90,19 @@ def test_a_lost_engine_costs_a_prompt_none_of_its_attempts():
     world = World(config=config(max_attempts=1), engines=EngineModel(lost_rate=0.3)).run()
     assert world.service.books.ledger.dropped[DropReason.ENGINE_LOST] > 0
     assert world.graveyard.buried == []
+
+
+def test_a_prompt_under_which_every_engine_dies_is_buried_at_last():
+    class Brittle(Engines):
+        async def generate(self, group):
+            if group.feed_index == "sample_0_3":
+                raise EngineLost("it ended")
+            await super().generate(group)
+
+    world = World(config=config(), engine_kind=Brittle).run()
+    assert world.graveyard.buried == [("sample_0_3", DropReason.ENGINE_LOST, "its engine was lost 10 times: it ended")]
+    assert world.service.books.ledger.dropped[DropReason.ENGINE_LOST] == 10
+    assert world.audit.violations == []
 
 
 def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch():
