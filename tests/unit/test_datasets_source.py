@@ -309,6 +309,11 @@ class Template:
         return json.dumps([messages, given], sort_keys=True)
 
 
+def test_a_buffer_filter_that_nobody_would_await_is_refused(rows: str) -> None:
+    with pytest.raises(UserError, match=r"buffer_filter_path 'asyncio\.sleep' is async"):
+        open_rows(rows, buffer_filter_path="asyncio.sleep")
+
+
 def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
