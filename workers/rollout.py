@@ -206,6 +206,7 @@ class RolloutWorker:
             args,
             self._outbox,
             trainer_version=lambda: books.trainer_version,
+            rate=frontend.rate,
             skipping=skipping,
         )
         spare_the_loop()

@@ -297,6 +297,11 @@ class Template:
         return json.dumps([messages, given], sort_keys=True)
 
 
+def test_a_buffer_filter_that_nobody_would_await_is_refused(rows: str) -> None:
+    with pytest.raises(UserError, match=r"buffer_filter_path 'asyncio\.sleep' is async"):
+        open_rows(rows, buffer_filter_path="asyncio.sleep")
+
+
 def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +319,12 @@ def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     assert messages == [{"role": "user", "content": "hi"}]
     assert (given["tools"], given["enable_thinking"]) == ([{"name": "t"}], False)
     assert said == ["the chat template cannot render 'unfit': roles must alternate"]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(Path(write_rows(tmp_path, ROWS)).read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    assert prompts(open_rows(str(path)).get_samples(2)) == ["q0", "q1"]
 
 
 def test_blank_lines_are_skipped_and_other_keys_can_be_named(tmp_path: Path) -> None:

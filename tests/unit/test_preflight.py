@@ -146,6 +146,14 @@ def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
         dynamic_filter(settings, flat_args(settings))(group(1.0))
 
 
+@pytest.mark.parametrize("kind", ["dynamic_sampling", "over_sampling", "rollout_sample"])
+def test_a_filter_that_nobody_would_await_is_refused(kind: str) -> None:
+    """A coroutine counts as true: the dynamic filter would keep every group."""
+    settings = {f"{kind}_filter_path": "asyncio.sleep", "over_sampling_batch_size": 64}
+    with pytest.raises(UserError, match=rf"{kind}_filter_path 'asyncio.sleep' is async: write it with a plain def"):
+        preflight(config(**settings), "train.py")
+
+
 def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:
     reachable_ray(None)
     reachable_ray("auto")
