@@ -89,6 +89,7 @@ class Metrics:
         """Seconds that are over, by cause."""
         self._last_progress: float | None = None
         self._routed: set[str] = set()
+        self._lost: set[str] = set()
         self._samples_per_group = 1
 
     def observe(self, event: Event) -> None:
@@ -122,7 +123,9 @@ class Metrics:
             case EngineChanged():
                 self._engine_changed(event)
             case Silent():
-                self._set.process_silent_seconds.labels(event.process).set(event.seconds)
+                # An engine that was removed is told of once more: it is not silent. Its series stays away.
+                if event.seconds or event.process not in self._lost:
+                    self._set.process_silent_seconds.labels(event.process).set(event.seconds)
             case Evaluated():
                 self._evaluated(event)
             case _:
@@ -303,11 +306,13 @@ class Metrics:
             self._routed.discard(event.engine)
         self._set.engine_changes.labels(event.engine, event.state).inc()
         if event.state == "lost":
+            self._lost.add(event.engine)
             # A series that stands still forever would read like an engine that does.
             self._set.engine_routed.remove(event.engine)
             self._set.engine_version.remove(event.engine)
             self._set.process_silent_seconds.remove(event.engine)
             return
+        self._lost.discard(event.engine)
         self._set.engine_routed.labels(event.engine).set(event.state == "routed")
         if event.version is not None:
             self._set.engine_version.labels(event.engine).set(event.version)

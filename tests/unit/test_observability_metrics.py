@@ -329,6 +329,10 @@ def test_the_series_of_a_lost_engine_go_away() -> None:
     assert see("engine_routed", engine="a") is None
     assert see("engine_weight_version", engine="a") is None
     assert see("process_silent_seconds", name="a") is None
+    see.observe(Silent(time=103.0, process="a", seconds=0.0))  # what heartbeats say of one that was removed
+    assert see("process_silent_seconds", name="a") is None
+    see.observe(engine("routed"), Silent(time=104.0, process="a", seconds=0.0))
+    assert see("process_silent_seconds", name="a") == 0
 
 
 def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
