@@ -289,9 +289,9 @@ class Metrics:
 
     def _publish_ended(self, event: PublishEnded) -> None:
         self._set.publishes.labels("live" if event.live else "failed").inc()
-        self._set.publish_seconds.labels("staged").observe(event.staged_seconds)
-        self._set.publish_seconds.labels("paused").observe(event.paused_seconds)
-        self._set.publish_seconds.labels("write").observe(event.write_seconds)
+        phases = {"staged": event.staged_seconds, "paused": event.paused_seconds, **event.pause}
+        for phase, seconds in phases.items():
+            self._set.publish_seconds.labels(phase).observe(seconds)
         self._set.publish_bytes.inc(event.bytes)
         if event.live:
             self._set.live_version.set(event.version)

@@ -57,6 +57,12 @@ def test_every_step_says_its_tokens_per_second_and_memory(fully_async: Played) -
         assert 0.1 < step.metrics["memory_gib"] < 1000
 
 
+def test_every_publish_says_what_its_pause_is_made_of(fully_async: Played) -> None:
+    for event in fully_async.of(PublishEnded):
+        assert min(event.stopping_seconds, event.write_seconds, event.resuming_seconds) > 0
+        assert sum(event.pause.values()) == pytest.approx(event.paused_seconds)
+
+
 def test_the_audit_finds_no_group_lost_trained_twice_or_too_old(fully_async: Played) -> None:
     assert fully_async.violations == []
 
