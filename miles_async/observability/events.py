@@ -202,7 +202,7 @@ class PublishEnded(Event, frozen=True):
 
     @property
     def pause(self) -> dict[str, float]:
-        """Its parts, in seconds. `commit`: old prefixes are dropped, the version announced; failed writes count there."""
+        """Its parts, in seconds. `commit`: old prefixes are dropped and the version is announced."""
         known = {"stopping": self.stopping_seconds, "write": self.write_seconds, "resuming": self.resuming_seconds}
         return {**known, "commit": max(0.0, self.paused_seconds - sum(known.values()))}
 
