@@ -129,3 +129,9 @@ def test_an_ordinary_function_under_train_async_trains_one_step_off(one_step_off
 def test_the_held_out_problems_are_asked_before_and_after(fully_async: Played) -> None:
     assert [event.rollout for event in fully_async.of(Evaluated)] == [-1, ROLLOUTS - 1]
     assert all(event.problems == 64 for event in fully_async.of(Evaluated))
+
+
+def test_a_run_that_is_asked_to_end_while_it_is_set_up_takes_no_step(stack: Stack) -> None:
+    played = stack.play("train_async.py", "--num-rollout", "50", "--rollout-batch-size", "8", stopped=True)
+    assert played.of(StepStarted) == []
+    assert [event.version for event in played.of(PublishEnded)] == [0]
