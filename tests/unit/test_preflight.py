@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,13 @@ def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
     settings = config(dynamic_sampling_filter_path=f"{user_module}.broken")
     with pytest.raises(BadTrajectory, match=r"group sample_0_0: filter preflight_mine\.broken raised IndexError"):
         dynamic_filter(settings, flat_args(settings))(group(1.0))
+
+
+def test_an_agent_port_that_is_taken_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(UserError, match=f"agent_port {port} cannot be had: Address already in use .*; set another"):
+            preflight(config(agent_port=port), "train_async.py")
 
 
 def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:
