@@ -18,6 +18,7 @@ import structlog
 from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
 from miles_async.errors import Fatal, UserError
+from miles_async.observability import run_folder
 from miles_async.observability.events import (
     ClusterReady,
     Drained,
@@ -315,6 +316,16 @@ def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run_dir .*file/runs cannot be used .*set --run-dir"):
         RunFolder.create(config_in(tmp_path / "file/runs"))
+
+
+def test_a_run_folder_on_a_full_disk_is_one_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config: RunConfig, path: Path) -> None:
+        with Path("/dev/full").open("w") as file:
+            file.write("model: {}")
+
+    monkeypatch.setattr(run_folder, "write_config", full)
+    with pytest.raises(UserError, match=rf"cannot be used \(No space left on device: {tmp_path}\): set --run-dir"):
+        RunFolder.create(config_in(tmp_path))
 
 
 def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
