@@ -112,7 +112,8 @@ class RolloutWorker:
         self._service: Service | None = None
         self._servers: RayServers
         self._fleet: SGLangFleet
-        self._frontend: SGLangGenerator
+        self._places: dict[SGLangGenerator, int] = {}
+        """How many samples each may have at one engine."""
 
     async def log_to(self, logs: Path, process: str) -> None:
         """Write log and output into files there from now on."""
@@ -137,7 +138,7 @@ class RolloutWorker:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
 
-        places = config.engine.sglang_server_concurrency * len(around.engines)
+        places, beside = config.engine.sglang_server_concurrency, evaluation_places(config)
         engines = partial(
             SGLangGenerator,
             around.router_url,
@@ -152,13 +153,13 @@ class RolloutWorker:
         await endpoint.start(config.rollout.agent_port)
         args = args.adding(trajectories=trajectories)
         generator = partial(self._generator, tokenizer, endpoint, args)
-        frontend = self._frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
         if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             visitors = frontend.sampling.body(frontend.sampling.max_new_tokens)
             endpoint.welcome(Turns(frontend, tokenizer), visitors, live=lambda: self._live_version() >= 0)
-        evaluation = engines(greedy_of(config))
-        if beside := evaluation_places(config):
-            evaluation = engines(greedy_of(config), limit=beside * len(around.engines), priority=EVALUATION_PRIORITY)
+        evaluation = engines(greedy_of(config), priority=EVALUATION_PRIORITY if beside else 0)
+        self._places = {frontend: places, evaluation: beside or places}
+        self._make_room()
         data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
         first_rollout = 0
         if around.resume_from is not None:
@@ -284,7 +285,8 @@ class RolloutWorker:
         self._make_room()
 
     def _make_room(self) -> None:
-        self._frontend.resize(self._config.engine.sglang_server_concurrency * len(self._fleet.members()))
+        for generator, places in self._places.items():
+            generator.resize(places * len(self._fleet.members()))
 
     async def stop(self) -> None:
         """End the run after the step being taken."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import ray
 
 from miles_async.observability.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
 from tests.stack.conftest import Played, Stack
+from tests.stack.signals import Signals
 
 ROLLOUTS, BATCH = 9, 8
 pytestmark = pytest.mark.stack
@@ -21,25 +21,9 @@ def killed(stack: Stack) -> Played:
     """In turns, so that the step's weights are those that sampled: a kill during rollout 3 and another during 6."""
     around = stack.cluster.surroundings
     router = ray.get(around.router_actor.pid.remote())
-    kills = iter([(3, around.engines[0].pid), (6, router)])
+    kills = iter([(3, around.engines[0].pid, signal.SIGKILL), (6, router, signal.SIGKILL)])
     sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(BATCH), "--eval-size", "16")
-    return stack.play("train.py", *sizes, watch=Killer(kills).watch)
-
-
-class Killer:
-    """Kills process groups, each when the first group of its rollout has gone to the engines."""
-
-    def __init__(self, kills: Iterator[tuple[int, int]]) -> None:
-        self._kills = kills
-        self._next = next(kills, None)
-        self._steps = 0
-
-    def watch(self, event: Event) -> None:
-        self._steps += isinstance(event, StepEnded)
-        at_the_engines = isinstance(event, GroupMoved) and event.after == "in_flight"
-        if self._next is not None and at_the_engines and self._steps == self._next[0]:
-            os.killpg(self._next[1], signal.SIGKILL)
-            self._next = next(self._kills, None)
+    return stack.play("train.py", *sizes, watch=Signals(kills).watch)
 
 
 def first(run: Played, kind: type[Event], fits: Callable[[Event], bool]) -> Event:
