@@ -112,8 +112,6 @@ class RolloutWorker:
         self._service: Service | None = None
         self._servers: RayServers
         self._fleet: SGLangFleet
-        self._places: dict[SGLangGenerator, int] = {}
-        """How many samples each may have at one engine."""
 
     async def log_to(self, logs: Path, process: str) -> None:
         """Write log and output into files there from now on."""
@@ -138,12 +136,11 @@ class RolloutWorker:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
 
-        places, beside = config.engine.sglang_server_concurrency, evaluation_places(config)
         engines = partial(
             SGLangGenerator,
             around.router_url,
             tokenizer,
-            limit=places,
+            limit=partial(self._room, config.engine.sglang_server_concurrency),
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=self._outbox.emit if config.observability.trace else None,
@@ -157,9 +154,9 @@ class RolloutWorker:
         if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             visitors = frontend.sampling.body(frontend.sampling.max_new_tokens)
             endpoint.welcome(Turns(frontend, tokenizer), visitors, live=lambda: self._live_version() >= 0)
-        evaluation = engines(greedy_of(config), priority=EVALUATION_PRIORITY if beside else 0)
-        self._places = {frontend: places, evaluation: beside or places}
-        self._make_room()
+        evaluation = engines(greedy_of(config))
+        if beside := evaluation_places(config):
+            evaluation = engines(greedy_of(config), limit=partial(self._room, beside), priority=EVALUATION_PRIORITY)
         data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
         first_rollout = 0
         if around.resume_from is not None:
@@ -276,17 +273,15 @@ class RolloutWorker:
         """Start another engine in the background; it serves once it holds the current weights."""
         self._servers.add(name, actors)
         self._fleet.enlist(name)
-        self._make_room()
 
     async def remove_engine(self, name: str) -> None:
         """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""
         assert self._service is not None, "only a run has engines"
         await self._service.remove_engine(name)
-        self._make_room()
 
-    def _make_room(self) -> None:
-        for generator, places in self._places.items():
-            generator.resize(places * len(self._fleet.members()))
+    def _room(self, places: int) -> int:
+        """Samples at so many engines as there are now, by the places of each."""
+        return places * len(self._fleet.members())
 
     async def stop(self) -> None:
         """End the run after the step being taken."""

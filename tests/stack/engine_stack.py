@@ -57,7 +57,7 @@ class Stack:
                 self.router_url,
                 CheckpointTokenizer(str(self.checkpoint)),
                 sampling,
-                limit=limit,
+                limit=lambda: limit,
                 engine_urls=fleet.urls,
             )
             fleet.introduce(self.engine)
