@@ -34,7 +34,7 @@ from workers.specs import engine_spec
 
 NODES = ("127.0.0.2", "127.0.0.3")
 WAYS = ("memory", "p2p", "broadcast", "disk", "disk_delta")
-ROLLOUTS, BATCH = 9, 8
+ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
 PROMPT = [(7 * i) % 250 for i in range(20)]
 
 
@@ -122,10 +122,10 @@ def logprob_error(stack: engine_stack.Stack, prompt: list[int]) -> float:
 
 @pytest.fixture(scope="module")
 def killed(stack: Stack, servers: list[EngineInfo]) -> Played:
-    """In turns, so that the step's weights are those that sampled: a kill during rollout 3 and another during 6."""
+    """In turns, so that the step's weights are those that sampled."""
     router = ray.get(stack.cluster.surroundings.router_actor.pid.remote())
-    kills = iter([(3, servers[1].pid), (6, router)])
-    sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(BATCH), "--eval-size", "16")
+    kills = iter([(NODE_KILLED, servers[1].pid), (ROUTER_KILLED, router)])
+    sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--eval-size", "0")
     return stack.play("train.py", *sizes, watch=Killer(kills).watch)
 
 
@@ -159,7 +159,7 @@ def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
     killed: Played, stack: Stack, servers: list[EngineInfo]
 ) -> None:
     changes = [(event.state, event.version) for event in killed.of(EngineChanged)]
-    assert changes == [("routed", None), ("fenced", 3), ("routed", 3)]
+    assert changes == [("routed", None), ("fenced", NODE_KILLED), ("routed", NODE_KILLED)]
     [parts] = stack.cluster.surroundings.engine_actors.values()
     now = ray.get([part.info.remote() for part in parts])
     assert all(after.pid != before.pid for before, after in zip(servers, now, strict=True))

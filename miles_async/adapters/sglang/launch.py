@@ -204,6 +204,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         # Longer than the router keeps an idle connection, or it sends a request into one that is being closed.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
         "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout)),
+        # Where a scheduler has died, its server would keep the requests for five seconds more, to look at the dead.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "PYTHONUNBUFFERED": "1",
     }
     if spec.devices:
