@@ -419,7 +419,7 @@ class Engine(Section):
     """An engine that is not healthy by then stops the run with the end of its log."""
     engine_health_interval_seconds: float = Field(1.0, gt=0)
     """Between two looks at an engine that serves, and at the router."""
-    engine_health_timeout_seconds: float = Field(30.0, gt=0)
+    engine_health_timeout_seconds: float = Field(30.0, ge=2)  # SGLang itself looks once a second
     """An engine that draws no token for so long, when it could, is taken for hung and replaced."""
 
 

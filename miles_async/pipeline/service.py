@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -149,6 +150,8 @@ class Service:
             ),
             crew=lambda: self._crew,
         )
+        self._devices = asyncio.Lock()
+        """Colocated, held by the learner while it has them, and by an engine that is being started on them."""
         self._publisher = Publisher(
             books=self.books,
             channel=ports.channel,
@@ -163,6 +166,7 @@ class Service:
             publisher=self._publisher,
             crew=lambda: self._crew,
             interval_seconds=config.engine.engine_health_interval_seconds,
+            devices=self._devices if config.cluster.colocate else nullcontext(),
         )
         self._watch = Watch(
             books=self.books,
@@ -292,6 +296,7 @@ class Service:
     async def _devices_to_learner(self) -> None:
         """Colocated, the engines leave their memory to the learner for its step; nothing is generated meanwhile."""
         if self._config.cluster.colocate:
+            await self._devices.acquire()
             await self._ports.fleet.offload()
             await self._ports.learner.onload()
 
@@ -300,6 +305,7 @@ class Service:
         if self._config.cluster.colocate:
             await self._ports.learner.offload()
             await self._ports.fleet.onload()
+            self._devices.release()
 
     def _evaluates_after(self, rollout_id: int) -> bool:
         """After the last rollout it is done anyway, once everything is published."""

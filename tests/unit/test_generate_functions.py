@@ -45,7 +45,8 @@ class Script(SGLangGenerator):
     """An engine that says the lines of a script, one per turn, then `ok`; a line of None is never finished."""
 
     def __init__(self, *lines: str | None) -> None:
-        super().__init__("http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=200), limit=64, engine_urls=list)
+        sampling = SamplingParams(max_new_tokens=200)
+        super().__init__("http://127.0.0.1:1", Bytes(), sampling, limit=lambda: 64, engine_urls=list)
         self.lines = list(lines)
         self.asked: list[SamplingParams] = []
         self.rated: list[Sample] = []

@@ -15,6 +15,7 @@ from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward,
 from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.config.fields import SETTINGS
@@ -37,6 +38,7 @@ from workers.specs import (
 )
 
 LOGS = Path("/logs")
+MEETING = Rendezvous("127.0.0.1", 2, 3)
 
 
 def config(**settings: Any) -> RunConfig:
@@ -71,7 +73,7 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
 
     def command_line(**settings: Any) -> str:
-        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2, 3)) + " "
+        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, MEETING)) + " "
 
     assert f"{words} " in command_line(**setting)
     assert f"{words} " not in command_line(weight_transfer="disk")
@@ -84,7 +86,7 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
     monkeypatch.setattr(launch, "has_cuda", lambda: cuda)
 
     def dtype(**settings: Any) -> str:
-        words = launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2, 3)
+        words = launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, MEETING)
         return words[words.index("--dtype") + 1]
 
     assert (dtype(), dtype(precision="bf16")) == dtypes
@@ -240,7 +242,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine() -> N
             "http://127.0.0.1:1",
             Bytes(),
             sampling_of(config()),
-            limit=1,
+            limit=lambda: 1,
             engine_urls=list,
             longest_prompt=config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
         )
