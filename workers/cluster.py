@@ -60,18 +60,18 @@ class Cluster:
         self._config = config
         self._folder = folder
         self._entry = entry
-        self._actors: list[ActorHandle] = []
+        self._actors: list[ActorHandle[Any]] = []
         self._resume_from = checkpoint_to_resume(config)
-        self._engine_actors: dict[str, list[ActorHandle]] = {}
+        self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
         """Of each engine, one per node that it spans; the first one's server takes its requests."""
-        self._router_actor: ActorHandle | None = None
+        self._router_actor: ActorHandle[Any] | None = None
         self._daemons: set[psutil.Process] = set()
         """Ray's own processes, where we started them; all actors and servers descend from them."""
         self.questions: dict[str, Question] = {}
         """How to ask each process whether it is there, by its name."""
         self._placements: list[Placement] = []
         """The run's own, and one for each engine that was added since."""
-        self._worker: ActorHandle
+        self._worker: ActorHandle[Any]
         self.surroundings: Surroundings
         """What `start` found and started."""
 
@@ -215,11 +215,11 @@ class Cluster:
     def _world_size(self) -> int:
         return derived.learner_ranks(self._config)
 
-    def _actor(self, kind: type[Any], name: str, *arguments: Any, **options: Any) -> ActorHandle:
+    def _actor(self, kind: type[Any], name: str, *arguments: Any, **options: Any) -> ActorHandle[Any]:
         """An actor that takes no cores of its own: on a CPU machine they are shared, and pinned where asked for."""
         return ray.remote(kind).options(name=name, **options).remote(*arguments)
 
-    def _server(self, kind: type[Any], name: str, spec: Any, options: Mapping[str, Any]) -> ActorHandle:
+    def _server(self, kind: type[Any], name: str, spec: Any, options: Mapping[str, Any]) -> ActorHandle[Any]:
         """Several calls at once, so that it can be stopped, and asked whether it answers, while it starts.
 
         Ray starts its process anew when it dies.
@@ -228,7 +228,7 @@ class Cluster:
         self.questions[name] = server.answers.remote
         return server
 
-    async def _load(self, place: Placement, ranks: Sequence[ActorHandle], checkpoint: str) -> None:
+    async def _load(self, place: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str) -> None:
         host = place.host(place.plan.learner[0])
         port = await _call(ranks[0].claim_port, host)
         await _together(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
@@ -256,7 +256,7 @@ class Cluster:
 
     def _engine_parts(
         self, place: Placement, name: str, bundles: Sequence[Bundle], checkpoint: str
-    ) -> list[ActorHandle]:
+    ) -> list[ActorHandle[Any]]:
         """The actors of one engine, their servers not started."""
         nodes, parts = by_node(bundles), []
         for rank, there in enumerate(nodes):
@@ -278,9 +278,9 @@ class Cluster:
         began = time.monotonic()
         info = await _outcome(start_engine(self._engine_actors[name]))
         log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
-        return info  # type: ignore[no-any-return]
+        return info
 
-    async def _connect(self, ranks: Sequence[ActorHandle], engines: Sequence[EngineInfo]) -> Sequence[str]:
+    async def _connect(self, ranks: Sequence[ActorHandle[Any]], engines: Sequence[EngineInfo]) -> Sequence[str]:
         ways = await find_ways(RaySources(ranks), self._config.weights.weight_transfer, engines)
         log.info("weights travel", by=ways[0], engines=len(engines))
         return ways

@@ -111,11 +111,11 @@ class _Resizing:
 
 async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, stop: asyncio.Event, entry: str) -> None:
     """Pass the service's events on until it ends. Raises what ended it, or Fatal when it does not answer."""
-    run = asyncio.ensure_future(cluster.run())
+    run: asyncio.Future[Any] = asyncio.ensure_future(cluster.run())
     resizing = _Resizing(cluster, entry)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizing.start)
     asked_to_stop = False
-    events: asyncio.Future[list[Any]] = asyncio.ensure_future(cluster.events())
+    events: asyncio.Future[Any] = asyncio.ensure_future(cluster.events())
     try:
         while True:
             await asyncio.wait([run, events], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)

@@ -72,7 +72,9 @@ def whole(groups: list[Group], index: int) -> str:
 
 
 def _reward(sample: Sample) -> str:
-    reward = sample.reward.get(sample.reward_key) if isinstance(sample.reward, dict) else sample.reward
+    reward = sample.reward
+    if isinstance(reward, dict):
+        reward = None if sample.reward_key is None else reward.get(sample.reward_key)
     return "-" if reward is None else f"{reward:g}"
 
 

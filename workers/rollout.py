@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,15 @@ from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.datasets.source import Report
 from miles_async.adapters.dead_letters import DeadLetterFile
 from miles_async.adapters.garbage import spare_the_loop
-from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
-from miles_async.adapters.openai.trajectories import Trajectories
 from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import (
-    EVALUATION_PRIORITY,
-    SampledAs,
-    SamplingParams,
-    SGLangGenerator,
-)
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.sglang.turns import Turns
 from miles_async.adapters.system_clock import SystemClock
 from miles_async.adapters.weights.channel import Channel
-from miles_async.config.derived import EXTERNAL_FUNCTION, bounds_of, evaluation_places, trains_only
+from miles_async.config.derived import bounds_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
@@ -47,14 +38,14 @@ from miles_async.pipeline.source import RolloutSource
 from miles_async.ports import Generator
 from miles_async.rewards.opening import open_rewarder
 from miles_async.rollout.contract import Arguments, call_rollout_function, flat_args
-from miles_async.rollout.generate import FunctionGenerator, load_generate_function
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
 from workers.batches import Batches
 from workers.debugging import dump_tokenizer, half_of, without_gate
+from workers.generators import Generators
 from workers.preflight import dynamic_filter, rollout_function
-from workers.specs import eval_sampling_of, greedy_of, sampling_of
+from workers.specs import eval_sampling_of, greedy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,105 +112,95 @@ class RolloutWorker:
     async def run(self, around: Surroundings) -> None:
         """The whole run. Raises UserError, Fatal, or what a user's function raised."""
         config = self._config
-        tokenizer = CheckpointTokenizer(around.checkpoint)
-        args = self._arguments(around.router_url).adding(tokenizer=tokenizer)
-        self._servers = RayServers(
-            around.engine_actors, around.router_actor, config.engine.engine_start_timeout_seconds
-        )
-        fleet = self._fleet = SGLangFleet(
+        async with AsyncExitStack() as at_the_end:
+            fleet = await self._connect(around)
+            if around.router_actor is None:
+                at_the_end.push_async_callback(self._leave_router)
+            generators = await at_the_end.enter_async_context(
+                Generators(
+                    config,
+                    around.router_url,
+                    fleet,
+                    CheckpointTokenizer(around.checkpoint),
+                    self._arguments(around.router_url),
+                    events=self._outbox,
+                    live_version=self._live_version,
+                )
+            )
+            args = generators.args
+            data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
+            resumed = around.resume_from
+            first_rollout = 0 if resumed is None else resume(progress_in(resumed), data)
+            rewarder = open_rewarder(config, args)
+            at_the_end.push_async_callback(rewarder.close)
+            live = generators.training()
+            skipping = await self._skipping(live, around.checkpoint)
+            ports = Ports(
+                clock=SystemClock(),
+                events=self._outbox,
+                data=data,
+                generator=skipping or live,
+                evaluator=generators.evaluation(greedy_of(config)),
+                rewarder=rewarder,
+                learner=RayLearner(config, around.learner_ranks),
+                channel=Channel(around.weight_ways, RaySources(around.learner_ranks), fleet.address),
+                fleet=fleet,
+                dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
+                keep=dynamic_filter(config, args),
+                problems=data.eval_problems(),
+                eval_sets=[
+                    EvalSet(
+                        name=name,
+                        problems=eval_groups(config, name, dataset, checkpoint=around.checkpoint),
+                        generator=generators.evaluation(eval_sampling_of(config, dataset)),
+                    )
+                    for name, dataset in config.rollout.eval_datasets.items()
+                ],
+                evaluate=self._evaluation(args),
+            )
+            self._service = Service(
+                without_gate(config),
+                self._bounds,
+                half_of(config, ports),
+                take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
+                first_rollout=first_rollout,
+            )
+            if self._asked_to_stop:
+                self._service.stop()
+            await dump_tokenizer(config, around.checkpoint)
+            books = self._service.books
+            rollout = Batches(
+                config,
+                rollout_function(config, self._entry),
+                args,
+                self._outbox,
+                trainer_version=lambda: books.trainer_version,
+                rate=generators.frontend.rate,
+                skipping=skipping,
+            )
+            spare_the_loop()
+            await self._service.run(rollout)
+
+    async def _connect(self, around: Surroundings) -> SGLangFleet:
+        """The engines that were found running, and the router told of them."""
+        engine = self._config.engine
+        self._servers = RayServers(around.engine_actors, around.router_actor, engine.engine_start_timeout_seconds)
+        self._fleet = SGLangFleet(
             around.router_url,
             processes=self._servers,
             tell=self._outbox.emit,
-            health_timeout=config.engine.engine_health_timeout_seconds,
-            colocated=config.cluster.colocate,
+            health_timeout=engine.engine_health_timeout_seconds,
+            colocated=self._config.cluster.colocate,
         )
-        for engine in around.engines:
-            fleet.introduce(engine)
-            await fleet.admit(engine.name)
+        for info in around.engines:
+            self._fleet.introduce(info)
+            await self._fleet.admit(info.name)
+        return self._fleet
 
-        engines = partial(
-            SGLangGenerator,
-            around.router_url,
-            tokenizer,
-            limit=partial(self._room, config.engine.sglang_server_concurrency),
-            engine_urls=fleet.urls,
-            request_timeout=config.engine.sglang_router_request_timeout_secs,
-            on_request=self._outbox.emit if config.observability.trace else None,
-        )
-        trajectories = Trajectories(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
-        endpoint = AgentEndpoint(trajectories)
-        await endpoint.start(config.rollout.agent_port)
-        args = args.adding(trajectories=trajectories)
-        generator = partial(self._generator, tokenizer, endpoint, args)
-        frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
-        if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
-            visitors = frontend.sampling.body(frontend.sampling.max_new_tokens)
-            endpoint.welcome(Turns(frontend, tokenizer), visitors, live=lambda: self._live_version() >= 0)
-        evaluation = engines(greedy_of(config))
-        if beside := evaluation_places(config):
-            evaluation = engines(greedy_of(config), limit=partial(self._room, beside), priority=EVALUATION_PRIORITY)
-        data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
-        first_rollout = 0
-        if around.resume_from is not None:
-            first_rollout = resume(progress_in(around.resume_from), data)
-        live = generator(frontend, sampling_of(config))
-        skipping = await self._skipping(live, around.checkpoint)
-        rewarder = open_rewarder(config, args)
-        self._service = Service(
-            without_gate(config),
-            self._bounds,
-            half_of(
-                config,
-                Ports(
-                    clock=SystemClock(),
-                    events=self._outbox,
-                    data=data,
-                    generator=skipping or live,
-                    evaluator=generator(evaluation, greedy_of(config)),
-                    rewarder=rewarder,
-                    learner=RayLearner(config, around.learner_ranks),
-                    channel=Channel(around.weight_ways, RaySources(around.learner_ranks), fleet.address),
-                    fleet=fleet,
-                    dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
-                    keep=dynamic_filter(config, args),
-                    problems=data.eval_problems(),
-                    eval_sets=[
-                        EvalSet(
-                            name=name,
-                            problems=eval_groups(config, name, dataset, checkpoint=around.checkpoint),
-                            generator=generator(evaluation, eval_sampling_of(config, dataset)),
-                        )
-                        for name, dataset in config.rollout.eval_datasets.items()
-                    ],
-                    evaluate=self._evaluation(args),
-                ),
-            ),
-            take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
-            first_rollout=first_rollout,
-        )
-        if self._asked_to_stop:
-            self._service.stop()
-        await dump_tokenizer(config, around.checkpoint)
-        books = self._service.books
-        rollout = Batches(
-            config,
-            rollout_function(config, self._entry),
-            args,
-            self._outbox,
-            trainer_version=lambda: books.trainer_version,
-            rate=frontend.rate,
-            skipping=skipping,
-        )
-        spare_the_loop()
-        try:
-            await self._service.run(rollout)
-        finally:
-            if around.router_actor is None:
-                # Nobody else would tell somebody else's router.
-                for engine in fleet.routed():
-                    await fleet.fence(engine, "the run has ended")
-            await endpoint.close()
-            await rewarder.close()
+    async def _leave_router(self) -> None:
+        """Nobody else would tell somebody else's router that the engines are gone."""
+        for engine in self._fleet.routed():
+            await self._fleet.fence(engine, "the run has ended")
 
     def _reporter(self) -> Report:
         """Tells of what the data source passes over; a batch function may call it from a thread of its own."""
@@ -230,29 +211,6 @@ class RolloutWorker:
             loop.call_soon_threadsafe(self._outbox.emit, event)
 
         return report
-
-    def _generator(
-        self,
-        tokenizer: CheckpointTokenizer,
-        endpoint: AgentEndpoint,
-        args: Arguments,
-        engine: SGLangGenerator,
-        sampling: SamplingParams,
-    ) -> Generator:
-        """Whole groups by the engines themselves, or each sample by the user's own function on top of them."""
-        path = self._config.rollout.custom_generate_function_path
-        if path is None:
-            return SampledAs(engine, sampling)
-        turns = Turns(engine, tokenizer)
-        return FunctionGenerator(
-            load_generate_function(path),
-            args.adding(turns=turns, agents=Agents(endpoint, turns)),
-            sampling,
-            engine,
-            turns,
-            live_version=self._live_version,
-            timeout_seconds=self._config.rollout.generate_timeout_seconds,
-        )
 
     def _evaluation(self, args: Arguments) -> EvaluationFunction | None:
         path = self._config.rollout.eval_function_path
@@ -282,10 +240,6 @@ class RolloutWorker:
         """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""
         assert self._service is not None, "only a run has engines"
         await self._service.remove_engine(name)
-
-    def _room(self, places: int) -> int:
-        """Samples at so many engines as there are now, by the places of each."""
-        return places * len(self._fleet.members())
 
     async def stop(self) -> None:
         """End the run after the step being taken, or before the first where it is still being set up."""

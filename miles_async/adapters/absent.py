@@ -8,7 +8,8 @@ and asking for a token is an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from miles_async.errors import Fatal
 from miles_async.types import EngineLoad, Group, StepReport, WriteOutcome
@@ -22,6 +23,10 @@ class NoLearner:
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         now = time.time()
         return StepReport(started=now, ended=now, tokens=0, finite=True)
+
+    async def copy_state(self, rollout_id: int) -> None: ...
+
+    async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None: ...
 
     async def stage(self, version: int) -> None: ...
 

@@ -28,7 +28,7 @@ class Bounded(Generic[M]):
     """A metric with one label of foreign values: the first 64 get series of their own, the others share `other`."""
 
     def __init__(self, metric: M) -> None:
-        self._metric = metric
+        self._metric: M = metric
         self._series: dict[str, M] = {}
 
     def labels(self, value: str) -> M:

@@ -204,10 +204,15 @@ class PerfettoTrace:
         if self._publish is None:
             return
         start = self._publish.time
-        facts = {"live": event.live, "bytes": event.bytes, "fenced": event.fenced, "staged_s": event.staged_seconds}
+        facts: dict[str, Any] = {
+            "live": event.live,
+            "bytes": event.bytes,
+            "fenced": event.fenced,
+            "staged_s": event.staged_seconds,
+        }
         self._slice(WEIGHTS, 0, f"publish version {event.version}", start, event.time, **facts)
         paused = min(start + event.paused_seconds, event.time)
-        self._slice(WEIGHTS, 0, "engines paused", start, paused, **event.pause)
+        self._slice(WEIGHTS, 0, "engines paused", start, paused, **dict[str, Any](event.pause))
         self._publish = None
 
     def _slice(

@@ -26,11 +26,13 @@ STOPS = range(64, 128)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of two batches that a run without a learner generated."""
     folder = tmp_path_factory.mktemp("debug")
-    flags = ("--debug-rollout-only", "--dump-details", str(folder / "dump"))
+    # Without a learner there is no checkpoint either.
+    flags = ("--debug-rollout-only", "--dump-details", str(folder / "dump"), "--save", str(folder / "checkpoints"))
     flags += ("--rollout-stop-token-ids", *map(str, STOPS))
     with job(folder, *SMALL, *flags) as generating:
         assert generating.ended(within=120) == 0, generating.err
         assert "learner is up" not in generating.out + generating.err
+    assert not (folder / "checkpoints").exists()
     return folder / "dump"
 
 

@@ -118,7 +118,7 @@ class _Copying(AsyncSaveShardedStrategy):  # type: ignore[misc]
 class _CopyingPlanner(MCoreSavePlanner):  # type: ignore[misc]
     def copy(self, plan: SavePlan) -> None:
         self._copies = {item.index: _copied(self.resolve_data(item)) for item in plan.items}
-        self.state_dict = {}  # the live tensors
+        self.state_dict: dict[str, Any] = {}  # the live tensors
 
     def copied(self, item: WriteItem) -> Any:
         return self._copies[item.index]
@@ -133,7 +133,7 @@ class _Writer(FileSystemWriter):
         self._plan = plan
         planner.copy(plan)
         # From here on the planner answers with the copies.
-        planner.resolve_data = planner.copied  # type: ignore[method-assign]
+        planner.resolve_data = planner.copied
         self._planner = planner
 
     def write_copies(self) -> list[WriteResult]:

@@ -45,7 +45,9 @@ def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
         # Made as zeros, which RMSNorm blows up: one sampled <pad> would drown the gradient of a whole batch.
-        torch.nn.init.normal_(model.get_input_embeddings().weight.data[PAD_ID], std=config.initializer_range)
+        torch.nn.init.normal_(
+            model.get_parameter("model.embed_tokens.weight").data[PAD_ID], std=config.initializer_range
+        )
     with appears_complete(path) as draft:
         model.save_pretrained(draft)
         byte_tokenizer().save_pretrained(draft)

@@ -193,7 +193,7 @@ class Agents:
 
 
 def _body(completion: Completion) -> dict[str, Any]:
-    said = [
+    said: list[dict[str, Any]] = [
         {"token": str(token), "logprob": log_prob, "bytes": None, "top_logprobs": []}
         for token, log_prob in zip(completion.tokens, completion.log_probs, strict=True)
     ]

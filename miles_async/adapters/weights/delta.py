@@ -35,10 +35,10 @@ def changes(staging: Staging, base: Base) -> tuple[dict[str, torch.Tensor], dict
             first, size = start + copy.source * width, copy.numel * width
             old, new = base.bytes[first : first + size], staging.buffer[first : first + size]
             changed = old != new
-            mask = zlib.compress(pack(changed).numpy(), level=1)
+            mask = zlib.compress(pack(changed).numpy().data, level=1)
             tensors[f"{len(regions)}.mask"] = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
             tensors[f"{len(regions)}.bytes"] = new[changed]
-            regions.append((copy.rank, copy.parameter, copy.target * width, size, zlib.crc32(new.numpy())))
+            regions.append((copy.rank, copy.parameter, copy.target * width, size, zlib.crc32(new.numpy().data)))
     return tensors, {"base": str(base.version), "version": str(staging.version), "regions": json.dumps(regions)}
 
 

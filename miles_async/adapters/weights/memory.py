@@ -35,7 +35,8 @@ class MemoryWay:
     def __init__(self) -> None:
         self._write = ctypes.CDLL(None, use_errno=True).process_vm_writev
         self._write.restype = ctypes.c_ssize_t
-        self._write.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+        pieces = (ctypes.c_void_p, ctypes.c_ulong)
+        self._write.argtypes = [ctypes.c_int, *pieces, *pieces, ctypes.c_ulong]
 
     def connect(self, engine: Engine) -> None:
         for rank in engine.ranks:

@@ -131,7 +131,7 @@ class Staging:
                     size = SAMPLE_BYTES
                 here = base + copy.source * width + offset
                 windows[copy.rank].append((copy.parameter, copy.target * width + offset, size))
-                expected[copy.rank].append(zlib.crc32(memory[here : here + size]))
+                expected[copy.rank].append(zlib.crc32(memory[here : here + size].data))
         return windows, expected
 
 
