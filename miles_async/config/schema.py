@@ -161,7 +161,7 @@ class Rollout(Section):
     custom_rm_path: str | None = None
     """Your own reward, as module.function: fn(args, sample) -> number, plain or async; a list with group_rm."""
     custom_rm_isolated: bool = False
-    """Run your own plain reward in processes of its own, ended at the deadline: for slow or untrusted code."""
+    """Run your own reward in processes of its own, ended at the deadline: for slow or untrusted code."""
     group_rm: bool = False
     """Score a whole group in one call: fn(args, samples) -> one number per sample."""
     reward_key: str | None = None

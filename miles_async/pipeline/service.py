@@ -42,7 +42,7 @@ from miles_async.core.concurrency import AdaptiveConcurrency
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
-from miles_async.errors import Fatal
+from miles_async.errors import Fatal, UserError
 from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
 from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
@@ -241,9 +241,7 @@ class Service:
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
             # After steps that were not finite alone there are no new weights, and so no new version.
             if due and self._trained:
-                self._turn_to("publish")
-                await self._publisher.stage(self.books.trainer_version + 1, self._trained)
-                self._trained = []
+                await self._stage()
                 if continuous:
                     self._publisher.start(self._crew)
             if checkpoint_due(self._config, rollout_id):
@@ -263,6 +261,9 @@ class Service:
                     self._crew.spawn(f"evaluate-{rollout_id}", evaluation)
             if not prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+        if self._trained:
+            # The run was stopped between two versions.
+            await self._stage()
         self._turn_to("publish")
         await self._publisher.idle()
         await self._publisher.publish()
@@ -270,6 +271,12 @@ class Service:
             self._turn_to("save")
             await self._checkpoint_written
         self._turn_to("evaluate")
+
+    async def _stage(self) -> None:
+        """What was trained since the last version becomes a new one."""
+        self._turn_to("publish")
+        await self._publisher.stage(self.books.trainer_version + 1, self._trained)
+        self._trained = []
 
     async def _checkpoint(self, rollout_id: int) -> None:
         """Copied between two steps, written while the next ones are taken unless `async_save` is off; one at a time."""
@@ -384,10 +391,21 @@ class Service:
         return groups
 
     async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
+        known = {id(group) for group in self.books.leased}
         groups = await rollout(rollout_id, self._source)
+        returned: set[int] = set()
         for group in groups:
             if group.sequence is None:
                 self.books.adopt(group)
+            elif id(group) in returned or self.books.state(group) is not State.LEASED:
+                raise UserError(
+                    f"the rollout function returned group {group.feed_index} a second time: each group trains once"
+                )
+            returned.add(id(group))
+        for group in self.books.leased:
+            if id(group) not in known and id(group) not in returned:
+                # The function collected it and did away with it: its slot is free again.
+                self.books.filtered(group, "rollout_function")
         self.books.settled()
         return groups
 

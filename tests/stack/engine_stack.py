@@ -9,12 +9,13 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.weights.engine import call_engine
 from miles_async.types import Group, Sample
 
 
@@ -25,7 +26,7 @@ class Stack:
     engine: EngineInfo
     router_url: str
     checkpoint: Path
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
 
     def __post_init__(self) -> None:
         self.versions = count(1)
@@ -37,7 +38,8 @@ class Stack:
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, parameter.data) for name, parameter in self.model.named_parameters()]
+        """By the names of Hugging Face's files, where every expert has tensors of its own."""
+        return [named for name, parameter in self.model.named_parameters() for named in _in_files(name, parameter.data)]
 
     def error(self, sample: Sample, start: int = 0, end: int | None = None) -> float:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
@@ -72,7 +74,37 @@ class Stack:
         asyncio.run(told())
 
 
+def _in_files(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    experts, _, joined = name.rpartition(".")
+    if not experts.endswith(".experts"):
+        return [(name, tensor)]
+    parts = ("gate_proj", "up_proj") if joined == "gate_up_proj" else (joined,)
+    return [
+        (f"{experts}.{expert}.{part}.weight", its)
+        for expert, weights in enumerate(tensor)
+        for part, its in zip(parts, weights.chunk(len(parts)), strict=True)
+    ]
+
+
 def group_of(prompt: str | list[int], samples: int = 1) -> Group:
     if isinstance(prompt, str):
         return Group([Sample(index=index, prompt=prompt) for index in range(samples)])
     return Group([Sample(index=index, tokens=list(prompt)) for index in range(samples)])
+
+
+def logprob_error(stack: Stack, prompt: list[int]) -> float:
+    """Of a short answer, asked for directly."""
+    request = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    answer = call_engine(stack.engine.url, "/generate", request, timeout=20)
+    tokens = prompt + answer["output_ids"]
+    with torch.no_grad():
+        logits = stack.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    drawn = answer["meta_info"]["output_token_logprobs"]
+    return max(
+        abs(float(logits[place - 1, tokens[place]]) - drawn[place - len(prompt)][0])
+        for place in range(len(prompt), len(tokens))
+    )

@@ -13,11 +13,12 @@ import torch
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.weights.memory import MemoryWay
 from miles_async.adapters.weights.source import Source
 from miles_async.errors import EngineLost, Fatal
-from tests.stack.engine_stack import Stack, group_of
+from tests.stack.engine_stack import Stack, group_of, logprob_error
+from tests.stack.learning import create_experts
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -207,3 +208,29 @@ def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(serving: Stack, 
     other = Source([("model.norm.weight", (7,))], tmp_path)
     with pytest.raises(Fatal, match=r"^the engine serves another model: model\.norm\.weight has"):
         other.meet([serving.engine])
+
+
+def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving: Stack, tmp_path: Path) -> None:
+    """Of a model with experts, over gloo; two sources, every way, everything compared."""
+    checkpoint = tmp_path / "experts"
+    model = create_experts(checkpoint, seed=2)
+    engine = EngineServer(
+        EngineSpec(name="e1", model_path=str(checkpoint), log_path=tmp_path / "log", tp=2, cpus=(0, 1))
+    )
+    try:
+        info = engine.start()
+        two = Stack(info, serving.router_url, checkpoint, model)
+        sources = [source_of(two, tmp_path / "weights", rank=rank, sources=2) for rank in range(2)]
+        for version, way in enumerate(WAYS, start=1):
+            two.change_weights()
+            for one in sources:
+                one.stage(version, two.named_tensors())
+            assert [one.write(version, "e1", way).error for one in sources] == [None, None], way
+            # A prompt that was not cached under the version before.
+            assert logprob_error(two, [version, *PROMPT[:20]]) < 1e-4, way
+        with pytest.raises(EngineLost, match=r"engine e0 holds its weights in another layout than e1"):
+            sources[0].meet([info, serving.engine])
+        for one in sources:
+            one.close()
+    finally:
+        engine.stop()

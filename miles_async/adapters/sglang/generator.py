@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.places import Places
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import EngineLost, PromptTooLong
+from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
 from miles_async.observability.events import RequestEnded
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -147,6 +147,10 @@ class SGLangGenerator:
         chosen = sampling or self.sampling
         self.tokenize(group)
         unfinished = [s for s in group if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
+        for sample in unfinished:
+            if not sample.tokens:
+                # One such request ends SGLang's scheduler, and with it whatever else the engine holds.
+                raise BadTrajectory(f"sample {sample.index} of group {group.feed_index}: its prompt has no tokens")
         under_way = self._under_way[id(group)] = _UnderWay(group.sequence)
         posts = [
             self._post(under_way, samples, chosen.body(budget))
@@ -198,8 +202,10 @@ class SGLangGenerator:
     async def rate(self, sample: Sample) -> None:
         """Set the log-probabilities of a response that somebody else sampled, as the engines' present weights see it.
 
-        Raises as `generate` does.
+        Raises as `generate` does, and BadTrajectory where no prompt stands before it.
         """
+        if not sample.prompt_length:
+            raise BadTrajectory(f"sample {sample.index}: its tokens hold no prompt; put it first, or rollout_log_probs")
         body = {
             "input_ids": sample.tokens,
             "sampling_params": {"max_new_tokens": 0},
