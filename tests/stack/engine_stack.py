@@ -43,11 +43,25 @@ class Stack:
 
     def error(self, sample: Sample, start: int = 0, end: int | None = None) -> float:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
+        place = sample.prompt_length + start
+        return self._error(sample.tokens, place, sample.rollout_log_probs[start:end])
+
+    def error_of(self, prompt: list[int]) -> float:
+        """The same of a short answer, asked for directly."""
+        request = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        answer = call_engine(self.engine.url, "/generate", request, timeout=20)
+        drawn = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        return self._error(prompt + answer["output_ids"], len(prompt), drawn)
+
+    def _error(self, tokens: list[int], first: int, drawn: list[float]) -> float:
         with torch.no_grad():
-            logits = self.model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
-        places = range(sample.prompt_length + start, sample.prompt_length + (end or sample.response_length))
-        expected = torch.stack([logits[place - 1, sample.tokens[place]] for place in places])
-        return float((expected - torch.tensor(sample.rollout_log_probs[start:end])).abs().max())
+            logits = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        expected = torch.stack([logits[first + i - 1, tokens[first + i]] for i in range(len(drawn))])
+        return float((expected - torch.tensor(drawn)).abs().max())
 
     def run(self, story: Callable[[SGLangFleet, SGLangGenerator], Awaitable[None]], *, limit: int = 512) -> None:
         """Tell a story with the engine admitted to the router, holding a version."""
@@ -90,21 +104,3 @@ def group_of(prompt: str | list[int], samples: int = 1) -> Group:
     if isinstance(prompt, str):
         return Group([Sample(index=index, prompt=prompt) for index in range(samples)])
     return Group([Sample(index=index, tokens=list(prompt)) for index in range(samples)])
-
-
-def logprob_error(stack: Stack, prompt: list[int]) -> float:
-    """Of a short answer, asked for directly."""
-    request = {
-        "input_ids": prompt,
-        "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
-        "return_logprob": True,
-    }
-    answer = call_engine(stack.engine.url, "/generate", request, timeout=20)
-    tokens = prompt + answer["output_ids"]
-    with torch.no_grad():
-        logits = stack.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    drawn = answer["meta_info"]["output_token_logprobs"]
-    return max(
-        abs(float(logits[place - 1, tokens[place]]) - drawn[place - len(prompt)][0])
-        for place in range(len(prompt), len(tokens))
-    )

@@ -91,7 +91,7 @@ def test_each_node_gets_its_part_by_every_way(
         source.stage(version, engine.named_tensors())
         assert source.write(version, "engine-0", way).error is None, way
         # A prompt that was not cached under the version before.
-        assert engine_stack.logprob_error(engine, [version, *PROMPT]) < 1e-4, way
+        assert engine.error_of([version, *PROMPT]) < 1e-4, way
     with pytest.raises(EngineLost, match=r"engine other holds its weights in another layout than engine-0"):
         source.meet([servers[0], replace(usual, name="other")])
     source.close()

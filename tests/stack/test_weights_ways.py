@@ -17,7 +17,7 @@ from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineS
 from miles_async.adapters.weights.memory import MemoryWay
 from miles_async.adapters.weights.source import Source
 from miles_async.errors import EngineLost, Fatal
-from tests.stack.engine_stack import Stack, group_of, logprob_error
+from tests.stack.engine_stack import Stack, group_of
 from tests.stack.learning import create_experts
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
@@ -227,7 +227,7 @@ def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving
                 one.stage(version, two.named_tensors())
             assert [one.write(version, "e1", way).error for one in sources] == [None, None], way
             # A prompt that was not cached under the version before.
-            assert logprob_error(two, [version, *PROMPT[:20]]) < 1e-4, way
+            assert two.error_of([version, *PROMPT[:20]]) < 1e-4, way
         with pytest.raises(EngineLost, match=r"engine e0 holds its weights in another layout than e1"):
             sources[0].meet([info, serving.engine])
         for one in sources:
