@@ -123,7 +123,8 @@ async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, st
                 onlookers.emit(*events.result())
                 events = asyncio.ensure_future(cluster.events())
             if run.done():
-                onlookers.emit(*await cluster.events())
+                # The last events are in the answer that is still to come, or in none yet.
+                onlookers.emit(*await events, *await cluster.events())
                 return run.result()
             if stop.is_set() and not asked_to_stop:
                 asked_to_stop = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from workers.batches import saved_batch
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 WARM_START_LESSONS = 8192
 WARM_START_CHECKS = 512
+HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""An empty frame of HTTP/2; the fourth byte is its kind."""
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +94,27 @@ def whole_checkpoint(folder: Path) -> None:
 
 
 def reachable_ray(address: str | None, within: float = 5.0) -> None:
-    """Raises UserError when nobody listens there; Ray would try for a minute. `auto` and the like name no place."""
+    """Raises UserError when no Ray listens there; Ray would try for minutes. `auto` and the like name no place.
+
+    Ray speaks gRPC, and so answers the greeting of HTTP/2 with a frame of its settings (RFC 9113, 3.4), unless it wants
+    TLS first.
+    """
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=within).close()
+        with socket.create_connection((host, int(port)), timeout=within) as connection:
+            connection.sendall(HTTP2_GREETING)
+            answer = connection.recv(len(HTTP2_SETTINGS))
     except OSError as error:
         raise UserError(
             f"no Ray cluster answers at ray_address {address} ({error}): start one with `ray start --head`, or unset it"
         ) from error
+    if answer[3:4] != HTTP2_SETTINGS[3:4] and os.environ.get("RAY_USE_TLS", "0") == "0":
+        raise UserError(
+            f"what answers at ray_address {address} is no Ray cluster: give the port of `ray start --head`, 6379 "
+            "unless it was told another one (8265 is its dashboard's)"
+        )
 
 
 def unused_port(port: int) -> None:

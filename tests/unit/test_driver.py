@@ -1,4 +1,4 @@
-"""The process that the user started, while the run beneath it does not answer."""
+"""The process that the user started, while the run beneath it does not answer, and when it ends."""
 
 from __future__ import annotations
 
@@ -53,3 +53,36 @@ def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monk
     with pytest.raises(Fatal, match="has not answered"):
         asyncio.run(follow())
     assert hung.asked_to_stop == 1
+
+
+class Ended:
+    """A cluster whose run is over, and whose last event is on its way in the answer that was asked for before."""
+
+    questions: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        self.answers = [["the last event"], []]
+
+    async def run(self) -> None: ...
+
+    async def events(self) -> list[str]:
+        answer = self.answers.pop(0)
+        await asyncio.sleep(0.01)
+        return answer
+
+
+def test_the_last_event_of_a_run_is_told() -> None:
+    told: list[str] = []
+
+    class Onlookers:
+        def emit(self, *events: str) -> None:
+            told.extend(events)
+
+    async def follow() -> None:
+        ended: Any = Ended()
+        onlookers: Any = Onlookers()
+        watchdog: Any = Watchdog()
+        await driver._follow(ended, onlookers, watchdog, asyncio.Event(), "train_async.py")
+
+    asyncio.run(follow())
+    assert told == ["the last event"]

@@ -6,6 +6,8 @@ import json
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
 from tests.unit.gym import CHAIN_SUM
-from workers.preflight import dynamic_filter, preflight, reachable_ray, rollout_function
+from workers.preflight import HTTP2_GREETING, HTTP2_SETTINGS, dynamic_filter, preflight, reachable_ray, rollout_function
 
 RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
 
@@ -167,3 +169,20 @@ def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:
     reachable_ray("auto")
     with pytest.raises(UserError, match=r"no Ray cluster answers at ray_address 127\.0\.0\.1:9 .*refused"):
         reachable_ray("127.0.0.1:9")
+
+
+@pytest.mark.parametrize("answer, ray", [(HTTP2_SETTINGS, True), (b"HTTP/1.1 505 HTTP Version Not Supported", False)])
+def test_another_server_at_the_address_of_a_ray_cluster_is_found_out(answer: bytes, ray: bool) -> None:
+    """The dashboard's, say: Ray itself would go on trying for minutes."""
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(len(HTTP2_GREETING))
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(serve, listener)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with nullcontext() if ray else pytest.raises(UserError, match=f"{address} is no Ray cluster: give the port"):
+            reachable_ray(address)
