@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
 
 from miles_async.config.derived import checkpoint_due
 from miles_async.config.schema import RunConfig
@@ -42,7 +43,7 @@ from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
 from miles_async.errors import Fatal
-from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
+from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned, Warned
 from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
@@ -314,7 +315,11 @@ class Service:
             self._evaluator.report(rollout_id, scores, self._ports.clock.now() - started)
 
     async def _step(self, rollout_id: int, groups: list[Group]) -> None:
-        """The optimizer steps of one batch."""
+        """The optimizer steps of one batch; of one that a user's function left empty, none."""
+        if not groups:
+            text = f"the rollout function returned no groups for rollout {rollout_id}: nothing is trained"
+            self._ports.events.emit(Warned(time=self._ports.clock.now(), text=text))
+            return
         version = self.books.trainer_version
         ages = [staleness(group.oldest_version, version) for group in groups]
         if self._gate.limit is not None and max(ages) > self._gate.limit:
@@ -343,9 +348,9 @@ class Service:
                 ended=report.ended,
                 tokens=report.tokens,
                 finite=report.finite,
-                reward=sum(sample.scalar_reward for sample in samples) / len(samples),
+                reward=mean_reward(samples),
                 response_length=sum(sample.response_length for sample in samples) / len(samples),
-                metrics=dict(report.metrics) | noted(samples),
+                metrics=finite(dict(report.metrics) | noted(samples)),
             )
         )
         if report.finite:
@@ -393,6 +398,17 @@ class Service:
         finally:
             stopping.cancel()
         return None if self.stopped else await batch
+
+
+def mean_reward(samples: Sequence[Sample]) -> float:
+    """Over the samples whose reward is finite; 0 where there is none."""
+    rewards = [reward for sample in samples if isfinite(reward := sample.scalar_reward)]
+    return sum(rewards) / max(len(rewards), 1)
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what is NaN or infinite: JSON, in which events are kept, has no word for it."""
+    return {name: value for name, value in metrics.items() if isfinite(value)}
 
 
 def noted(samples: Sequence[Sample]) -> dict[str, float]:

@@ -10,7 +10,15 @@ import pytest
 from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
 from miles_async.errors import Fatal, PromptTooLong, UserError
-from miles_async.observability.events import Evaluated, GroupFiltered, PublishEnded, Stalled, StepEnded, StepStarted
+from miles_async.observability.events import (
+    Evaluated,
+    GroupFiltered,
+    PublishEnded,
+    Stalled,
+    StepEnded,
+    StepStarted,
+    Warned,
+)
 from miles_async.types import DropReason, Verdict
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.virtual_time import run_virtual
@@ -111,6 +119,24 @@ def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit
         world.run()
     assert world.graveyard.prompts == set(chain.from_iterable(world.trainer.batches[-limit:])), "of all those batches"
     assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.NONFINITE}
+
+
+class NothingEverySecondTime(World):
+    """A rollout function whose own filter may leave nothing."""
+
+    async def _rollout(self, rollout_id, source):
+        return [] if rollout_id % 2 else await super()._rollout(rollout_id, source)
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_batch_without_groups_is_passed_over(schedule):
+    world = NothingEverySecondTime(config=config(num_rollout=10), schedule=schedule).run()
+    assert [step.rollout for step in world.trace.of(StepStarted)] == [0, 2, 4, 6, 8]
+    assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3, 4, 5]
+    assert [event.text for event in world.trace.of(Warned)][:1] == [
+        "the rollout function returned no groups for rollout 1: nothing is trained"
+    ]
+    assert world.audit.violations == []
 
 
 def test_over_sampling_keeps_the_first_and_gives_the_rest_back():
