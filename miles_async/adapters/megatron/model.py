@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 from miles_async.adapters.megatron.cpu import cuda_means_cpu, on_cpu
 from miles_async.adapters.megatron.cpu_layers import cpu_layers
+from miles_async.adapters.megatron.environment import ATTENTION, environment
 from miles_async.adapters.megatron.hf_weights import load_weights
 from miles_async.adapters.megatron.value_head import put_value_head
 from miles_async.config.schema import Learner
@@ -96,7 +97,9 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 
 def _built(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
     bridge = _bridge(settings, hf_checkpoint)
-    chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
+    # Megatron sets these, and refuses to where they are set otherwise; Transformer Engine reads them when it computes.
+    with environment(dict.fromkeys(ATTENTION)):
+        chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
     load_weights(bridge, chunks, hf_checkpoint)
     return bridge, chunks
 
