@@ -46,6 +46,7 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
     checkpoint_to_resume(config)
     reachable_ray(config.cluster.ray_address)
+    unused_port(config.rollout.agent_port)
     rollout_function(config, entry)
     dynamic_filter(config, args)
     for setting, path in (
@@ -53,7 +54,7 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         ("rollout_sample_filter_path", config.rollout.rollout_sample_filter_path),
     ):
         if path is not None:
-            load_function(path, setting=setting)
+            load_function(path, setting=setting, plain=True)
     if trains_only(config):
         saved_batch(config, 0)
     if config.rollout.custom_generate_function_path is not None:
@@ -101,6 +102,14 @@ def reachable_ray(address: str | None, within: float = 5.0) -> None:
         ) from error
 
 
+def unused_port(port: int) -> None:
+    """Raises UserError where somebody listens on `agent_port`; the rollout worker will, beside the driver."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise UserError(f"agent_port {port} cannot be had: {error.strerror}; set another, or 0 for any") from error
+
+
 def checkpoint_to_resume(config: RunConfig) -> Path | None:
     """The newest checkpoint in `load`. Raises UserError when there is none, or nothing is left to do after it."""
     if config.learner.load is None:
@@ -128,7 +137,7 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: True
-    function = load_function(path, setting="dynamic_sampling_filter_path")
+    function = load_function(path, setting="dynamic_sampling_filter_path", plain=True)
 
     def keep(group: Group) -> bool | Verdict:
         try:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
@@ -42,8 +43,8 @@ from miles_async.core.concurrency import AdaptiveConcurrency
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
-from miles_async.errors import Fatal
-from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned, Warned
+from miles_async.errors import Fatal, UserError
+from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
 from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
@@ -150,6 +151,8 @@ class Service:
             ),
             crew=lambda: self._crew,
         )
+        self._devices = asyncio.Lock()
+        """Colocated, held by the learner while it has them, and by an engine that is being started on them."""
         self._publisher = Publisher(
             books=self.books,
             channel=ports.channel,
@@ -164,6 +167,7 @@ class Service:
             publisher=self._publisher,
             crew=lambda: self._crew,
             interval_seconds=config.engine.engine_health_interval_seconds,
+            devices=self._devices if config.cluster.colocate else nullcontext(),
         )
         self._watch = Watch(
             books=self.books,
@@ -238,9 +242,7 @@ class Service:
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
             # After steps that were not finite alone there are no new weights, and so no new version.
             if due and self._trained:
-                self._turn_to("publish")
-                await self._publisher.stage(self.books.trainer_version + 1, self._trained)
-                self._trained = []
+                await self._stage()
                 if continuous:
                     self._publisher.start(self._crew)
             if checkpoint_due(self._config, rollout_id):
@@ -260,6 +262,9 @@ class Service:
                     self._crew.spawn(f"evaluate-{rollout_id}", evaluation)
             if not prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+        if self._trained:
+            # The run was stopped between two versions.
+            await self._stage()
         self._turn_to("publish")
         await self._publisher.idle()
         await self._publisher.publish()
@@ -267,6 +272,12 @@ class Service:
             self._turn_to("save")
             await self._checkpoint_written
         self._turn_to("evaluate")
+
+    async def _stage(self) -> None:
+        """What was trained since the last version becomes a new one."""
+        self._turn_to("publish")
+        await self._publisher.stage(self.books.trainer_version + 1, self._trained)
+        self._trained = []
 
     async def _checkpoint(self, rollout_id: int) -> None:
         """Copied between two steps, written while the next ones are taken unless `async_save` is off; one at a time."""
@@ -286,6 +297,7 @@ class Service:
     async def _devices_to_learner(self) -> None:
         """Colocated, the engines leave their memory to the learner for its step; nothing is generated meanwhile."""
         if self._config.cluster.colocate:
+            await self._devices.acquire()
             await self._ports.fleet.offload()
             await self._ports.learner.onload()
 
@@ -294,6 +306,7 @@ class Service:
         if self._config.cluster.colocate:
             await self._ports.learner.offload()
             await self._ports.fleet.onload()
+            self._devices.release()
 
     def _evaluates_after(self, rollout_id: int) -> bool:
         """After the last rollout it is done anyway, once everything is published."""
@@ -315,11 +328,7 @@ class Service:
             self._evaluator.report(rollout_id, scores, self._ports.clock.now() - started)
 
     async def _step(self, rollout_id: int, groups: list[Group]) -> None:
-        """The optimizer steps of one batch; of one that a user's function left empty, none."""
-        if not groups:
-            text = f"the rollout function returned no groups for rollout {rollout_id}: nothing is trained"
-            self._ports.events.emit(Warned(time=self._ports.clock.now(), text=text))
-            return
+        """The optimizer steps of one batch."""
         version = self.books.trainer_version
         ages = [staleness(group.oldest_version, version) for group in groups]
         if self._gate.limit is not None and max(ages) > self._gate.limit:
@@ -383,10 +392,21 @@ class Service:
         return groups
 
     async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
+        known = {id(group) for group in self.books.leased}
         groups = await rollout(rollout_id, self._source)
+        returned: set[int] = set()
         for group in groups:
             if group.sequence is None:
                 self.books.adopt(group)
+            elif id(group) in returned or self.books.state(group) is not State.LEASED:
+                raise UserError(
+                    f"the rollout function returned group {group.feed_index} a second time: each group trains once"
+                )
+            returned.add(id(group))
+        for group in self.books.leased:
+            if id(group) not in known and id(group) not in returned:
+                # The function collected it and did away with it: its slot is free again.
+                self.books.filtered(group, "rollout_function")
         self.books.settled()
         return groups
 
