@@ -77,6 +77,7 @@ def engine_spec(
         colocated=config.cluster.colocate,
         p2p=config.weights.weight_transfer in ("auto", "p2p"),
         server_args=engine.sglang_server_args,
+        env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,
         health_timeout=engine.engine_health_timeout_seconds,
     )

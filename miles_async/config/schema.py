@@ -365,6 +365,10 @@ class Learner(Section):
     """Learner ranks per node; on a CPU machine, processes."""
     train_env_vars: dict[str, str] = {}
     """Environment variables of the learner's processes, where policy, reference model and critic live."""
+    ref_env_vars: dict[str, str] = {}
+    """Others of the reference model alone, while it is built and while it computes."""
+    critic_env_vars: dict[str, str] = {}
+    """Others of the critic alone, likewise."""
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits each time, on GPUs too; they may be slower."""
     learner_cpus: list[int] | None = None
@@ -403,6 +407,8 @@ class Engine(Section):
     """Keep fewer groups in flight while the engines report a full KV cache or a long line of requests."""
     sglang_server_args: dict[str, Any] = {}
     """Any other SGLang server argument, by its own name; `--sglang-mem-fraction-static 0.8` sets one."""
+    engine_env_vars: dict[str, str] = {}
+    """Environment variables of the engines' processes; they win over what we set there."""
     sglang_router_policy: Literal[
         "cache_aware", "round_robin", "power_of_two", "random", "consistent_hashing", "prefix_hash"
     ] = "cache_aware"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import hypot, isfinite, nan, sqrt
 from statistics import fmean, pstdev
 
 _EPSILON = 1e-6
@@ -12,16 +13,19 @@ _EPSILON = 1e-6
 def group_advantages(rewards: Sequence[float], *, std_normalization: bool) -> list[float]:
     """Each reward minus its group's mean, divided by the group's standard deviation if asked.
 
-    `rewards` are those of one prompt's samples. Equal rewards give zeros: such a group teaches nothing.
+    `rewards` are those of one prompt's samples. Equal rewards give zeros: such a group teaches nothing. One that is not
+    finite makes all of them NaN, so that the learner skips the step.
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); without the division Dr. GRPO (arXiv 2503.20783), which shows
     that dividing favours prompts that are nearly solved or nearly hopeless.
     """
+    if not all(map(isfinite, rewards)):
+        return [nan] * len(rewards)
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)  # exactly: the mean of equal floats may be off by one bit
     mean = fmean(rewards)
     if not std_normalization:
         return [reward - mean for reward in rewards]
-    scale = pstdev(rewards, mean) + _EPSILON
+    scale = pstdev(rewards) + _EPSILON
     return [(reward - mean) / scale for reward in rewards]
 
 
@@ -29,14 +33,17 @@ def whitened(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """`values` moved and scaled so that their weighted mean is 0 and their weighted variance 1.
 
     With the trained tokens of each sample as weights this is the normalization over the tokens of the whole batch of
-    REINFORCE++ (arXiv 2501.03262): no group's spread is divided by, so none is favoured. Equal values give zeros.
+    REINFORCE++ (arXiv 2501.03262): no group's spread is divided by, so none is favoured. Equal values give zeros;
+    one that is not finite makes all of them NaN.
     """
+    if not all(map(isfinite, values)):
+        return [nan] * len(values)
     total = sum(weights)
     if not total or max(values) == min(values):
         return [0.0] * len(values)
     mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-    variance = sum((value - mean) ** 2 * weight for value, weight in zip(values, weights, strict=True)) / total
-    scale = variance**0.5 + _EPSILON
+    deviations = (sqrt(weight / total) * (value - mean) for value, weight in zip(values, weights, strict=True))
+    scale = hypot(*deviations) + _EPSILON
     return [(value - mean) / scale for value in values]
 
 

@@ -172,10 +172,12 @@ class StepEnded(Event, frozen=True):
     ended: float
     tokens: int
     finite: bool
+    """False where the step was skipped."""
     reward: float
-    """Mean over the batch's samples."""
+    """Mean over the batch's samples, those left out whose reward is not finite."""
     response_length: float
     metrics: dict[str, float]
+    """The finite ones."""
 
 
 class PublishStarted(Event, frozen=True):

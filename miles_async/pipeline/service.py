@@ -29,10 +29,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
 
 from miles_async.config.derived import checkpoint_due
 from miles_async.config.schema import RunConfig
@@ -356,9 +357,9 @@ class Service:
                 ended=report.ended,
                 tokens=report.tokens,
                 finite=report.finite,
-                reward=sum(sample.scalar_reward for sample in samples) / len(samples),
+                reward=mean_reward(samples),
                 response_length=sum(sample.response_length for sample in samples) / len(samples),
-                metrics=dict(report.metrics) | noted(samples),
+                metrics=finite(dict(report.metrics) | noted(samples)),
             )
         )
         if report.finite:
@@ -417,6 +418,17 @@ class Service:
         finally:
             stopping.cancel()
         return None if self.stopped else await batch
+
+
+def mean_reward(samples: Sequence[Sample]) -> float:
+    """Over the samples whose reward is finite; 0 where there is none."""
+    rewards = [reward for sample in samples if isfinite(reward := sample.scalar_reward)]
+    return sum(rewards) / max(len(rewards), 1)
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what is NaN or infinite: JSON, in which events are kept, has no word for it."""
+    return {name: value for name, value in metrics.items() if isfinite(value)}
 
 
 def noted(samples: Sequence[Sample]) -> dict[str, float]:

@@ -95,12 +95,14 @@ class Stack:
         if stopped:
             await worker.stop.remote()
         run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
-        while not run.done():
+        while True:
+            last = run.done()
             events = await worker.events.remote()
             played.events += events
             for event in events if watch else ():
                 watch(event)
-        played.events += await worker.events.remote()
+            if last:
+                break
         ray.kill(worker)
         # Engines that were replaced meanwhile have another address.
         engines = [await parts[0].info.remote() for parts in surroundings.engine_actors.values()]

@@ -27,7 +27,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     logs = tmp_path_factory.mktemp("logs")
-    engine = EngineServer(EngineSpec(name="e0", model_path=str(checkpoint), log_path=logs / "engine.log"))
+    own = {"SGLANG_TIMEOUT_KEEP_ALIVE": "601", "OF_THE_ENGINE": "yes"}
+    spec = EngineSpec(name="e0", model_path=str(checkpoint), log_path=logs / "engine.log", env_vars=own)
+    engine = EngineServer(spec)
     router = RouterServer(RouterSpec(log_path=logs / "router.log"))
     try:
         with ThreadPoolExecutor() as pool:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from miles_async.observability.events import DataSkipped, GroupFiltered, GroupMoved, SamplesRemoved, StepEnded
+from miles_async.errors import Fatal
+from miles_async.observability.events import (
+    DataSkipped,
+    Event,
+    GroupFiltered,
+    GroupMoved,
+    PublishEnded,
+    SamplesRemoved,
+    StepEnded,
+    decode,
+    encode,
+)
 from tests.stack.conftest import Played, Stack
 
 pytestmark = pytest.mark.stack
@@ -70,3 +82,24 @@ def test_the_sample_filter_says_how_many_it_masked(played: Played) -> None:
     masked = [event.samples for event in played.of(SamplesRemoved)]
     assert len(masked) == ROLLOUTS
     assert sum(masked) > 0
+
+
+def test_batches_with_a_reward_that_is_not_finite_are_skipped_until_there_are_too_many(
+    stack: Stack, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    with pytest.raises(Fatal, match="not finite in 2 batches in a row, up to rollout 1; their groups are in the dead"):
+        stack.play(
+            "train.py",
+            *("--num-rollout", "5", "--rollout-batch-size", "4", "--max-nonfinite-batches", "2"),
+            *("--rollout-sample-filter-path", "tests.stack.user_functions.lose_a_reward", "--eval-size", "0"),
+            *("--rollout-function-path", "miles_async.rollout.sglang_rollout.generate_rollout"),
+            *("--windowed-fifo-ratio", "null", "--run-dir", str(tmp_path)),
+            watch=events.append,
+        )
+    # What was seen of them can be read again, though JSON knows no NaN.
+    steps = [event for event in (decode(encode(event)) for event in events) if isinstance(event, StepEnded)]
+    assert [step.finite for step in steps] == [False, False]
+    assert {event.version for event in events if isinstance(event, PublishEnded)} == {0}
+    buried = [json.loads(line) for line in (tmp_path / "latest" / "dead_letters.jsonl").read_text().splitlines()]
+    assert [letter["reason"] for letter in buried] == ["nonfinite"] * 8

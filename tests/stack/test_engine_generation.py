@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -111,6 +112,11 @@ def test_groups_beyond_the_limit_wait_their_turn(serving: Stack) -> None:
         assert all(sample.response_length > 0 for group in groups for sample in group)
 
     serving.run(story, limit=4)
+
+
+def test_the_engine_has_its_own_environment_which_wins(serving: Stack) -> None:
+    values = psutil.Process(serving.engine.pid).environ()
+    assert {"SGLANG_TIMEOUT_KEEP_ALIVE": "601", "OF_THE_ENGINE": "yes"}.items() <= values.items()
 
 
 def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,12 @@ def test_after_a_step_that_is_not_finite_the_critic_is_as_it_was_too(tiny: Path)
     with learning(tiny, run) as learner:
         train(learner, run, range(1))
         before = weights(learner)
-        poisoned = batch(1) * 2
-        poisoned[0][0].rollout_log_probs[0] = float("nan")
-        [steps] = rank_shares(poisoned, run, 1)
-        assert not learner.train(1, steps).finite
-        assert same(weights(learner), before)
+        for spoiled in ({"rollout_log_probs": [float("nan")] * 4}, {"reward": float("nan")}, {"reward": float("inf")}):
+            poisoned = batch(1) * 2
+            poisoned[0][0] = replace(poisoned[0][0], **spoiled)
+            [steps] = rank_shares(poisoned, run, 1)
+            assert not learner.train(1, steps).finite
+            assert same(weights(learner), before)
         found = train(learner, run, range(1, 2))
     with learning(tiny, run) as undisturbed:
         assert train(undisturbed, run, range(2))[1:] == found

@@ -6,11 +6,18 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from miles_async.adapters.megatron import schedule
 from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, policy_steps
@@ -26,6 +33,15 @@ pytestmark = pytest.mark.stack
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
 CONFIG = RunConfig(learner=Learner(lr=1e-3, max_tokens_per_gpu=400), algorithm=Algorithm(eps_clip=0.01))
 TEMPERATURE = 0.7
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LENGTHS = (5, 17, 40, 16, 300, 9, 3, 1, 31, 270)
 
 
@@ -108,7 +124,8 @@ def test_weights_leave_as_they_came_in(learner: MegatronLearner, tiny: Path) -> 
     assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
 
 
-def test_a_llama_with_its_own_output_head_agrees_with_hugging_face_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rope", [PLAIN, LLAMA3], ids=["plain", "llama3"])
+def test_a_llama_with_its_own_output_head_agrees_with_hugging_face_too(tmp_path: Path, rope: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300,
@@ -118,12 +135,41 @@ def test_a_llama_with_its_own_output_head_agrees_with_hugging_face_too(tmp_path:
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=False,
+        rope_parameters=rope,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    tokens = token_lists()[4]
     with learning(tmp_path / "llama", CONFIG) as learner:
-        [logprobs] = learner.logprobs([token_lists()[1]])
+        [logprobs] = learner.logprobs([tokens])
         assert "lm_head.weight" in weights_of(learner)
-    assert logprobs == pytest.approx(hf_logprobs(tmp_path / "llama", token_lists()[1]), abs=2e-6)
+    assert logprobs == pytest.approx(hf_logprobs(tmp_path / "llama", tokens), abs=5e-6)
+
+
+def test_a_mixtral_agrees_with_hugging_face_before_and_after_a_step(tmp_path: Path) -> None:
+    """Llama's layers with experts, which mbridge itself would mix in other shares."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.1,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    byte_tokenizer().save_pretrained(tmp_path / "mixtral")
+    tokens = token_lists()[2]
+    with learning(tmp_path / "mixtral", CONFIG) as learner:
+        before, weights = learner.logprobs([tokens])[0], weights_of(learner)
+        assert learner.train(0, shares(batch())).finite
+        after, moved = learner.logprobs([tokens])[0], weights_of(learner)
+        learner.save_hf(str(tmp_path / "saved"))
+    assert before == pytest.approx(hf_logprobs(tmp_path / "mixtral", tokens), abs=2e-6)
+    assert after == pytest.approx(hf_logprobs(tmp_path / "saved", tokens), abs=2e-6)
+    assert not any(torch.equal(moved[name], tensor) for name, tensor in weights.items() if "experts" in name)
 
 
 def test_one_step_raises_the_probability_of_what_was_rewarded(learner: MegatronLearner) -> None:
@@ -263,6 +309,18 @@ def test_a_reward_that_is_not_a_number_leaves_every_bit_of_the_weights(learner: 
     assert same(before, weights_of(learner))
     assert learner.train(1, shares(batch())).finite
     assert not same(before, weights_of(learner))
+
+
+def test_under_no_estimator_is_a_reward_trained_on_that_is_not_finite(learner: MegatronLearner) -> None:
+    before = weights_of(learner)
+    for estimator in get_args(Algorithm.model_fields["advantage_estimator"].annotation):
+        for reward in (math.nan, math.inf, -math.inf):
+            groups = batch()
+            groups[2][1].reward = reward
+            config = RunConfig(algorithm=Algorithm(advantage_estimator=estimator))
+            [steps] = policy_steps(groups, config, ranks=1)
+            assert not learner.train(0, steps).finite, (estimator, reward)
+    assert same(before, weights_of(learner))
 
 
 def test_a_batch_that_failed_in_its_second_step_leaves_no_trace_in_the_optimizer(tiny: Path) -> None:

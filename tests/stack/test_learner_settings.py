@@ -7,23 +7,27 @@ import gzip
 import json
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import CheckpointFunction
 
+from miles_async.adapters.megatron import model
 from miles_async.adapters.megatron.batch import rank_shares
+from miles_async.adapters.megatron.environment import ATTENTION, environment
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.warm_start import warm_start
 from miles_async.adapters.network_ports import free_port
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
-from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 from tests.stack.learning import learning
@@ -131,6 +135,58 @@ def test_the_reference_model_is_another_checkpoint_where_one_is_named(tiny: Path
     own = learned(tiny, **kl)
     assert not same(learned(tiny, **kl, ref_load=str(tmp_path / "other")), own)
     assert not same(learned(tiny, **kl, kl_loss_type="k1"), own)
+
+
+def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Transformer Engine's variables, which Megatron would set for all of them when it builds the first."""
+    for name, value in {"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
+
+    def variables() -> list[str | None]:
+        return [os.environ.get(name) for name in ATTENTION]
+
+    built, ran = [], {}
+
+    def noting(settings: Learner, checkpoint: str) -> Any:
+        built.append(variables())
+        return bridge(settings, checkpoint)
+
+    bridge = model._bridge
+    monkeypatch.setattr(model, "_bridge", noting)
+    run = config(
+        advantage_estimator="ppo",
+        kl_coef=0.1,
+        ref_env_vars={"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
+        critic_env_vars={"NVTE_FUSED_ATTN": "1"},
+    )
+    policy, critic, reference = ["1", "0", None], ["1", "1", None], ["0", "0", "1"]
+    with learning(tiny, run) as learner:
+        assert learner._reference is not None
+        assert learner._critic is not None
+        roles = {"policy": learner._model, "critic": learner._critic.model, "reference": learner._reference}
+        for role, own in roles.items():
+            own.chunks[0].register_forward_pre_hook(lambda *_, role=role: ran.setdefault(role, []).append(variables()))
+        learner.train(0, rank_shares(batch(0), run, 1)[0])
+    assert built == [policy, critic, reference]
+    assert {role: set(map(tuple, seen)) for role, seen in ran.items()} == {
+        "policy": {tuple(policy)},
+        "critic": {tuple(critic)},
+        "reference": {tuple(reference)},
+    }
+    assert variables() == policy
+
+
+def test_transformer_engine_is_told_that_its_variables_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "transformer_engine.pytorch.attention.dot_product_attention"
+    kept = {"backend_selection_requires_update": False}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(_attention_backends=kept))
+    with environment({}):
+        assert not kept["backend_selection_requires_update"]
+    with environment({"NVTE_FLASH_ATTN": "0"}):
+        assert kept["backend_selection_requires_update"]
+        kept["backend_selection_requires_update"] = False
+    assert kept["backend_selection_requires_update"]
 
 
 def test_lessons_lower_their_negative_log_likelihood(tiny: Path) -> None:

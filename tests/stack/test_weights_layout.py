@@ -25,10 +25,12 @@ from miles_async.errors import EngineLost, Fatal
 
 WIDTH, HEADS, VOCABULARY, EXPERTS = 8, 16, 10, 3
 LAYER = "model.layers.0"
+QWEN, MIXTRAL = ("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2")
+"""What they call a layer's experts and their projections."""
 Shapes = dict[str, tuple[int, ...]]
 
 
-def weights(seed: int = 0) -> dict[str, Tensor]:
+def weights(seed: int = 0, family: tuple[str, ...] = QWEN) -> dict[str, Tensor]:
     shapes = {
         "model.embed_tokens": (VOCABULARY, WIDTH),
         f"{LAYER}.self_attn.q_proj": (HEADS, WIDTH),
@@ -40,17 +42,15 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
         f"{LAYER}.mlp.down_proj": (WIDTH, 12),
         f"{LAYER}.input_layernorm": (WIDTH,),
     }
+    block, gate, up, down = family
     for expert in range(EXPERTS):
-        shapes |= {
-            f"model.layers.1.mlp.experts.{expert}.gate_proj": (4, WIDTH),
-            f"model.layers.1.mlp.experts.{expert}.up_proj": (4, WIDTH),
-            f"model.layers.1.mlp.experts.{expert}.down_proj": (WIDTH, 4),
-        }
+        its = f"model.layers.1.{block}.experts.{expert}"
+        shapes |= {f"{its}.{gate}": (4, WIDTH), f"{its}.{up}": (4, WIDTH), f"{its}.{down}": (WIDTH, 4)}
     generator = torch.Generator().manual_seed(seed)
     return {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def engine_shapes(ranks: int, key_heads: int | None = None) -> Shapes:
+def engine_shapes(ranks: int, key_heads: int | None = None, block: str = "mlp") -> Shapes:
     """Of one rank; `key_heads` are its rows of keys and of values where it is not its part of the four."""
     rows = HEADS // ranks + 2 * (key_heads or 4 // ranks)
     return {
@@ -60,8 +60,8 @@ def engine_shapes(ranks: int, key_heads: int | None = None) -> Shapes:
         f"{LAYER}.mlp.gate_up_proj.weight": (24 // ranks, WIDTH),
         f"{LAYER}.mlp.down_proj.weight": (WIDTH, 12 // ranks),
         f"{LAYER}.input_layernorm.weight": (WIDTH,),
-        "model.layers.1.mlp.experts.w13_weight": (EXPERTS, 8 // ranks, WIDTH),
-        "model.layers.1.mlp.experts.w2_weight": (EXPERTS, WIDTH, 4 // ranks),
+        f"model.layers.1.{block}.experts.w13_weight": (EXPERTS, 8 // ranks, WIDTH),
+        f"model.layers.1.{block}.experts.w2_weight": (EXPERTS, WIDTH, 4 // ranks),
     }
 
 
@@ -114,11 +114,13 @@ def test_bfloat16_weights_reach_a_float32_engine_as_they_are() -> None:
 @pytest.mark.parametrize("sources", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
 def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
-    ranks: int, dtype: torch.dtype, sources: int
+    family: tuple[str, ...], ranks: int, dtype: torch.dtype, sources: int
 ) -> None:
-    there = [Rank(engine_shapes(ranks), dtype) for _ in range(ranks)]
-    tensors = weights()
+    block, gate, up, down = family
+    there = [Rank(engine_shapes(ranks, block=block), dtype) for _ in range(ranks)]
+    tensors = weights(family=family)
     engine = engine_of(there)
     shares = [staged(tensors, engine, source, sources) for source in range(sources)]
     for staging in shares:
@@ -137,12 +139,10 @@ def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
         assert torch.equal(held[f"{LAYER}.mlp.down_proj"], part(f"{LAYER}.mlp.down_proj", 1, rank))
         assert torch.equal(held[f"{LAYER}.input_layernorm"], tensors[f"{LAYER}.input_layernorm.weight"])
         for expert in range(EXPERTS):
-            its = f"model.layers.1.mlp.experts.{expert}"
-            w13 = torch.cat([part(f"{its}.{name}_proj", 0, rank) for name in ("gate", "up")])
-            assert torch.equal(held.held["model.layers.1.mlp.experts.w13_weight"][expert], w13)
-            assert torch.equal(
-                held.held["model.layers.1.mlp.experts.w2_weight"][expert], part(f"{its}.down_proj", 1, rank)
-            )
+            its, joined = f"model.layers.1.{block}.experts.{expert}", f"model.layers.1.{block}.experts"
+            w13 = torch.cat([part(f"{its}.{name}", 0, rank) for name in (gate, up)])
+            assert torch.equal(held.held[f"{joined}.w13_weight"][expert], w13)
+            assert torch.equal(held.held[f"{joined}.w2_weight"][expert], part(f"{its}.{down}", 1, rank))
     rows = torch.cat([held["model.embed_tokens"] for held in there])
     assert torch.equal(rows[:VOCABULARY], tensors["model.embed_tokens.weight"])
     assert not rows[VOCABULARY:].any()

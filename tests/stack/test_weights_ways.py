@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.weights.memory import MemoryWay
 from miles_async.adapters.weights.source import Source
+from miles_async.config.schema import Learner, RunConfig
 from miles_async.errors import EngineLost, Fatal
 from tests.stack.engine_stack import Stack, group_of
-from tests.stack.learning import create_experts
+from tests.stack.learning import create_experts, learning, uneven_groups
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -97,6 +99,23 @@ def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: S
         assert serving.error(group[0]) < 1e-4
 
     serving.run(story)
+
+
+def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(serving: Stack, source: Source) -> None:
+    run = RunConfig(learner=Learner(precision="bf16", lr=1e-3))
+    with learning(serving.checkpoint, run) as learner:
+        for way in WAYS:
+            [steps] = rank_shares(uneven_groups(0), run, 1)
+            assert learner.train(0, steps).finite
+            version = next(serving.versions)
+            source.stage(version, learner.weights())
+            assert source.write(version, "e0", way).error is None, way
+            own = dict(learner.weights())
+            with torch.no_grad():
+                for name, parameter in serving.named_tensors():
+                    assert own[name].dtype is torch.bfloat16
+                    parameter.copy_(own[name])
+            assert serving.error_of([version % 250, *PROMPT[:20]]) < 1e-5, way
 
 
 def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from miles_async.types import Sample
@@ -17,6 +18,11 @@ def share_of_even_bytes(args: Any, sample: Sample) -> float:
 def shares_of_even_bytes(args: Any, samples: list[Sample]) -> list[dict[str, float]]:
     """The same for a group at once, as an entry of a dictionary."""
     return [{"even": share_of_even_bytes(args, sample), "length": float(sample.response_length)} for sample in samples]
+
+
+def lose_a_reward(args: Any, groups: list[list[Sample]]) -> None:
+    """A sample filter that leaves one sample of each batch without a finite reward."""
+    groups[0][0].reward = math.nan if groups[0][0].index else math.inf
 
 
 _newer_weights = asyncio.Event()

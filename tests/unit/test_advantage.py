@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,23 @@ def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
     assert np.average(white**2, weights=weights) == pytest.approx(1, abs=1e-5)
     assert whitened([2.0, 2.0], [1, 5]) == [0, 0]
     assert whitened([1.0, 2.0], [0, 0]) == [0, 0]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_spoils_all_it_is_compared_with(reward: float) -> None:
+    """So that the learner finds the loss not finite and skips the step, instead of learning from what is left."""
+    for rewards in ([reward, 1.0], [reward, -reward], [reward] * 2):
+        for found in (
+            group_advantages(rewards, std_normalization=True),
+            group_advantages(rewards, std_normalization=False),
+            whitened(rewards, [1, 3]),
+        ):
+            assert [math.isnan(advantage) for advantage in found] == [True, True]
+
+
+def test_rewards_whose_squares_no_float_holds_are_compared_like_others() -> None:
+    assert group_advantages([1e200, 0.0], std_normalization=True) == pytest.approx([1, -1])
+    assert whitened([1e200, 0.0], [1, 1]) == pytest.approx([1, -1])
 
 
 def test_the_overlong_penalty_grows_in_a_straight_line_over_the_buffer() -> None:

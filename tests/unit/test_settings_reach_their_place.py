@@ -101,6 +101,13 @@ def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.
     assert engine_spec(config(), "e", checkpoint, LOGS).cpus is None
 
 
+def test_an_engine_gets_its_own_environment_and_it_wins(checkpoint: str) -> None:
+    own = {"SGLANG_TIMEOUT_KEEP_ALIVE": "5", "NVTE_DEBUG": "1"}
+    ours = launch.environment(engine_spec(config(), "e", checkpoint, LOGS))
+    assert launch.environment(engine_spec(config(engine_env_vars=own), "e", checkpoint, LOGS)) == {**ours, **own}
+    assert ours["SGLANG_TIMEOUT_KEEP_ALIVE"] != "5"
+
+
 def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_path: Path) -> None:
     timeout = engine_spec(config(engine_start_timeout_seconds=0.4), "e", checkpoint, LOGS).start_timeout
     address = f"http://127.0.0.1:{free_port()}/health"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import TrainStep
+from miles_async.adapters.megatron.environment import environment
 from miles_async.adapters.megatron.model import build_model
 from miles_async.adapters.megatron.optimizer import Gradients, apply_gradients, clear_gradients, reduce_gradients
 from miles_async.adapters.megatron.schedule import Pass, forward_backward, passes_of
@@ -43,12 +44,14 @@ class Critic:
         self._lr = critic_learning_rate(config)
         self._device = device
         start = Path(config.algorithm.critic_load or hf_checkpoint).expanduser()
-        self.model = build_model(config.learner, str(start), values=True)
+        with environment(config.learner.critic_env_vars):
+            self.model = build_model(config.learner, str(start), values=True)
         self.steps_taken = 0
 
     def judge(self, step: TrainStep, penalties: list[Tensor] | None) -> Judged:
         """Advantages and returns under the critic as it is; `penalties` [m] are taken off each token's reward."""
-        values = forward.batch_values(self.model, step.micro_batches, self._learner, self._device)
+        with environment(self._learner.critic_env_vars):
+            values = forward.batch_values(self.model, step.micro_batches, self._learner, self._device)
         advantages, returns = [], []
         for i, (batch, own) in enumerate(zip(step.micro_batches, values, strict=True)):
             sequences = torch.from_numpy(batch.sequences).to(self._device)
@@ -74,7 +77,8 @@ class Critic:
             return critic_loss(values, old, judged.returns[number], total_tokens=step.total_tokens, clip=clip)
 
         passes = passes_of(step.micro_batches, self._learner, self._device)
-        parts = forward_backward(self.model, passes, loss)
+        with environment(self._learner.critic_env_vars):
+            parts = forward_backward(self.model, passes, loss)
         sums = torch.zeros(len(CRITIC_SUMS), device=self._device)
         if parts:  # on the last stage of a pipeline
             sums = torch.stack(parts).sum(0)

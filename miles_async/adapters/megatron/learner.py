@@ -23,6 +23,7 @@ from miles_async.adapters.megatron import forward, parallel
 from miles_async.adapters.megatron.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.adapters.megatron.checkpoint import replace_checkpoint, write_checkpoint
 from miles_async.adapters.megatron.critic import Critic, Judged
+from miles_async.adapters.megatron.environment import environment
 from miles_async.adapters.megatron.hf_weights import export_weights
 from miles_async.adapters.megatron.model import build_model, build_reference
 from miles_async.adapters.megatron.offload import offload, onload
@@ -101,7 +102,8 @@ class MegatronLearner:
         self._reference = None
         if keeps_reference(config):
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
-            self._reference = build_reference(config.learner, str(reference))
+            with environment(config.learner.ref_env_vars):
+                self._reference = build_reference(config.learner, str(reference))
         self._steps_taken = 0
         self.version = 0
         """The weight version that was staged last: what the staleness of tokens is measured from."""
@@ -233,9 +235,10 @@ class MegatronLearner:
         if self._reference is None:
             return None
         settings = reference_batching(self._settings)
-        return forward.fixed_logprobs(
-            self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
-        )
+        with environment(self._settings.ref_env_vars):
+            return forward.fixed_logprobs(
+                self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
+            )
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
         """One optimizer step on the mean negative log-likelihood of `responses`, which is returned (nats per token).

@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 from miles_async.adapters.megatron.cpu import cuda_means_cpu, on_cpu
 from miles_async.adapters.megatron.cpu_layers import cpu_layers
+from miles_async.adapters.megatron.environment import ATTENTION, environment
 from miles_async.adapters.megatron.hf_weights import load_weights
 from miles_async.adapters.megatron.value_head import put_value_head
 from miles_async.config.schema import Learner
@@ -36,6 +37,10 @@ _CPU_EXPERTS = {
     # Refused together with that dispatcher, which cannot gather unequal parts; set below, where parts are made equal.
     "variable_seq_lengths": False,
 }
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""How Llama 3.1, 3.2 and 3.3 stretch their positions, and the only way that Megatron does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,9 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 
 def _built(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
     bridge = _bridge(settings, hf_checkpoint)
-    chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
+    # Megatron sets these, and refuses to where they are set otherwise; Transformer Engine reads them when it computes.
+    with environment(dict.fromkeys(ATTENTION)):
+        chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
     load_weights(bridge, chunks, hf_checkpoint)
     return bridge, chunks
 
@@ -124,7 +131,7 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
             raise
         families = ", ".join(AutoBridge.list_supported_models())
         raise UserError(f"{hf_checkpoint}: mbridge knows no such model family; it knows {families}") from error
-    _as_before_transformers_5(bridge.hf_config)
+    _read_rope(bridge)
     # mbridge rewrites this mapping on the class when embeddings are tied; the next model need not tie them.
     head = "model.embed_tokens.weight" if bridge.hf_config.tie_word_embeddings else "lm_head.weight"
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
@@ -136,6 +143,11 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
         "recompute_method": settings.recompute_method,
         "recompute_num_layers": settings.recompute_num_layers,
     }
+    if bridge.hf_config.model_type == "mixtral":
+        # The shares of a token's experts add up to 1; mbridge would take them from the softmax over all experts.
+        common["moe_router_pre_softmax"] = False
+        # It reads this, which may be left open.
+        bridge.hf_config.head_dim = bridge.config.kv_channels
     if on_cpu():
         common |= _CPU_MODEL | (_CPU_EXPERTS if bridge.config.num_moe_experts else {})
     bridge.set_extra_args(**common)
@@ -145,12 +157,18 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
     return bridge
 
 
-def _as_before_transformers_5(hf_config: Any) -> None:
-    """mbridge 0.15 reads `rope_theta` and `rope_scaling` where transformers 4 had them."""
-    rope = hf_config.rope_parameters
-    hf_config.rope_theta = rope["rope_theta"]
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(f"rope type {rope['rope_type']!r} is not supported by the learner; use a model with plain RoPE")
+def _read_rope(bridge: Any) -> None:
+    """mbridge 0.15 reads `rope_theta` where transformers 4 had it, and knows no rope type but the plain one."""
+    rope = bridge.hf_config.rope_parameters
+    bridge.hf_config.rope_theta = rope["rope_theta"]
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3" and _LLAMA3.items() <= rope.items():
+        arguments = bridge._get_gptmodel_args() | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        bridge._get_gptmodel_args = arguments.copy
+    elif kind != "default":
+        raise UserError(
+            f"rope type {kind!r} is not supported by the learner with {rope}; use a model with plain RoPE or Llama 3's"
+        )
 
 
 def _use_local_layers(bridge: Any) -> None:

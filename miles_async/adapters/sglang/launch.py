@@ -44,6 +44,8 @@ class EngineSpec:
     """Open its weights to Mooncake's one-sided writes."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Any other argument of `sglang.launch_server` by its own name, dashes or underscores; these win."""
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its processes; these win, too."""
     start_timeout: float = 300.0
     """Seconds until it must be healthy."""
     health_timeout: float = 30.0
@@ -220,7 +222,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "OMP_NUM_THREADS": str(max(1, len(cores) // ranks // (1 if spec.cpus else 2))),
             "OMP_WAIT_POLICY": "PASSIVE",
         }
-    return values
+    return {**values, **spec.env_vars}
 
 
 @cache

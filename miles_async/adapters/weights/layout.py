@@ -23,9 +23,12 @@ _FUSED = {
     "v_proj": ("qkv_proj", 2),
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
+    "w1": ("gate_up_proj", 0),
+    "w3": ("gate_up_proj", 1),
 }
 """Projection: the parameter it is part of, and its place in it."""
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+"""Mixtral numbers its projections."""
 _VOCABULARY = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head)\.weight")
 
 
@@ -84,7 +87,7 @@ def place(tensors: Iterable[tuple[str, Shape]], ranks: Sequence[Mapping[str, Sha
 def _target(name: str) -> str:
     """The engine's parameter that a Hugging Face tensor is part of."""
     if expert := _EXPERT.fullmatch(name):
-        return f"{expert[1]}.{'w2' if expert[3] == 'down_proj' else 'w13'}_weight"
+        return f"{expert[1]}.{'w2' if expert[3] in ('down_proj', 'w2') else 'w13'}_weight"
     module, _, kind = name.rpartition(".")
     path, _, layer = module.rpartition(".")
     fused, _ = _FUSED.get(layer, (layer, 0))
