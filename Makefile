@@ -29,7 +29,7 @@ run: $(READY) ## The main job: a tiny model learns arithmetic under fully asynch
 	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
 # Only tests need it, so `make run` does not wait for it.
-browser:
+browser: ## Debian's Chromium, for the tests of pages
 	@bash requirements/browser.sh
 
 test: $(READY) browser ## All tests: unit, simulation, then the real engines (at most 10 minutes)

@@ -463,7 +463,8 @@ WEIGHTS = Dashboard(
             (
                 Panel(
                     "Seconds by phase",
-                    "staged: beside generation; paused: engines stand still; write: the part of it that moves bytes.",
+                    "staged: beside generation; paused: engines stand still. It is made of stopping, write (moves the "
+                    "bytes), commit (drops old prefixes, announces the version) and resuming.",
                     "s",
                     {"{{phase}}": mean("publish_seconds", "phase")},
                 ),

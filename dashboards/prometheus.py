@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ import yaml
 
 from dashboards.recorded import write_openmetrics
 from miles_async.adapters.network_ports import free_port
+from miles_async.errors import UserError
 
 FOLDER = Path(__file__).parent
 START_SECONDS = 30.0
@@ -100,7 +102,7 @@ class Prometheus:
                 if answer.status == 200:
                     return
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"prometheus did not start:\n{log.read_text()}")
+                raise SystemExit(f"prometheus did not start at {self.url} (--port takes another):\n{log.read_text()}")
             time.sleep(0.1)
 
 
@@ -141,14 +143,17 @@ def _promtool(*arguments: str) -> None:
         raise SystemExit(f"promtool {' '.join(arguments)}: {ended.stderr or ended.stdout}")
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="the runs' --run-dir")
     parser.add_argument("--recorded", type=Path, help="folder of a run that has ended")
     parser.add_argument("--port", type=int, default=9090)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as storage:
-        ended = load_recorded(arguments.recorded, Path(storage)) if arguments.recorded else None
+        try:
+            ended = load_recorded(arguments.recorded, Path(storage)) if arguments.recorded else None
+        except (OSError, UserError) as error:
+            raise SystemExit(f"monitoring: {arguments.recorded} is no run folder that can be read: {error}") from error
         with Prometheus(arguments.runs, port=arguments.port, storage=Path(storage)) as prometheus:
             when = f"&g0.end_input={time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(ended))}" if ended else ""
             shown = urllib.parse.quote("miles_async_verdict == 1")
@@ -160,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -183,9 +183,9 @@ class Cluster:
         """What happened since the last call; waits up to half a second for something to happen."""
         return await _call(self._worker.events)
 
-    async def stop(self) -> None:
-        """End the run after the step being taken."""
-        await _call(self._worker.stop)
+    def stop(self) -> None:
+        """End the run after the step being taken. Nobody waits for the answer: the rollout worker may hang."""
+        self._worker.stop.remote()
 
     async def resize(self, engines: int) -> None:
         """Add or remove engines until there are so many; the run goes on meanwhile.

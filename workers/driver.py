@@ -127,7 +127,7 @@ async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, st
                 return run.result()
             if stop.is_set() and not asked_to_stop:
                 asked_to_stop = True
-                await cluster.stop()
+                cluster.stop()
             watchdog.look(time.time())
     finally:
         resizing.cancel()

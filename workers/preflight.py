@@ -46,6 +46,7 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
     checkpoint_to_resume(config)
     reachable_ray(config.cluster.ray_address)
+    unused_port(config.rollout.agent_port)
     rollout_function(config, entry)
     dynamic_filter(config, args)
     for setting, path in (
@@ -99,6 +100,14 @@ def reachable_ray(address: str | None, within: float = 5.0) -> None:
         raise UserError(
             f"no Ray cluster answers at ray_address {address} ({error}): start one with `ray start --head`, or unset it"
         ) from error
+
+
+def unused_port(port: int) -> None:
+    """Raises UserError where somebody listens on `agent_port`; the rollout worker will, beside the driver."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise UserError(f"agent_port {port} cannot be had: {error.strerror}; set another, or 0 for any") from error
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:

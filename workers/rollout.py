@@ -110,6 +110,7 @@ class RolloutWorker:
         self._folder = folder
         self._outbox = Outbox()
         self._service: Service | None = None
+        self._asked_to_stop = False
         self._servers: RayServers
         self._fleet: SGLangFleet
         self._frontend: SGLangGenerator
@@ -198,6 +199,8 @@ class RolloutWorker:
             take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
             first_rollout=first_rollout,
         )
+        if self._asked_to_stop:
+            self._service.stop()
         await dump_tokenizer(config, around.checkpoint)
         books = self._service.books
         rollout = Batches(
@@ -288,7 +291,8 @@ class RolloutWorker:
         self._frontend.resize(self._config.engine.sglang_server_concurrency * len(self._fleet.members()))
 
     async def stop(self) -> None:
-        """End the run after the step being taken."""
+        """End the run after the step being taken, or before the first where it is still being set up."""
+        self._asked_to_stop = True
         if self._service is not None:
             self._service.stop()
 

@@ -190,11 +190,21 @@ class PublishEnded(Event, frozen=True):
     """False when no engine took it."""
     staged_seconds: float
     paused_seconds: float
-    """From the first pause request until every engine decodes again."""
+    """From the first pause request until every engine decodes again; see `pause`."""
+    stopping_seconds: float
+    """Until every engine stood still."""
     write_seconds: float
+    resuming_seconds: float
+    """Until every engine decoded again."""
     bytes: int
     queue: int
     fenced: list[str]
+
+    @property
+    def pause(self) -> dict[str, float]:
+        """Its parts, in seconds. `commit`: old prefixes are dropped and the version is announced."""
+        known = {"stopping": self.stopping_seconds, "write": self.write_seconds, "resuming": self.resuming_seconds}
+        return {**known, "commit": max(0.0, self.paused_seconds - sum(known.values()))}
 
 
 class WriteFailed(Event, frozen=True):

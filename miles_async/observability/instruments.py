@@ -163,7 +163,9 @@ class Instruments:
         self.router_up = gauge("router_up", "1 while the router answers.")
         self.router_engines = gauge("router_engines", "Engines in the router's list, as it finds them.", "health")
         self.publish_seconds = self._histogram(
-            "publish_seconds", "Publish by phase: staged beside generation; paused, of which write.", SECONDS, "phase"
-        )
+            "publish_seconds",
+            "Publish by phase: staged beside generation; paused, made of stopping, write, commit and resuming.",
+            SECONDS, "phase",
+        )  # fmt: skip
         self.publish_bytes = counter("publish_bytes", "Bytes written to engines.")
         self.write_failures = counter("weight_write_failures", "Weight writes that failed, and what was done.", "then")

@@ -89,6 +89,7 @@ class Metrics:
         """Seconds that are over, by cause."""
         self._last_progress: float | None = None
         self._routed: set[str] = set()
+        self._lost: set[str] = set()
         self._samples_per_group = 1
 
     def observe(self, event: Event) -> None:
@@ -122,7 +123,9 @@ class Metrics:
             case EngineChanged():
                 self._engine_changed(event)
             case Silent():
-                self._set.process_silent_seconds.labels(event.process).set(event.seconds)
+                # An engine that was removed is told of once more: it is not silent. Its series stays away.
+                if event.seconds or event.process not in self._lost:
+                    self._set.process_silent_seconds.labels(event.process).set(event.seconds)
             case Evaluated():
                 self._evaluated(event)
             case _:
@@ -286,9 +289,9 @@ class Metrics:
 
     def _publish_ended(self, event: PublishEnded) -> None:
         self._set.publishes.labels("live" if event.live else "failed").inc()
-        self._set.publish_seconds.labels("staged").observe(event.staged_seconds)
-        self._set.publish_seconds.labels("paused").observe(event.paused_seconds)
-        self._set.publish_seconds.labels("write").observe(event.write_seconds)
+        phases = {"staged": event.staged_seconds, "paused": event.paused_seconds, **event.pause}
+        for phase, seconds in phases.items():
+            self._set.publish_seconds.labels(phase).observe(seconds)
         self._set.publish_bytes.inc(event.bytes)
         if event.live:
             self._set.live_version.set(event.version)
@@ -303,11 +306,13 @@ class Metrics:
             self._routed.discard(event.engine)
         self._set.engine_changes.labels(event.engine, event.state).inc()
         if event.state == "lost":
+            self._lost.add(event.engine)
             # A series that stands still forever would read like an engine that does.
             self._set.engine_routed.remove(event.engine)
             self._set.engine_version.remove(event.engine)
             self._set.process_silent_seconds.remove(event.engine)
             return
+        self._lost.discard(event.engine)
         self._set.engine_routed.labels(event.engine).set(event.state == "routed")
         if event.version is not None:
             self._set.engine_version.labels(event.engine).set(event.version)

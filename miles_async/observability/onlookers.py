@@ -79,12 +79,12 @@ class Onlookers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.close()
-        self._trace.close()
         self._sinks.close()
         if self._perfetto is not None:
             self._perfetto.close()
         self._targets.remove()
         self._server.close()
+        self._trace.close()  # the last, as it raises where the disk is full
 
     @property
     def metrics_url(self) -> str:
@@ -130,9 +130,16 @@ class Onlookers:
             tell = log.info if event.state == "routed" else log.warning
             tell(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
         if isinstance(event, RunEnded):
-            self._summary.write(self._folder.summary)
+            self._write_summary()
             self._report(event.time)
             print(self._summary.text(), flush=True)
+
+    def _write_summary(self) -> None:
+        try:
+            self._summary.write(self._folder.summary)
+        except OSError as error:
+            # It is printed all the same, and what ended the run is told after it.
+            log.warning("no summary.json", why=f"{self._folder.path}: {error.strerror}")
 
     def _report(self, until: float) -> None:
         settings = flat(self._config.model_dump(mode="json"))

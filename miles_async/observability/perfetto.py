@@ -207,7 +207,7 @@ class PerfettoTrace:
         facts = {"live": event.live, "bytes": event.bytes, "fenced": event.fenced, "staged_s": event.staged_seconds}
         self._slice(WEIGHTS, 0, f"publish version {event.version}", start, event.time, **facts)
         paused = min(start + event.paused_seconds, event.time)
-        self._slice(WEIGHTS, 0, "engines paused", start, paused, write_s=event.write_seconds)
+        self._slice(WEIGHTS, 0, "engines paused", start, paused, **event.pause)
         self._publish = None
 
     def _slice(

@@ -36,7 +36,7 @@ class RunFolder:
             _point_latest(root, folder.path)
         except OSError as error:
             raise UserError(
-                f"run_dir {root} cannot be used ({error.strerror}: {error.filename}): "
+                f"run_dir {root} cannot be used ({error.strerror}: {error.filename or root}): "
                 "set --run-dir to a folder that may be written"
             ) from error
         return folder

@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from miles_async.errors import UserError
+from miles_async.errors import Fatal, UserError
 from miles_async.observability.events import Event, decode, encode
 
 _BUFFER_BYTES = 1 << 20
 
 
 class TraceWriter:
-    """Buffers lines; they reach the disk when `tick` finds the last flush `flush_seconds` ago, and at `close`."""
+    """Buffers lines; they reach the disk when `tick` finds the last flush `flush_seconds` ago, and at `close`.
+
+    Raises Fatal once, when the disk takes no more; what comes after that is left out.
+    """
 
     def __init__(self, path: Path, *, flush_seconds: float = 1.0) -> None:
+        self._path = path
         self._file = path.open("ab", buffering=_BUFFER_BYTES)
         self._flush_seconds = flush_seconds
         self._flushed = 0.0
 
     def observe(self, event: Event) -> None:
-        self._file.write(encode(event) + b"\n")
+        if self._file.closed:
+            return
+        try:
+            self._file.write(encode(event) + b"\n")
+        except OSError as error:
+            raise self._refused(error) from error
 
     def tick(self, now: float) -> None:
-        if now - self._flushed >= self._flush_seconds:
+        if self._file.closed or now - self._flushed < self._flush_seconds:
+            return
+        self._flushed = now
+        try:
             self._file.flush()
-            self._flushed = now
+        except OSError as error:
+            raise self._refused(error) from error
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> Fatal:
+        # What the buffer holds can go nowhere, and must not be tried again; closing tries, and closes all the same.
+        with suppress(OSError):
+            self._file.close()
+        return Fatal(f"{self._path} cannot be written ({error.strerror}): make room on its disk, and start again")
 
 
 def read_trace(path: Path) -> Iterator[Event]:

@@ -104,19 +104,23 @@ class Publisher:
         paused_at = books.clock.now()
         try:
             await self._fleet.pause(self._pause_mode)
+            stopped_at = books.clock.now()
             outcomes = await self._write(version)
         finally:
+            written_at = books.clock.now()
             await self._fleet.resume()
-        paused_seconds = books.clock.now() - paused_at
+        resumed_at = books.clock.now()
         live = bool(self._fleet.routed())
         books.events.emit(
             PublishEnded(
-                time=books.clock.now(),
+                time=resumed_at,
                 version=version,
                 live=live,
                 staged_seconds=staged_seconds,
-                paused_seconds=paused_seconds,
+                paused_seconds=resumed_at - paused_at,
+                stopping_seconds=stopped_at - paused_at,
                 write_seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
+                resuming_seconds=resumed_at - written_at,
                 bytes=sum(outcome.bytes for outcome in outcomes),
                 queue=self._queue_depth(),
                 fenced=[outcome.engine for outcome in outcomes if outcome.error],

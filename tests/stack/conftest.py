@@ -64,14 +64,27 @@ class Stack:
         return self._runner.run(work)
 
     def play(
-        self, entry: str, *flags: str, resume_from: Path | None = None, watch: Callable[[Event], None] | None = None
+        self,
+        entry: str,
+        *flags: str,
+        resume_from: Path | None = None,
+        watch: Callable[[Event], None] | None = None,
+        stopped: bool = False,
     ) -> Played:
-        """`watch` sees each event when it happens, or at most half a second later."""
+        """`watch` sees each event when it happens, or at most half a second later.
+
+        `stopped`: the run is asked to end before it has begun.
+        """
         config = settings(entry, "--run-dir", str(self._folder), *flags)
-        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from, watch))
+        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from, watch, stopped))
 
     async def _play(
-        self, played: Played, entry: str, resume_from: Path | None, watch: Callable[[Event], None] | None
+        self,
+        played: Played,
+        entry: str,
+        resume_from: Path | None,
+        watch: Callable[[Event], None] | None,
+        stopped: bool,
     ) -> Played:
         surroundings = replace(self.cluster.surroundings, resume_from=resume_from)
         if resume_from is not None:
@@ -79,6 +92,8 @@ class Stack:
                 await rank.load_state.remote(str(resume_from))
         worker = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
         played.events.append(run_started(played.config, played.folder, entry))
+        if stopped:
+            await worker.stop.remote()
         run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
         while not run.done():
             events = await worker.events.remote()

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
@@ -25,7 +25,7 @@ class Stack:
     engine: EngineInfo
     router_url: str
     checkpoint: Path
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
 
     def __post_init__(self) -> None:
         self.versions = count(1)
@@ -37,7 +37,8 @@ class Stack:
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, parameter.data) for name, parameter in self.model.named_parameters()]
+        """By the names of Hugging Face's files, where every expert has tensors of its own."""
+        return [named for name, parameter in self.model.named_parameters() for named in _in_files(name, parameter.data)]
 
     def error(self, sample: Sample, start: int = 0, end: int | None = None) -> float:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
@@ -70,6 +71,18 @@ class Stack:
                 await fleet.close()
 
         asyncio.run(told())
+
+
+def _in_files(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    experts, _, joined = name.rpartition(".")
+    if not experts.endswith(".experts"):
+        return [(name, tensor)]
+    parts = ("gate_proj", "up_proj") if joined == "gate_up_proj" else (joined,)
+    return [
+        (f"{experts}.{expert}.{part}.weight", its)
+        for expert, weights in enumerate(tensor)
+        for part, its in zip(parts, weights.chunk(len(parts)), strict=True)
+    ]
 
 
 def group_of(prompt: str | list[int], samples: int = 1) -> Group:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from urllib.request import urlopen
+
+import pytest
 
 from tests.stack.job import job
 
@@ -46,6 +50,19 @@ def test_a_second_ctrl_c_ends_it_at_once_and_leaves_nothing_running(tmp_path: Pa
         assert running.left_running() == {}
     assert "Traceback" not in running.err
     assert json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())["reason"] == "interrupted"
+
+
+def test_ctrl_c_before_anything_was_started_ends_it_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split()]))
+    with job(tmp_path, *LONG, "--rm-type", "null", "--custom-rm-path", "slow_to_import.grade") as running:
+        running.says("importing", START_SECONDS)
+        running.press_ctrl_c()
+        assert running.ended(within=5) == -signal.SIGINT
+        assert running.left_running() == {}
+    assert running.err == ""
 
 
 def test_a_driver_that_is_killed_takes_its_engines_and_workers_along(tmp_path: Path) -> None:

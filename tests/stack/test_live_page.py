@@ -167,7 +167,13 @@ def test_a_report_compares_two_runs_and_needs_nothing_but_itself(
     assert make_report([str(folder.path), "--with", str(folder.path), "--output", str(output)]) == 0
     for path in (folder.report, output):
         visit = Visit.to(browser, path.as_uri())
-        expect(visit.page.locator("#plot-reward path.curve")).to_have_count(1 if path != output else 2)
+        runs = 1 if path != output else 2
+        expect(visit.page.locator("#plot-reward path.curve")).to_have_count(runs)
+        shares = visit.page.locator("figure[id^=plot-trainer]")
+        expect(shares).to_have_count(runs)
+        assert all(plot.locator("path").count() for plot in shares.all())
+        for table in ("ages", "outcomes", "scores"):
+            expect(visit.page.locator(f"#{table} th", has_text=folder.path.name)).to_have_count(0 if runs == 1 else 2)
         expect(visit.page.locator("#figures")).to_contain_text("groups trained per second")
         assert visit.complaints == []
         assert visit.requests == [path.as_uri()]

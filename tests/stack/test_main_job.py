@@ -57,15 +57,30 @@ def test_every_step_says_its_tokens_per_second_and_memory(fully_async: Played) -
         assert 0.1 < step.metrics["memory_gib"] < 1000
 
 
+def test_every_publish_says_what_its_pause_is_made_of(fully_async: Played) -> None:
+    for event in fully_async.of(PublishEnded):
+        assert min(event.stopping_seconds, event.write_seconds, event.resuming_seconds) > 0
+        assert sum(event.pause.values()) == pytest.approx(event.paused_seconds)
+
+
 def test_the_audit_finds_no_group_lost_trained_twice_or_too_old(fully_async: Played) -> None:
     assert fully_async.violations == []
 
 
-def test_groups_are_sampled_during_an_optimizer_step(fully_async: Played) -> None:
-    """From their first token to their last one."""
-    steps = [(event.started, event.ended) for event in fully_async.of(StepEnded)]
-    sampled = [(group.started, group.generated) for group in fully_async.of(GroupGenerated)]
-    assert any(started < first and last < ended for started, ended in steps for first, last in sampled)
+def test_tokens_are_sampled_during_an_optimizer_step(fully_async: Played) -> None:
+    """By weights that went live during the step, or so late in it that no answer was on its way all that time.
+
+    The first is seen where training is the slower half, the second where generation is.
+    """
+    live = {event.version: event.time for event in fully_async.of(PublishEnded)}
+    groups = [(group.generated, live[group.versions[1]]) for group in fully_async.of(GroupGenerated)]
+    for step in fully_async.of(StepEnded):
+        halfway = (step.started + step.ended) / 2
+        arrived = [weights for time, weights in groups if step.started < time < step.ended]
+        late = [time for time, _ in groups if halfway < time < step.ended]
+        if late or any(weights > step.started for weights in arrived):
+            return
+    pytest.fail("every token was sampled between the steps")
 
 
 def test_a_publish_completes_while_the_queue_is_empty(fully_async: Played) -> None:
@@ -123,3 +138,9 @@ def test_an_ordinary_function_under_train_async_trains_one_step_off(one_step_off
 def test_the_held_out_problems_are_asked_before_and_after(fully_async: Played) -> None:
     assert [event.rollout for event in fully_async.of(Evaluated)] == [-1, ROLLOUTS - 1]
     assert all(event.problems == 64 for event in fully_async.of(Evaluated))
+
+
+def test_a_run_that_is_asked_to_end_while_it_is_set_up_takes_no_step(stack: Stack) -> None:
+    played = stack.play("train_async.py", "--num-rollout", "50", "--rollout-batch-size", "8", stopped=True)
+    assert played.of(StepStarted) == []
+    assert [event.version for event in played.of(PublishEnded)] == [0]

@@ -21,6 +21,7 @@ import yaml
 from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
+from dashboards.prometheus import main as monitor
 from miles_async.observability.events import ClusterReady, EngineChanged, Event, Silent, TrainerTurned
 from miles_async.observability.onlookers import Onlookers
 from miles_async.observability.run_folder import RunFolder
@@ -85,6 +86,14 @@ def test_every_alert_says_what_to_do() -> None:
 def test_the_committed_dashboards_are_those_of_the_code(tmp_path: Path) -> None:
     for path in write(tmp_path):
         assert path.read_text() == (FOLDER / path.name).read_text(), f"{path.name} is old: run `make dashboards`"
+
+
+def test_a_folder_that_holds_no_run_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"is no run folder that can be read: .*No such file.*events\.jsonl"):
+        monitor(["--recorded", str(tmp_path)])
+    (tmp_path / "events.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match=r"is no run folder that can be read: .*line 1: not an event"):
+        monitor(["--recorded", str(tmp_path)])
 
 
 @dataclass

@@ -94,7 +94,9 @@ def published(version: int, *, live: bool = True, fenced: tuple[str, ...] = ()) 
         live=live,
         staged_seconds=0.02,
         paused_seconds=0.04,
+        stopping_seconds=0.002,
         write_seconds=0.03,
+        resuming_seconds=0.003,
         bytes=1_000,
         queue=0,
         fenced=list(fenced),
@@ -183,7 +185,9 @@ def test_a_publish_moves_the_version_of_routed_engines_and_not_of_fenced_ones() 
     assert watched("trainer_weight_version") == 1
     assert watched("engine_weight_version", engine="a") == 1
     assert watched("engine_weight_version", engine="b") == 0
-    assert watched("publish_seconds_sum", phase="write") == 0.03
+    pause = [watched("publish_seconds_sum", phase=phase) for phase in ("stopping", "write", "commit", "resuming")]
+    assert pause == pytest.approx([0.002, 0.03, 0.005, 0.003])
+    assert watched("publish_seconds_sum", phase="paused") == 0.04
     assert watched("publish_bytes_total") == 1000
 
 
@@ -329,6 +333,10 @@ def test_the_series_of_a_lost_engine_go_away() -> None:
     assert see("engine_routed", engine="a") is None
     assert see("engine_weight_version", engine="a") is None
     assert see("process_silent_seconds", name="a") is None
+    see.observe(Silent(time=103.0, process="a", seconds=0.0))  # what heartbeats say of one that was removed
+    assert see("process_silent_seconds", name="a") is None
+    see.observe(engine("routed"), Silent(time=104.0, process="a", seconds=0.0))
+    assert see("process_silent_seconds", name="a") == 0
 
 
 def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ import structlog
 
 from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
-from miles_async.errors import UserError
+from miles_async.errors import Fatal, UserError
+from miles_async.observability import run_folder
 from miles_async.observability.events import (
     ClusterReady,
     Drained,
@@ -70,7 +72,9 @@ def published(version: int, staged: float, paused: float, *, live: bool = True) 
         live=live,
         staged_seconds=staged,
         paused_seconds=paused,
+        stopping_seconds=0.0,
         write_seconds=paused / 2,
+        resuming_seconds=0.0,
         bytes=10,
         queue=0,
         fenced=[],
@@ -314,6 +318,16 @@ def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
         RunFolder.create(config_in(tmp_path / "file/runs"))
 
 
+def test_a_run_folder_on_a_full_disk_is_one_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config: RunConfig, path: Path) -> None:
+        with Path("/dev/full").open("w") as file:
+            file.write("model: {}")
+
+    monkeypatch.setattr(run_folder, "write_config", full)
+    with pytest.raises(UserError, match=rf"cannot be used \(No space left on device: {tmp_path}\): set --run-dir"):
+        RunFolder.create(config_in(tmp_path))
+
+
 def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +359,23 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
         onlookers.emit(*WHOLE_RUN)
     assert folder.summary.exists()
     assert "no report" in "".join(capsys.readouterr())
+
+
+def test_a_full_disk_ends_the_run_with_one_sentence_and_its_summary_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    folder.events.symlink_to("/dev/full")
+    (folder.path / f".summary.json.{os.getpid()}").mkdir()
+    with Onlookers(config_in(tmp_path), folder) as onlookers:
+        onlookers.emit(*WHOLE_RUN[:-1])
+        with pytest.raises(Fatal, match=r"events\.jsonl cannot be written \(No space left on device\): make room"):
+            onlookers.tick(time.time())
+        onlookers.emit(WHOLE_RUN[-1])
+    told = "".join(capsys.readouterr())
+    assert "0.200 before, 0.600 after" in told
+    assert "no summary.json" in told
+    assert list((tmp_path / "targets").iterdir()) == []
 
 
 @pytest.fixture

@@ -15,13 +15,32 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Gauge
 
+from miles_async.core.admission import Blocked
+from miles_async.core.ledger import LIVE
 from miles_async.observability.events import EventSink, SampleShown
-from miles_async.observability.page import LivePage
+from miles_async.observability.page import SOURCES, LivePage
 from miles_async.observability.samples import CHARACTERS_SHOWN, Shown, readable
 from miles_async.observability.server import MetricsServer
+from miles_async.observability.verdict import Bottleneck
 from miles_async.observability.view import View
 from miles_async.types import Group, Sample, VersionSpan
 from tests.unit.example_events import RUN
+
+
+def words(file: str, constant: str) -> set[str]:
+    """What one of the page's dictionaries has words or colours for."""
+    found = re.search(rf"const {constant} = {{(.*?)}};", (SOURCES / file).read_text(), re.DOTALL)
+    assert found is not None
+    return set(re.findall(r'"?([a-z][\w-]*)"?:\s', found[1]))
+
+
+def test_the_page_has_words_for_all_that_it_may_be_told() -> None:
+    assert words("draw.js", "BLOCKED") == set(Blocked)
+    assert words("draw.js", "STATES") == set(LIVE)
+    assert words("base.js", "VERDICTS") == set(Bottleneck)
+    assert words("draw.js", "BOTTLENECK") == set(Bottleneck) - {Bottleneck.BALANCED}
+    assert words("draw.js", "DOES") == words("base.js", "TRAINER") == {"batch", "step", "publish", "save", "evaluate"}
+
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerror=alert(1)>"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,10 @@ from miles_async.rollout.contract import flat_args
 from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
+from tests.unit.gym import CHAIN_SUM
 from workers.preflight import dynamic_filter, preflight, reachable_ray, rollout_function
 
-RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "eval_size": 0}
+RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
 
 
 def config(**settings: Any) -> RunConfig:
@@ -151,6 +153,13 @@ def test_a_filter_that_nobody_would_await_is_refused(kind: str) -> None:
     settings = {f"{kind}_filter_path": "asyncio.sleep", "over_sampling_batch_size": 64}
     with pytest.raises(UserError, match=rf"{kind}_filter_path 'asyncio.sleep' is async: write it with a plain def"):
         preflight(config(**settings), "train.py")
+
+
+def test_an_agent_port_that_is_taken_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(UserError, match=f"agent_port {port} cannot be had: Address already in use .*; set another"):
+            preflight(config(agent_port=port), "train_async.py")
 
 
 def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:

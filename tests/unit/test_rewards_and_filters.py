@@ -50,12 +50,6 @@ def test_exact_compares_the_stripped_response_with_the_label() -> None:
     assert scored(rewarder, group_of(" 4\n", "44", "")) == [1.0, 0.0, 0.0]
 
 
-def test_reasoning_gym_scores_the_stripped_response_by_the_task_itself() -> None:
-    rewarder = configured(rollout={"rm_type": "reasoning_gym"}, data={"reasoning_gym_task": "chain_sum"})
-    entry = {"question": "1 + 3 =", "answer": "4", "metadata": {}}
-    assert scored(rewarder, group_of(" 4 ", "4.0", "5", metadata={"entry": entry})) == [1.0, 1.0, 0.0]
-
-
 def test_a_custom_reward_is_loaded_by_its_path() -> None:
     rewarder = configured(rollout={"custom_rm_path": f"{__name__}.count_fours"})
     assert scored(rewarder, group_of("404", "4", "0")) == [2.0, 1.0, 0.0]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward, rank_shares
 from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang import launch, router
@@ -26,7 +25,7 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
-from workers.learner import LearnerRank, weight_source
+from workers.learner import LearnerRank
 from workers.specs import (
     engine_spec,
     eval_sampling_of,
@@ -90,19 +89,6 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
 
     assert (dtype(), dtype(precision="bf16")) == dtypes
     assert dtype(precision="bf16", sglang_server_args={"dtype": "float16"}) == "float16"
-
-
-def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
-    source = weight_source(
-        config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0),
-        [],
-        tmp_path,
-        0,
-        1,
-    )
-    assert (source.bucket, source.everything, source.timeout) == (7, True, 3.0)
-    usual = weight_source(config(), [], tmp_path, 0, 1)
-    assert (usual.bucket, usual.everything) == (512 << 20, False)
 
 
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,11 +435,6 @@ def test_an_estimator_that_is_not_there_is_refused() -> None:
 
 
 # --- data and pipeline ----------------------------------------------------------------------------------------------
-
-
-def test_an_epoch_has_as_many_problems_as_asked_for() -> None:
-    data = open_data(config(reasoning_gym_task="chain_sum", reasoning_gym_size=3, eval_size=0))
-    assert [group.feed_index for group in data.get_samples(5)][2:] == ["sample_0_2", "sample_1_3", "sample_1_4"]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

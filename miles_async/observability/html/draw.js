@@ -11,7 +11,10 @@ const BOTTLENECK = {
 const DOES = {
   batch: "waits for a batch", step: "takes a step", publish: "waits for a publish", save: "writes a checkpoint", evaluate: "waits for an evaluation",
 };
-const BLOCKED = { in_flight: "enough is in flight", slots: "no slot is free", room: "the queue has no room" };
+const BLOCKED = {
+  no_engine: "no engine serves", in_flight: "enough is in flight", engines: "the engines are full",
+  slots: "no slot is free", queue: "the queue has no room",
+};
 
 const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 const $ = (id) => document.getElementById(id);

@@ -16,7 +16,7 @@ function niceTop(value) {
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
-/* The plots of one page: `sources` are [{figures, shift, other}], drawn over each other. */
+/* The plots of one page: `sources` are [{name, figures, shift, other}], drawn over each other. */
 class Multiples {
   /* The learner's own figures go to `learner`, everything else to `root`. */
   constructor(root, learner, announce) {
@@ -47,7 +47,7 @@ class Multiples {
     const details = this.learner.closest("details");
     const learner = this.learnerPlots();
     details.hidden = !learner.length;
-    const known = [...PLOTS, ...(details.open ? learner : [])].filter((spec) => this.names(spec).length);
+    const known = [...PLOTS.flatMap((spec) => this.perRun(spec)), ...(details.open ? learner : [])].filter((spec) => this.names(spec).length);
     for (const spec of known) if (!this.plots.has(spec.id)) this.add(spec);
     // All are equally wide; asking once, before anything is drawn, spares the browser a layout for each.
     const width = known.length ? this.plots.get(known[0].id).svg.clientWidth : 0;
@@ -61,6 +61,12 @@ class Multiples {
     return [...names].sort().map((name) => ({ id: name, title: name.slice(5).replaceAll("_", " "), unit: "", learner: true, lines: [[name, "", "blue"]] }));
   }
 
+  /* Shares that fill their plot cannot be drawn over each other: one plot for each run. */
+  perRun(spec) {
+    if (!spec.stack || this.sources.length === 1) return [spec];
+    return this.sources.map((source, i) => ({ ...spec, id: i ? `${spec.id}-other` : spec.id, title: `${spec.title}, ${source.name}`, source }));
+  }
+
   names(spec) {
     const every = new Set(this.sources.flatMap((s) => Object.keys(s.figures.series)));
     return spec.stack ? [...every].filter((name) => name.startsWith(spec.stack)) : spec.lines.map((l) => l[0]).filter((n) => every.has(n));
@@ -71,7 +77,7 @@ class Multiples {
     this.plots.set(spec.id, plot);
     if (spec.learner) return void this.learner.append(plot.figure);
     // In the order of PLOTS, whichever comes to be known first.
-    const order = (figure) => PLOTS.findIndex((each) => `plot-${each.id}` === figure.id);
+    const order = (figure) => PLOTS.findIndex((each) => figure.id === `plot-${each.id}` || figure.id === `plot-${each.id}-other`);
     this.root.insertBefore(plot.figure, [...this.root.children].find((other) => order(other) > order(plot.figure)) ?? null);
   }
 
@@ -210,7 +216,7 @@ class Plot {
   drawStack() {
     this.low = 0; this.high = 1;
     this.drawn = [];
-    const { figures, shift } = this.all.sources[0];
+    const { figures, shift } = this.spec.source ?? this.all.sources[0];
     const parts = Object.keys(this.spec.colours).map((key) => [key, figures.series[this.spec.stack + key]?.mean]).filter((p) => p[1]);
     const count = length(figures), bin = Math.max(1, Math.ceil(Math.max(count / 90, 2 / figures.width)));
     const base = new Array(Math.ceil(count / bin)).fill(0);

@@ -44,6 +44,17 @@ function verdicts() {
   $("verdicts").append(table([...(other ? ["run"] : []), "verdict", "of the time", "longest stretch", "the knob"], rows, "No verdict was reached."));
 }
 
+/* Counts and scores of both runs side by side; what cannot be put so is the first run's, and says it. */
+function beside() {
+  const rows = (of, cells) => [...new Set(runs.flatMap((run) => Object.keys(run.state.now[of])))].map((key) => [key, ...runs.map((run) => cells(run.state.now[of][key]))]);
+  const counts = (of) => rows(of, (count) => count ?? 0);
+  const names = runs.map((run) => run.name);
+  $("ages").replaceChildren(table(["versions old", ...names], counts("staleness").sort((a, b) => a[0] - b[0]), "Nothing has been trained."));
+  $("outcomes").replaceChildren(table(["what became of groups", ...names], counts("outcomes").map(([name, ...of]) => [name.replaceAll("_", " "), ...of]), "No group has ended."));
+  $("scores").replaceChildren(table(["data set", ...names], rows("scores", (of) => (of ? `${percent(of[0].accuracy)} to ${percent(of.at(-1).accuracy)}` : "–")), "Nothing has been evaluated."));
+  for (const heading of ["h-engines", "h-notices", "h-samples"]) $(heading).append(` of ${main.name}`);
+}
+
 function bands() {
   $("bands").replaceChildren();
   for (const run of runs) {
@@ -74,10 +85,11 @@ if (main.summary.verdict) {
 }
 figures();
 verdicts();
-multiples.show(runs.map((run, i) => ({ figures: run.state.figures, shift: origin(run), other: i > 0 })), { staleness_limit: now.staleness_limit }, { from: 0 });
+multiples.show(runs.map((run, i) => ({ name: run.name, figures: run.state.figures, shift: origin(run), other: i > 0 })), { staleness_limit: now.staleness_limit }, { from: 0 });
 bands();
 new ResizeObserver(bands).observe($("plots"));
 drawTables(now);
+if (other) beside();
 configuration();
 drawSamples($("samples"), now.samples);
 if (other) {
