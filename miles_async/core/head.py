@@ -2,7 +2,7 @@
 
 A window bounds how far the others may get ahead of its head, so one stuck rollout stalls the trainer (torchtitan
 #4826: rollouts of 50 minutes). A deadline ends that. `recycle` sends the prompt back for a fresh attempt; `salvage`
-sends it back with the tokens it has, to be continued; `wait` is the plain window.
+sends it back with the tokens it has, to be continued (one without any is recycled); `wait` is the plain window.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Producer:
                 self._recycler.salvage(group, DropReason.PARTIAL)
             else:
                 self._recycler.give_back(group, DropReason.ABORTED)
-        elif self._head_policy.action is HeadAction.SALVAGE:
+        elif self._head_policy.action is HeadAction.SALVAGE and group.response_tokens:
             self._recycler.salvage(group, DropReason.HEAD_DEADLINE)
         else:
             self._recycler.retry(

@@ -6,8 +6,8 @@ import random
 
 from miles_async.config.schema import Engine, Rollout, RunConfig
 from miles_async.observability.events import AdmissionBlocked, Drained, GroupMoved
-from miles_async.types import DropReason, Group
-from tests.sim.engines import EngineModel
+from miles_async.types import DropReason, Group, SampleStatus
+from tests.sim.engines import EngineModel, Engines
 from tests.sim.world import World
 
 
@@ -58,6 +58,27 @@ def test_a_salvaged_head_that_grew_too_old_is_regenerated():
     assert [event.rollout for event in drains] == list(range(40)), "seen as it left the queue"
     assert sum(event.recycled for event in drains) == 1
     assert "sample_0_40" in {feed_index for batch in world.trainer.batches for feed_index in batch}
+    assert world.audit.violations == []
+
+
+def test_a_head_without_tokens_to_go_on_from_is_recycled_and_at_last_buried():
+    """An agent's conversation that is aborted begins again from nothing."""
+
+    class Agents(Engines):
+        async def generate(self, group: Group) -> None:
+            await super().generate(group)
+            if group[0].status is SampleStatus.ABORTED:
+                for sample in group:
+                    sample.reset()
+                    sample.status = SampleStatus.ABORTED
+
+    world = World(
+        config=config(head_deadline_seconds=5.0, head_deadline_action="salvage", max_attempts=2),
+        latency=stuck(prompt=40, seconds=1e6),
+        engine_kind=Agents,
+    ).run()
+    assert drops(world, DropReason.HEAD_DEADLINE) == ["sample_0_40"] * 2
+    assert world.graveyard.prompts == {"sample_0_40"}
     assert world.audit.violations == []
 
 

@@ -20,7 +20,7 @@ from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import DropReason, Group
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
-from tests.sim.world import World
+from tests.sim.world import Feed, World
 
 ROLLOUTS = 12
 
@@ -273,6 +273,22 @@ def test_a_recording_of_other_settings_stops_the_run_and_names_the_field(tmp_pat
     play(tmp_path, identity={"model": "a", "rollout_temperature": 1.0})
     with pytest.raises(UserError, match=r"made under other settings: rollout_temperature was 1\.0 and is 0\.7"):
         play(tmp_path, identity={"model": "a", "rollout_temperature": 0.7})
+
+
+def test_a_recording_of_another_prompt_stops_the_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(tmp_path)
+    get_samples = Feed.get_samples
+
+    def reworded(self: Feed, num_samples: int) -> list[Group]:
+        groups = get_samples(self, num_samples)
+        for group in groups:
+            for sample in group:
+                sample.prompt = "Think. ?"
+        return groups
+
+    monkeypatch.setattr(Feed, "get_samples", reworded)
+    with pytest.raises(UserError, match="the recording of sample_0_0 was made under other settings: prompt was"):
+        play(tmp_path)
 
 
 def test_it_may_be_left_alone_instead_with_one_warning(tmp_path: Path) -> None:

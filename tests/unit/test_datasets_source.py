@@ -246,6 +246,11 @@ def custom_buffer_filter(args, rollout_id, buffer, num_samples):
 def pop_last(args, rollout_id, buffer, num_samples):
     return [list(buffer.pop()) for _ in range(min(num_samples, len(buffer)))]
 
+def everything(args, rollout_id, buffer, num_samples):
+    taken = list(reversed(buffer))
+    buffer.clear()
+    return taken
+
 def throw_away(args, rollout_id, buffer, num_samples):
     buffer.clear()
     return []
@@ -272,6 +277,13 @@ def test_a_buffer_filter_that_removes_what_it_returns_works_too(rows: str, filte
     source, said = report_of(rows, buffer_filter_path=f"{filters}.pop_last")
     returned(source, None, None)
     assert prompts(source.get_samples(3)) == ["q1", "q0", "q2"]
+    assert said == []
+
+
+def test_of_more_groups_than_were_asked_for_the_rest_goes_back(rows: str, filters: str) -> None:
+    source, said = report_of(rows, buffer_filter_path=f"{filters}.everything")
+    returned(source, None, None, None)
+    assert [prompts(source.get_samples(1)) for _ in range(4)] == [["q2"], ["q1"], ["q0"], ["q3"]]
     assert said == []
 
 

@@ -226,6 +226,17 @@ def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
     tell(mine, story)
 
 
+def test_a_function_that_says_nothing_of_how_it_ended_fails_its_group() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        return sample
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        with pytest.raises(BadTrajectory, match="sample 3: the generate function left it unfinished; set its status"):
+            await generator.generate(one())
+
+    tell(mine, story)
+
+
 def half_filled(sample: Sample) -> None:
     sample.tokens = [*sample.tokens, 65, 66]
     sample.loss_mask = [1, 0]

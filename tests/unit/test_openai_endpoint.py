@@ -264,6 +264,28 @@ def test_a_trajectory_that_cannot_be_trained_is_refused_with_a_sentence(samples:
     tell(story)
 
 
+def test_a_session_with_a_request_under_way_is_not_posted() -> None:
+    async def story(agent: Agent) -> None:
+        _, body = await agent.post(f"{agent.endpoint.url}/sessions", {})
+        said(await agent.ask(body["base_url"], USER))
+        begun, generate = asyncio.Event(), agent.engine.generate
+
+        async def tells(*given: Any) -> None:
+            begun.set()
+            await generate(*given)
+
+        agent.engine.generate = tells  # type: ignore[method-assign]
+        answered = {"role": "assistant", "content": "2"}
+        going_on = asyncio.create_task(agent.ask(body["base_url"], USER, answered, USER))
+        await begun.wait()
+        status, answer = await agent.trajectory([{"session": body["session"], "reward": 1}])
+        assert (status, "a request is under way" in answer["error"]["message"]) == (400, True)
+        await agent.engine.abort()
+        await going_on
+
+    tell(story, "2", None)
+
+
 def test_a_full_buffer_says_to_come_again() -> None:
     async def story(agent: Agent) -> None:
         assert [(await agent.trajectory([OWN]))[0] for _ in range(3)] == [200, 200, 429]

@@ -104,6 +104,29 @@ def test_meta_that_was_edited_is_noticed(tmp_path: Path) -> None:
         store.load(3)
 
 
+def test_a_step_appears_in_one_stroke_after_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strokes: list[str] = []
+    synced, rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        strokes.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        synced(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        assert RecordingStore(tmp_path).steps == frozenset(), "nothing is to be seen before"
+        strokes.append(f"rename to {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renamed)
+    RecordingStore(tmp_path).save(3, recording(), IDENTITY)
+    batch, meta, draft, *rest = strokes
+    assert (batch, meta, draft[:9]) == (BATCH, META, ".draft-3-")
+    assert rest == ["rename to 3", tmp_path.name]
+
+
 def test_of_several_writers_one_whole_entry_stays(tmp_path: Path) -> None:
     entries = [recording(sample(index)) for index in range(8)]
     with ThreadPoolExecutor(8) as pool:
