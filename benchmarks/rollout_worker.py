@@ -162,7 +162,7 @@ async def measure(
     await client.post(f"{url}/latency", {"seconds": latency, "spread": spread}, within=10)
     await client.close()
     sampling = SamplingParams(max_new_tokens=TOKENS)
-    generator = SGLangGenerator(url, Bytes(), sampling, limit=in_flight, engine_urls=lambda: [url])
+    generator = SGLangGenerator(url, Bytes(), sampling, limit=lambda: in_flight, engine_urls=lambda: [url])
     instant, finished = Instant(), Finished(sink)
     ports = Ports(
         clock=SystemClock(),

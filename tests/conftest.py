@@ -16,8 +16,8 @@ settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 STACK = Path(__file__).parent / "stack"
-SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures")
-"""Each keeps a cluster or an engine for the whole session, which all test files that name it share."""
+SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures", "tests.unit.gym")
+"""Each keeps a cluster, an engine or a slow import for the whole session, which all test files that name it share."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from miles_async.core.loading import load_function
 from miles_async.errors import Fatal, UserError
 from miles_async.observability.events import EventSink, SamplesRemoved
 from miles_async.pipeline.source import RolloutSource
-from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function
+from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, complete
 from miles_async.skip.generator import SkippingGenerator
-from miles_async.types import Group
+from miles_async.types import Group, Sample
 
 
 class Batches:
@@ -32,15 +32,20 @@ class Batches:
         events: EventSink,
         *,
         trainer_version: Callable[[], int],
+        rate: Callable[[Sample], Awaitable[None]],
         skipping: SkippingGenerator | None = None,
     ) -> None:
-        """Raises UserError when the sample filter cannot be imported."""
+        """`rate` asks the engines for log-probabilities that a function did not keep; lessons need none.
+
+        Raises UserError when the sample filter cannot be imported.
+        """
         self._skipping = skipping
         self._config = config
         self._function = function
         self._args = args
         self._events = events
         self._trainer_version = trainer_version
+        self._rate = _unrated if config.learner.loss_type == "sft_loss" else rate
         self._save_to = rollout_file(config)
         path = config.rollout.rollout_sample_filter_path
         self._filter = None if path is None else load_function(path, setting="rollout_sample_filter_path")
@@ -51,9 +56,14 @@ class Batches:
             groups = await asyncio.to_thread(saved_batch, self._config, rollout_id)
             _bring_back(groups, self._trainer_version())
             return groups
+        born = self._trainer_version()
         collect = partial(call_rollout_function, self._function, self._args, rollout_id, source, evaluation=False)
         result = await (collect() if self._skipping is None else self._skipping.batch(rollout_id, collect))
         groups = as_groups(result, self._config.rollout.n_samples_per_prompt)
+        if len(groups) != (size := self._config.rollout.rollout_batch_size):
+            raise UserError(f"the rollout function returned {len(groups)} groups: rollout_batch_size is {size}")
+        bare = [sample for group in groups for sample in group if not (sample.rollout_log_probs and sample.spans)]
+        await asyncio.gather(*(complete(sample, born, self._rate) for sample in bare))
         for group in groups:
             for sample in group:
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
@@ -80,6 +90,10 @@ class Batches:
             save_groups(path, rollout_id, groups)
         except OSError as error:
             raise Fatal(f"rollout data cannot be written to {path}: {error} (save_debug_rollout_data)") from error
+
+
+async def _unrated(sample: Sample) -> None:
+    sample.rollout_log_probs = [0.0] * sample.response_length
 
 
 def saved_batch(config: RunConfig, rollout_id: int) -> list[Group]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec, Rendezvous
 
 
 class Engine:
@@ -13,15 +13,15 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self._server = EngineServer(spec)
 
-    def rendezvous(self) -> str:
+    def rendezvous(self) -> Rendezvous:
         """Where the servers of an engine that spans nodes meet: on the first one's."""
         return self._server.rendezvous()
 
-    def start(self, rendezvous: str | None = None) -> EngineInfo:
+    def start(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
         """Start the server and wait until it is healthy. Raises UserError or Fatal with one sentence."""
         return self._server.start(rendezvous)
 
-    def restart(self, rendezvous: str | None = None) -> EngineInfo:
+    def restart(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
         """End what is left of the server and start it anew. Raises as `start` does."""
         return self._server.restart(rendezvous)
 

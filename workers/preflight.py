@@ -54,7 +54,7 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         ("rollout_sample_filter_path", config.rollout.rollout_sample_filter_path),
     ):
         if path is not None:
-            load_function(path, setting=setting)
+            load_function(path, setting=setting, plain=True)
     if trains_only(config):
         saved_batch(config, 0)
     if config.rollout.custom_generate_function_path is not None:
@@ -137,7 +137,7 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: True
-    function = load_function(path, setting="dynamic_sampling_filter_path")
+    function = load_function(path, setting="dynamic_sampling_filter_path", plain=True)
 
     def keep(group: Group) -> bool | Verdict:
         try:

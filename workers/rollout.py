@@ -113,7 +113,6 @@ class RolloutWorker:
         self._asked_to_stop = False
         self._servers: RayServers
         self._fleet: SGLangFleet
-        self._frontend: SGLangGenerator
 
     async def log_to(self, logs: Path, process: str) -> None:
         """Write log and output into files there from now on."""
@@ -138,12 +137,11 @@ class RolloutWorker:
             fleet.introduce(engine)
             await fleet.admit(engine.name)
 
-        places = config.engine.sglang_server_concurrency * len(around.engines)
         engines = partial(
             SGLangGenerator,
             around.router_url,
             tokenizer,
-            limit=places,
+            limit=partial(self._room, config.engine.sglang_server_concurrency),
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=self._outbox.emit if config.observability.trace else None,
@@ -153,13 +151,13 @@ class RolloutWorker:
         await endpoint.start(config.rollout.agent_port)
         args = args.adding(trajectories=trajectories)
         generator = partial(self._generator, tokenizer, endpoint, args)
-        frontend = self._frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
         if config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             visitors = frontend.sampling.body(frontend.sampling.max_new_tokens)
             endpoint.welcome(Turns(frontend, tokenizer), visitors, live=lambda: self._live_version() >= 0)
         evaluation = engines(greedy_of(config))
         if beside := evaluation_places(config):
-            evaluation = engines(greedy_of(config), limit=beside * len(around.engines), priority=EVALUATION_PRIORITY)
+            evaluation = engines(greedy_of(config), limit=partial(self._room, beside), priority=EVALUATION_PRIORITY)
         data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
         first_rollout = 0
         if around.resume_from is not None:
@@ -209,6 +207,7 @@ class RolloutWorker:
             args,
             self._outbox,
             trainer_version=lambda: books.trainer_version,
+            rate=frontend.rate,
             skipping=skipping,
         )
         spare_the_loop()
@@ -278,16 +277,15 @@ class RolloutWorker:
         """Start another engine in the background; it serves once it holds the current weights."""
         self._servers.add(name, actors)
         self._fleet.enlist(name)
-        self._make_room()
 
     async def remove_engine(self, name: str) -> None:
         """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""
         assert self._service is not None, "only a run has engines"
         await self._service.remove_engine(name)
-        self._make_room()
 
-    def _make_room(self) -> None:
-        self._frontend.resize(self._config.engine.sglang_server_concurrency * len(self._fleet.members()))
+    def _room(self, places: int) -> int:
+        """Samples at so many engines as there are now, by the places of each."""
+        return places * len(self._fleet.members())
 
     async def stop(self) -> None:
         """End the run after the step being taken, or before the first where it is still being set up."""

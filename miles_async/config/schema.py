@@ -161,7 +161,7 @@ class Rollout(Section):
     custom_rm_path: str | None = None
     """Your own reward, as module.function: fn(args, sample) -> number, plain or async; a list with group_rm."""
     custom_rm_isolated: bool = False
-    """Run your own plain reward in processes of its own, ended at the deadline: for slow or untrusted code."""
+    """Run your own reward in processes of its own, ended at the deadline: for slow or untrusted code."""
     group_rm: bool = False
     """Score a whole group in one call: fn(args, samples) -> one number per sample."""
     reward_key: str | None = None
@@ -419,7 +419,7 @@ class Engine(Section):
     """An engine that is not healthy by then stops the run with the end of its log."""
     engine_health_interval_seconds: float = Field(1.0, gt=0)
     """Between two looks at an engine that serves, and at the router."""
-    engine_health_timeout_seconds: float = Field(30.0, gt=0)
+    engine_health_timeout_seconds: float = Field(30.0, ge=2)  # SGLang itself looks once a second
     """An engine that draws no token for so long, when it could, is taken for hung and replaced."""
 
 

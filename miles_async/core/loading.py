@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
 from types import ModuleType
@@ -11,11 +12,12 @@ from typing import Any
 from miles_async.errors import UserError
 
 
-def load_function(path: str, *, setting: str) -> Callable[..., Any]:
+def load_function(path: str, *, setting: str, plain: bool = False) -> Callable[..., Any]:
     """Import the function that `path` names.
 
     `setting` is the configuration field that holds the path, for the message. Raises UserError with the reason: no such
-    module, the module fails to import (with its error), no such function in it.
+    module, the module fails to import (with its error), no such function in it, one that is async where a `plain` one
+    is needed.
     """
     module_path, _, name = path.rpartition(".")
     if not module_path:
@@ -29,6 +31,8 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function")
+    if plain and inspect.iscoroutinefunction(function):
+        raise UserError(f"{setting} {path!r} is async: write it with a plain def, nobody awaits it")
     return function  # type: ignore[no-any-return]
 
 

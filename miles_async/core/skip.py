@@ -84,7 +84,7 @@ class GroupRecord:
 
     feed_index: str
     prompt: str
-    """Hash of the prompt."""
+    """Hash of the prompt as it came from the data: a generate function may change it."""
     version: int
     """The live weight version when its generation ended; its spans are of this one or older."""
     seconds: float
@@ -104,14 +104,16 @@ class GroupRecord:
     def replay_into(self, group: Group, live_version: int) -> None:
         """Make `group` what was recorded, as old relative to `live_version` as it was when it was recorded.
 
-        Where another prompt was recorded (action `repeat`), prompt, label and metadata come with the tokens; index and
-        place in the feed stay.
+        What generation noted in the metadata comes back; what the data says now, of label or metadata, holds. Where
+        another prompt was recorded (action `repeat`), all of it comes with the tokens; index and place in the feed
+        stay.
         """
         for sample, recorded in zip(group, self.samples, strict=True):
+            own = sample.metadata
             if group.feed_index != self.feed_index:
-                own = {key: value for key, value in sample.metadata.items() if key == "feed_index"}
-                sample.prompt, sample.label = recorded.prompt, recorded.label
-                sample.metadata = {**recorded.metadata, **own}
+                own = {key: value for key, value in own.items() if key == "feed_index"}
+                sample.label = recorded.label
+            sample.prompt, sample.metadata = recorded.prompt, {**recorded.metadata, **own}
             sample.tokens, sample.rollout_log_probs = list(recorded.tokens), list(recorded.rollout_log_probs)
             sample.response, sample.response_length = recorded.response, recorded.response_length
             sample.loss_mask = None if recorded.loss_mask is None else list(recorded.loss_mask)

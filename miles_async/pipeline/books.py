@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from threading import Lock
 
 from miles_async.core.ledger import LIVE, Ledger, State, Transition
 from miles_async.errors import LedgerError
-from miles_async.observability.events import EventSink, GroupMoved
+from miles_async.observability.events import EventSink, GroupFiltered, GroupMoved
 from miles_async.pipeline.signal import Changed
 from miles_async.ports import Clock
 from miles_async.types import DropReason, Group
@@ -28,6 +29,8 @@ class Books:
         """Newest version on every routed engine; -1 before the first publish."""
         self.last_progress = clock.now()
         """When a group was last collected, a step ended or a version went live."""
+        self.lending = Lock()
+        """Held while prompts change hands between the data and a rollout function, which may have its own thread."""
         self._live: dict[int, Group] = {}
         self._lent: dict[str, Group] = {}
 
@@ -35,6 +38,11 @@ class Books:
     def live_groups(self) -> list[Group]:
         """Groups fed and neither published nor dropped yet, in the order they were fed."""
         return list(self._live.values())
+
+    @property
+    def leased(self) -> list[Group]:
+        """Groups in a batch that is not trained yet."""
+        return [group for group in self._live.values() if self.state(group) is State.LEASED]
 
     @property
     def lent_groups(self) -> list[Group]:
@@ -80,6 +88,11 @@ class Books:
 
     def drop(self, group: Group, reason: DropReason) -> None:
         self._tell(group, self.ledger.drop(sequence_of(group), reason))
+
+    def filtered(self, group: Group, reason: str) -> None:
+        """Drop a group that a user's function decided against."""
+        self.events.emit(GroupFiltered(time=self.clock.now(), sequence=sequence_of(group), reason=reason))
+        self.drop(group, DropReason.FILTERED)
 
     def _tell(self, group: Group, transition: Transition) -> None:
         counts = self.ledger.counts

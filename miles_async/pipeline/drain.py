@@ -8,8 +8,8 @@ from miles_async.core.admission import Admission
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate
 from miles_async.errors import UserError
-from miles_async.observability.events import Drained, GroupFiltered, Queue
-from miles_async.pipeline.books import Books, sequence_of
+from miles_async.observability.events import Drained, Queue
+from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
@@ -81,11 +81,8 @@ class Drain:
                 f"over_sampling_filter_path returned {len(best)} of the {len(groups)} groups it was given: return at "
                 f"least rollout_batch_size={size} of them, best first, each once"
             )
-        books = self._books
         for place in set(places.values()).difference(best):
-            sequence = sequence_of(groups[place])
-            books.events.emit(GroupFiltered(time=books.clock.now(), sequence=sequence, reason="over_sampling"))
-            books.drop(groups[place], DropReason.FILTERED)
+            self._books.filtered(groups[place], "over_sampling")
         return [groups[place] for place in best]
 
     def sweep(self) -> None:

@@ -184,11 +184,11 @@ class Producer:
         except BadTrajectory as error:
             outcome = Outcome.FAILED
             self._recycler.retry(group, DropReason.FAILED, str(error))
-        except EngineLost:
+        except EngineLost as error:
             outcome = Outcome.FAILED
             if not self._closing:
                 await books.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
-            self._recycler.give_back(group, DropReason.ENGINE_LOST)
+            self._recycler.lost(group, str(error))
         if outcome is Outcome.ABORTED:
             self._send_back(group)
         elif outcome is Outcome.FILTERED:

@@ -18,8 +18,9 @@ from miles_async.types import Group, Sample
 
 def progress_of(rollout_id: int, books: Books, data: DataSource) -> dict[str, Any]:
     """Ready for JSON, as far as the samples' metadata is."""
-    owed = [group for group in books.live_groups if books.state(group) is not State.TRAINED] + books.lent_groups
-    return {"rollout": rollout_id, "data": data.state_dict(), "owed": [_as_dict(group) for group in owed]}
+    with books.lending:
+        owed = [group for group in books.live_groups if books.state(group) is not State.TRAINED] + books.lent_groups
+        return {"rollout": rollout_id, "data": data.state_dict(), "owed": [_as_dict(group) for group in owed]}
 
 
 def resume(progress: Mapping[str, Any], data: DataSource) -> int:

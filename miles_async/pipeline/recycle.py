@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from miles_async.pipeline.books import Books
 from miles_async.ports import DataSource, DeadLetters
 from miles_async.types import DropReason, Group
+
+MOST_LOSSES = 10
+"""Engines that one prompt may lose: some prompts end whatever engine they reach."""
 
 
 class Recycler:
@@ -15,6 +20,8 @@ class Recycler:
         self._data = data
         self._dead_letters = dead_letters
         self._max_attempts = max_attempts
+        self._losses: Counter[str] = Counter()
+        """Engines lost, by prompt."""
         self.recycled = 0
         """Groups sent back as stale since the run began."""
 
@@ -37,6 +44,14 @@ class Recycler:
         """End this attempt through no fault of the prompt's: it does not count against the cap."""
         self._books.drop(group, reason)
         self._return(group)
+
+    def lost(self, group: Group, error: str) -> None:
+        """The engine of this attempt was lost: no fault of the prompt's, until it happens under it again and again."""
+        self._losses[group.feed_index] += 1
+        if (losses := self._losses[group.feed_index]) < MOST_LOSSES:
+            self.give_back(group, DropReason.ENGINE_LOST)
+        else:
+            self.bury(group, DropReason.ENGINE_LOST, f"its engine was lost {losses} times: {error}")
 
     def salvage(self, group: Group, reason: DropReason) -> None:
         """End this attempt but keep its tokens: the next one continues them. It keeps its first version with them."""

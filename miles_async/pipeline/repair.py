@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from miles_async.errors import EngineLost, Fatal
 from miles_async.observability.events import Warned
@@ -25,13 +26,22 @@ LONGEST_WAIT_SECONDS = 60.0
 
 class Repair:
     def __init__(
-        self, *, books: Books, fleet: Fleet, publisher: Publisher, crew: Callable[[], Crew], interval_seconds: float
+        self,
+        *,
+        books: Books,
+        fleet: Fleet,
+        publisher: Publisher,
+        crew: Callable[[], Crew],
+        interval_seconds: float,
+        devices: AbstractAsyncContextManager[None],
     ) -> None:
+        """`devices` are entered to start an engine on them."""
         self._books = books
         self._fleet = fleet
         self._publisher = publisher
         self._crew = crew
         self._interval = interval_seconds
+        self._devices = devices
         self._kept: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -56,7 +66,7 @@ class Repair:
                     self._warn(trouble)
 
     async def _keep(self, engine: str) -> None:
-        """Waits for the engine's signs of life, or for its start; never for another engine."""
+        """Waits for the engine's signs of life, or for its start; for a learner only on the same devices."""
         while engine in self._fleet.members():
             if engine in self._fleet.routed():
                 await self._books.clock.sleep(self._interval)
@@ -75,8 +85,9 @@ class Repair:
         failures = 0
         while engine in self._fleet.members():
             try:
-                await self._fleet.restart(engine)
-                await self._publisher.join(engine)
+                async with self._devices:
+                    await self._fleet.restart(engine)
+                    await self._publisher.join(engine)
                 return
             except EngineLost as lost:
                 failures += 1

@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -41,7 +42,7 @@ from miles_async.core.concurrency import AdaptiveConcurrency
 from miles_async.core.head import HeadAction, HeadPolicy
 from miles_async.core.ledger import State
 from miles_async.core.staleness import StalenessGate, staleness
-from miles_async.errors import Fatal
+from miles_async.errors import Fatal, UserError
 from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
 from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
@@ -149,6 +150,8 @@ class Service:
             ),
             crew=lambda: self._crew,
         )
+        self._devices = asyncio.Lock()
+        """Colocated, held by the learner while it has them, and by an engine that is being started on them."""
         self._publisher = Publisher(
             books=self.books,
             channel=ports.channel,
@@ -163,6 +166,7 @@ class Service:
             publisher=self._publisher,
             crew=lambda: self._crew,
             interval_seconds=config.engine.engine_health_interval_seconds,
+            devices=self._devices if config.cluster.colocate else nullcontext(),
         )
         self._watch = Watch(
             books=self.books,
@@ -237,9 +241,7 @@ class Service:
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
             # After steps that were not finite alone there are no new weights, and so no new version.
             if due and self._trained:
-                self._turn_to("publish")
-                await self._publisher.stage(self.books.trainer_version + 1, self._trained)
-                self._trained = []
+                await self._stage()
                 if continuous:
                     self._publisher.start(self._crew)
             if checkpoint_due(self._config, rollout_id):
@@ -259,6 +261,9 @@ class Service:
                     self._crew.spawn(f"evaluate-{rollout_id}", evaluation)
             if not prefetch and rollout_id < last:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+        if self._trained:
+            # The run was stopped between two versions.
+            await self._stage()
         self._turn_to("publish")
         await self._publisher.idle()
         await self._publisher.publish()
@@ -266,6 +271,12 @@ class Service:
             self._turn_to("save")
             await self._checkpoint_written
         self._turn_to("evaluate")
+
+    async def _stage(self) -> None:
+        """What was trained since the last version becomes a new one."""
+        self._turn_to("publish")
+        await self._publisher.stage(self.books.trainer_version + 1, self._trained)
+        self._trained = []
 
     async def _checkpoint(self, rollout_id: int) -> None:
         """Copied between two steps, written while the next ones are taken unless `async_save` is off; one at a time."""
@@ -285,6 +296,7 @@ class Service:
     async def _devices_to_learner(self) -> None:
         """Colocated, the engines leave their memory to the learner for its step; nothing is generated meanwhile."""
         if self._config.cluster.colocate:
+            await self._devices.acquire()
             await self._ports.fleet.offload()
             await self._ports.learner.onload()
 
@@ -293,6 +305,7 @@ class Service:
         if self._config.cluster.colocate:
             await self._ports.learner.offload()
             await self._ports.fleet.onload()
+            self._devices.release()
 
     def _evaluates_after(self, rollout_id: int) -> bool:
         """After the last rollout it is done anyway, once everything is published."""
@@ -378,10 +391,21 @@ class Service:
         return groups
 
     async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
+        known = {id(group) for group in self.books.leased}
         groups = await rollout(rollout_id, self._source)
+        returned: set[int] = set()
         for group in groups:
             if group.sequence is None:
                 self.books.adopt(group)
+            elif id(group) in returned or self.books.state(group) is not State.LEASED:
+                raise UserError(
+                    f"the rollout function returned group {group.feed_index} a second time: each group trains once"
+                )
+            returned.add(id(group))
+        for group in self.books.leased:
+            if id(group) not in known and id(group) not in returned:
+                # The function collected it and did away with it: its slot is free again.
+                self.books.filtered(group, "rollout_function")
         self.books.settled()
         return groups
 

@@ -20,13 +20,17 @@ class RolloutSource:
         self._evaluator = evaluator
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        groups = self._data.get_samples(num_samples)
-        self._evaluator.books.lend(groups)
+        books = self._evaluator.books
+        with books.lending:
+            groups = self._data.get_samples(num_samples)
+            books.lend(groups)
         return groups
 
     def add_samples(self, samples: Sequence[Group]) -> None:
-        self._data.add_samples(samples)
-        self._evaluator.books.took_back(samples)
+        books = self._evaluator.books
+        with books.lending:
+            self._data.add_samples(samples)
+            books.took_back(samples)
 
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()

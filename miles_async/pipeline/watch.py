@@ -51,11 +51,16 @@ class Watch:
             if self._stall.due(still):
                 self._warn(now, still)
             if still >= self._abort_seconds:
-                raise Fatal(
-                    f"nothing moved for {still:.0f}s (--no-progress-abort-seconds): queue {len(self._producer.queue)}, "
-                    f"{self._generator.in_flight} requests in flight, trainer version {books.trainer_version}, "
-                    f"live version {books.live_version}"
-                )
+                raise Fatal(self._where_all_stands(still))
+
+    def _where_all_stands(self, still: float) -> str:
+        books, producer = self._books, self._producer
+        dropped = ", ".join(f"{count} {reason}" for reason, count in books.ledger.dropped.items() if count) or "none"
+        return (
+            f"nothing moved for {still:.0f}s (--no-progress-abort-seconds): queue {len(producer.queue)}, "
+            f"{self._generator.in_flight} requests in flight, {producer.rewarding} groups wait for rewards, "
+            f"trainer version {books.trainer_version}, live version {books.live_version}; dropped: {dropped}"
+        )
 
     def _pulse(self, now: float) -> Pulse:
         books, producer = self._books, self._producer

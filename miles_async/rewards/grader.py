@@ -7,6 +7,8 @@ input, so it never outlives the run, whatever became of that.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import sys
 from types import SimpleNamespace
@@ -28,18 +30,21 @@ def main() -> None:
     answers.write(b'{"ready":true}\n')
     answers.flush()
     for line in sys.stdin.buffer:
-        answers.write(msgspec.json.encode(_grade(function, args, msgspec.json.decode(line)), enc_hook=float) + b"\n")
+        answers.write(graded(function, args, msgspec.json.decode(line)) + b"\n")
         answers.flush()
 
 
-def _grade(function: Any, args: Any, work: Any) -> dict[str, Any]:
-    """`{"rewards": ...}`, or `{"error": ...}` where the function raised."""
+def graded(function: Any, args: Any, work: Any) -> bytes:
+    """`{"reward": ...}`, or `{"error": ...}` where the function raised or its answer is no reward."""
     try:
         given = [Sample.from_dict(each) for each in work] if isinstance(work, list) else Sample.from_dict(work)
-        return {"reward": function(args, given)}
+        reward = function(args, given)
+        if inspect.iscoroutine(reward):
+            reward = asyncio.run(reward)
+        return msgspec.json.encode({"reward": reward}, enc_hook=float)
     except Exception as error:
         # It is the user's code, or a parser over a model's text: it may raise anything.
-        return {"error": f"{type(error).__name__}: {error}"}
+        return msgspec.json.encode({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

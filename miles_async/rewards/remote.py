@@ -41,7 +41,7 @@ class RemoteReward:
                         failure = f"{answer.status}: {(await answer.text())[:200]}"
                         if answer.status < 500:
                             break
-                except (aiohttp.ClientConnectionError, TimeoutError) as error:
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                     failure = f"{type(error).__name__}: {error}"
         raise RuntimeError(f"{self._url} answered {failure} (rm_url)")
 

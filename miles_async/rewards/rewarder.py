@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -94,13 +95,13 @@ class Rewarder:
             else:
                 rewards = await _in_thread(lambda: self._function(self._args, seen))
             return list(rewards)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadTrajectory(f"group {group.feed_index}: reward {self._name} {_failure(error)}") from error
 
     async def _await(self, sample: Sample) -> Any:
         try:
             return await self._function(self._args, sample)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failed(sample, error) from error
 
     def _call(self, sample: Sample) -> Any:
@@ -169,5 +170,6 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell, result, failure)
 
-    threading.Thread(target=run, name="reward", daemon=True).start()
+    # A skip role finds its manager in the context, a log line its group.
+    threading.Thread(target=copy_context().run, args=(run,), name="reward", daemon=True).start()
     return await done

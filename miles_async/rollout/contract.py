@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import UserError
 from miles_async.ports import DataSource
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Sample, VersionSpan
 
 
 class Arguments:
@@ -106,12 +106,23 @@ def _group(item: Any, position: int) -> Group:
     return Group.of(item)
 
 
+async def complete(sample: Sample, born: int, rate: Callable[[Sample], Awaitable[None]]) -> None:
+    """Add what functions in slime's shape do not record: log-probabilities, which `rate` sets, and versions.
+
+    `born` is the version that was live when the sample was begun.
+    """
+    if sample.response_length and not sample.rollout_log_probs:
+        await rate(sample)
+    if sample.response_length and not sample.spans:
+        sample.spans = [VersionSpan(born, 0, sample.response_length)]
+
+
 def check_lengths(sample: Sample, who_returned: str) -> None:
-    """Raises UserError that names the sample when its columns do not fit together."""
+    """Raises UserError that names the sample when its columns do not fit together; log-probabilities may be absent."""
     name, tokens = f"{who_returned} sample {sample.index} with", sample.response_length
     if len(sample.tokens) < tokens:
         raise UserError(f"{name} {len(sample.tokens)} tokens, fewer than its response_length {tokens}")
     if sample.loss_mask is not None and len(sample.loss_mask) != tokens:
         raise UserError(f"{name} a loss_mask of {len(sample.loss_mask)} entries: response_length is {tokens}")
-    if len(sample.rollout_log_probs) != tokens:
+    if sample.rollout_log_probs and len(sample.rollout_log_probs) != tokens:
         raise UserError(f"{name} {len(sample.rollout_log_probs)} rollout_log_probs: response_length is {tokens}")

@@ -20,8 +20,8 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.turns import Turns
 from miles_async.core.loading import load_function
 from miles_async.errors import BadTrajectory, MilesError, UserError
-from miles_async.rollout.contract import Arguments, check_lengths
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.rollout.contract import Arguments, check_lengths, complete
+from miles_async.types import Group, Sample, SampleStatus
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample]]
 STOP_PATIENCE_SECONDS = 5.0
@@ -106,21 +106,25 @@ class FunctionGenerator:
 
     async def _one(self, group: Group, place: int) -> None:
         sample, born = group[place], self._live_version()
+        prompt = sample.tokens[: sample.prompt_length]
         try:
             result = await self._call(sample)
         except (asyncio.CancelledError, MilesError):
-            if not self._turns.stopped(sample):
-                raise
-            # It was ended by the abort, in whatever state: nothing of it can be continued.
+            # It ended in whatever state: nothing of it can be continued, or told from the prompt by its length.
+            aborted, status = self._turns.stopped(sample), sample.status
+            sample.tokens, sample.response_length = prompt, 0
             sample.reset()
-            sample.status = SampleStatus.ABORTED
+            sample.status = SampleStatus.ABORTED if aborted else status
+            if not aborted:
+                raise
             return
         if not isinstance(result, Sample):
             raise UserError(f"the generate function returned a {type(result).__name__}: return the sample")
         if result.status is SampleStatus.PENDING:
             raise BadTrajectory(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if result.status is not SampleStatus.ABORTED:
-            await self._complete(result, born)
+            await complete(result, born, self._engine.rate)
+            check_lengths(result, "the generate function returned")
         group[place] = result
 
     async def _call(self, sample: Sample) -> Any:
@@ -135,14 +139,6 @@ class FunctionGenerator:
             ) from None
         except MilesError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # The user's code may raise anything; it is this sample that failed.
             raise BadTrajectory(f"sample {sample.index}: the generate function raised {error!r}") from error
-
-    async def _complete(self, sample: Sample, born: int) -> None:
-        """Add what functions in the seed's shape do not record: versions, and the log-probabilities of the policy."""
-        if sample.response_length and not sample.rollout_log_probs:
-            await self._engine.rate(sample)
-        if sample.response_length and not sample.spans:
-            sample.spans = [VersionSpan(born, 0, sample.response_length)]
-        check_lengths(sample, "the generate function returned")

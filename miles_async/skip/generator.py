@@ -156,7 +156,7 @@ class SkippingGenerator:
         if self._waiting.pop(id(group)).done():
             _mark_aborted(group)
             return []
-        began = self._clock.now()
+        began, prompt = self._clock.now(), prompt_hash(group)
         ended = asyncio.get_running_loop().create_future()
         if self._stream and self._role.records(group):
             self._recording.add(ended)
@@ -168,7 +168,7 @@ class SkippingGenerator:
         if any(sample.status not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) for sample in group):
             return []
         seconds = self._clock.now() - began
-        return [GroupRecord.of(group, prompt=prompt_hash(group), live_version=self._live_version(), seconds=seconds)]
+        return [GroupRecord.of(group, prompt=prompt, live_version=self._live_version(), seconds=seconds)]
 
     async def _replay(self, group: Group, record: GroupRecord, began: float) -> None:
         try:

@@ -30,6 +30,9 @@ def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, A
         "rollout_top_p": rollout.rollout_top_p,
         "rollout_top_k": rollout.rollout_top_k,
         "rollout_stop": list(rollout.rollout_stop),
+        "rollout_stop_token_ids": list(rollout.rollout_stop_token_ids),
+        "rollout_skip_special_tokens": rollout.rollout_skip_special_tokens,
+        "custom_generate_function_path": rollout.custom_generate_function_path,
         "rollout_seed": config.data.rollout_seed,
     }
 

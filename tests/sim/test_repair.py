@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_async.config.schema import Engine, Rollout, RunConfig
+from miles_async.config.schema import Cluster, Engine, Rollout, RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.errors import EngineLost, Fatal
 from miles_async.observability.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
 from miles_async.types import DropReason, Group, SampleStatus, WriteOutcome
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock
-from tests.sim.world import World
+from tests.sim.world import Trainer, World
 
 START_SECONDS = 12.0
 HEALTH_TIMEOUT = 5.0
@@ -237,6 +237,43 @@ def test_an_engine_that_stays_away_does_not_end_a_run_that_has_another():
     world = play(Fate(kills=[(20.3, "engine-1")], never_back=True))
     check_that_all_is_well(world)
     assert world.fleet.routed() == ("engine-0",)
+
+
+def test_a_colocated_engine_is_started_anew_only_while_the_learner_is_off_the_devices():
+    fate = Fate(engines=1, kills=[(20.3, "engine-0"), (60.3, "engine-0"), (100.3, "engine-0")])
+
+    class Sharing(doomed(fate)):  # type: ignore[misc]
+        theirs = True
+        deaths_in_a_step = 0
+
+        def _die(self, name: str) -> None:
+            self.deaths_in_a_step += not self.theirs
+            super()._die(name)
+
+        async def offload(self) -> None:
+            self.theirs = False
+
+        async def onload(self) -> None:
+            self.theirs = True
+
+        async def restart(self, engine: str) -> None:
+            assert self.theirs
+            await super().restart(engine)
+            assert self.theirs
+
+    class Guest(Trainer):
+        async def offload(self) -> None: ...
+
+        async def onload(self) -> None: ...
+
+    settings = config(num_rollout=4).model_copy(update={"cluster": Cluster(colocate=True)})
+    world = World(
+        config=settings, schedule=Schedule.TURNS, engine_kind=Sharing, trainer_kind=Guest, train_seconds=30
+    ).run()
+    assert len(world.trace.of(StepEnded)) == 4
+    assert world.audit.violations == []
+    assert world.fleet.deaths_in_a_step
+    assert len(world.fleet.starts) == 3
 
 
 def test_engines_can_be_added_and_removed_while_the_run_goes_on():

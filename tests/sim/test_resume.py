@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,13 @@ from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.errors import Fatal
 from miles_async.observability.events import StepStarted
-from miles_async.pipeline.progress import resume
+from miles_async.pipeline.books import Books
+from miles_async.pipeline.evaluate import Evaluator
+from miles_async.pipeline.progress import progress_of, resume
 from miles_async.pipeline.source import RolloutSource
 from miles_async.types import Group, VersionSpan
-from tests.sim.world import Feed, World
+from tests.sim.virtual_time import VirtualClock
+from tests.sim.world import Feed, Trace, World
 
 ROLLOUTS, BATCH = 20, 8
 
@@ -53,6 +58,8 @@ class OwnFunction(World):
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         groups = source.get_samples(BATCH + 1)
         source.add_samples([groups.pop()])
+        for group in groups:
+            group[0].metadata["begun"] = True
         await asyncio.sleep(5.0)
         for group in groups:
             for sample in group:
@@ -67,10 +74,36 @@ def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
     first = OwnFunction(config=config(save="anywhere", save_interval=7), **settings).run()
     owed = {group["feed_index"] for group in first.trainer.saved[6]["owed"]}
     assert len(owed) == BATCH
+    assert not any(group["samples"][0]["metadata"] for group in first.trainer.saved[6]["owed"]), "as they were taken"
     resumed = OwnFunction(config=config(), resume_from=first.trainer.saved[6], **settings).run()
     trained = Counter(chain.from_iterable(first.trainer.batches[:7] + resumed.trainer.batches))
     assert set(trained.values()) == {1}
     assert owed <= set(trained)
+
+
+class Grabbed(Feed):
+    """While its place is noted down, a rollout function in another thread takes a prompt out of it."""
+
+    def __init__(self, books: Books) -> None:
+        super().__init__()
+        source = RolloutSource(self, None, Evaluator(books, None, [], lambda: True))  # type: ignore[arg-type]
+        self.taker = threading.Thread(target=source.get_samples, args=(1,))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.taker.start()
+        self.taker.join(0.02)
+        return super().state_dict()
+
+
+def test_a_prompt_that_is_taken_while_a_checkpoint_is_noted_is_in_the_data_or_owed() -> None:
+    async def story() -> None:
+        books = Books(VirtualClock(), Trace())
+        feed = Grabbed(books)
+        noted = progress_of(0, books, feed)
+        feed.taker.join()
+        assert noted["data"]["next"] == len(noted["owed"])
+
+    asyncio.run(story())
 
 
 def test_training_goes_on_while_a_checkpoint_is_written() -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections import Counter
 from itertools import chain
 
 import pytest
 
 from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
 from miles_async.core.bounds import Schedule
-from miles_async.errors import Fatal, PromptTooLong, UserError
-from miles_async.observability.events import Evaluated, GroupFiltered, PublishEnded, Stalled, StepEnded, StepStarted
-from miles_async.types import DropReason, Verdict
+from miles_async.core.ledger import State
+from miles_async.errors import EngineLost, Fatal, PromptTooLong, UserError
+from miles_async.observability.events import (
+    Evaluated,
+    GroupFiltered,
+    GroupMoved,
+    PublishEnded,
+    Stalled,
+    StepEnded,
+    StepStarted,
+)
+from miles_async.pipeline.source import RolloutSource
+from miles_async.types import DropReason, Group, Verdict
 from tests.sim.engines import EngineModel, Engines
-from tests.sim.virtual_time import run_virtual
 from tests.sim.world import World
 
 
-def config(**rollout: object) -> RunConfig:
+def config(weights: Weights | None = None, **rollout: object) -> RunConfig:
     settings = {"rollout_batch_size": 8, "num_rollout": 60, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
-    return RunConfig(rollout=Rollout(**{**settings, **rollout}))
+    return RunConfig(rollout=Rollout(**{**settings, **rollout}), weights=weights or Weights())
 
 
 def ages(world: World) -> list[int]:
@@ -72,7 +81,43 @@ def test_failed_groups_are_retried_and_buried_after_their_last_attempt():
     assert buried
     assert not buried & trained
     assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.FAILED}
+    attempts = Counter(moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == DropReason.FAILED)
+    assert {attempts[feed_index] for feed_index in buried} == {2}
     assert world.audit.owed <= buried | {group.feed_index for group in world.feed.get_samples(10_000)}
+
+
+def test_a_lost_engine_costs_a_prompt_none_of_its_attempts():
+    world = World(config=config(max_attempts=1), engines=EngineModel(lost_rate=0.3)).run()
+    assert world.service.books.ledger.dropped[DropReason.ENGINE_LOST] > 0
+    assert world.graveyard.buried == []
+
+
+def test_a_prompt_under_which_every_engine_dies_is_buried_at_last():
+    class Brittle(Engines):
+        async def generate(self, group):
+            if group.feed_index == "sample_0_3":
+                raise EngineLost("it ended")
+            await super().generate(group)
+
+    world = World(config=config(), engine_kind=Brittle).run()
+    assert world.graveyard.buried == [("sample_0_3", DropReason.ENGINE_LOST, "its engine was lost 10 times: it ended")]
+    assert world.service.books.ledger.dropped[DropReason.ENGINE_LOST] == 10
+    assert world.audit.violations == []
+
+
+def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch():
+    """Four batches are finished at once: the third waits as a batch, the fourth in the queue, and both grow too old."""
+    world = World(
+        config=config(over_sampling_batch_size=32, max_weight_staleness=1, num_rollout=6),
+        schedule=Schedule.ONE_STEP_OFF,
+        latency=lambda group, rng: 1.0,
+    ).run()
+    stale = [moved for moved in world.trace.of(GroupMoved) if moved.reason == DropReason.STALE]
+    published = [event.time for event in world.trace.of(PublishEnded) if event.version == 2]
+    assert Counter(moved.before for moved in stale if moved.time == published[0]) == {"leased": 8, "queued": 8}
+    assert set(ages(world)) == {0, 1}
+    assert [len(batch) for batch in world.trainer.batches] == [8] * 6
+    assert world.audit.violations == []
 
 
 def test_a_version_is_published_while_the_queue_is_empty():
@@ -161,6 +206,7 @@ def test_a_prompt_that_is_too_long_is_buried_at_its_first_attempt():
 
     world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
     assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
+    assert world.service.books.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
     assert world.audit.violations == []
 
 
@@ -232,16 +278,76 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
     assert (warnings[0].collected, warnings[0].wanted) == (0, 8)
 
 
-def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it():
-    world = World(config=config(num_rollout=1000))
+class Discarding(World):
+    """A user's function that collects more than it returns."""
 
-    async def stop_soon() -> None:
-        asyncio.get_running_loop().call_later(20.0, lambda: world.service.stop())
-        await world._run()
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        size = self.config.rollout.rollout_batch_size
+        if self.schedule is Schedule.FULLY_ASYNC:
+            return (await source.drain_stream(rollout_id, size + 2))[:size]
+        return (await source.collect_batch(rollout_id, size + 2, size + 2))[:size]
 
-    run_virtual(stop_soon())
-    assert 0 < len(world.trainer.batches) < 1000
-    assert world.trace.of(PublishEnded)[-1].version == len(world.trainer.batches)
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_back(schedule):
+    world = Discarding(config=config(num_rollout=20), schedule=schedule, latency=lambda group, rng: 1.0).run()
+    assert [len(batch) for batch in world.trainer.batches] == [8] * 20
+    assert world.audit.violations == []
+    assert world.service.books.ledger.counts[State.LEASED] == 0
+    assert {event.reason for event in world.trace.of(GroupFiltered)} == {"rollout_function"}
+
+
+class Forgetful(World):
+    """A user's function that returns what it returned before."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        if rollout_id == 0:
+            self.groups = await super()._rollout(rollout_id, source)
+        return self.groups
+
+
+class Doubling(World):
+    """A user's function that returns the same group in two places."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        groups = await super()._rollout(rollout_id, source)
+        return [*groups[1:], groups[1]]
+
+
+@pytest.mark.parametrize("kind, steps", [(Forgetful, 1), (Doubling, 0)])
+def test_a_function_that_returns_a_group_twice_is_told_so_before_it_is_trained_twice(kind, steps):
+    world = kind(config=config(), schedule=Schedule.TURNS)
+    with pytest.raises(UserError, match=r"the rollout function returned group sample_0_\d+ a second time"):
+        world.run()
+    assert len(world.trainer.batches) == steps
+
+
+@pytest.mark.parametrize(
+    "trouble, cause",
+    [
+        ({"keep": lambda group: False}, r"8 requests in flight, 0 groups wait for rewards, .*; dropped: \d+ filtered$"),
+        ({"reward_seconds": 1e6}, r"0 requests in flight, 8 groups wait for rewards, .*; dropped: none$"),
+        ({"engines": EngineModel(lost_rate=1.0)}, r"; dropped: \d+ engine_lost$"),
+    ],
+)
+def test_a_run_in_which_no_group_ever_comes_through_ends_and_says_where_they_went(trouble, cause):
+    with pytest.raises(Fatal, match=cause):
+        World(config=config(), latency=lambda group, rng: 5.0, **trouble).run()
+
+
+@pytest.mark.parametrize("interval, version", [(1, 4), (3, 2)])
+def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it(interval, version):
+    def stopped_in_the_fourth(rollout_id: int) -> bool:
+        if rollout_id == 3:
+            world.service.stop()
+        return True
+
+    weights = Weights(update_weights_interval=interval)
+    world = World(config=config(num_rollout=1000, weights=weights), finite=stopped_in_the_fourth)
+    world.run()
+    assert len(world.trainer.batches) == 4
+    assert world.service.books.ledger.counts[State.TRAINED] == 0
+    assert world.trace.of(PublishEnded)[-1].version == version
 
 
 def test_the_same_seed_gives_the_same_trace():

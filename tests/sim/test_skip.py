@@ -12,12 +12,12 @@ import pytest
 from miles_async.config.schema import Rollout, RunConfig, Skip, SkipAsyncRollout, SkipRollout
 from miles_async.core.bounds import Schedule
 from miles_async.errors import UserError
-from miles_async.observability.events import GroupGenerated, GroupReplayed, Queue, StepStarted
+from miles_async.observability.events import GroupGenerated, GroupMoved, GroupReplayed, Queue, StepStarted
 from miles_async.pipeline.source import RolloutSource
 from miles_async.ports import Generator
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
-from miles_async.types import Group
+from miles_async.types import DropReason, Group
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import World
@@ -188,6 +188,19 @@ def test_a_timed_replay_exercises_queue_window_and_staleness_as_the_live_run_did
     assert began(second) == pytest.approx(began(first))
 
 
+def test_a_generate_function_may_change_its_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = CountingEngines.generate
+
+    async def renders(self: CountingEngines, group: Group) -> None:
+        await generate(self, group)
+        for sample in group:
+            sample.prompt = f"<user>{sample.prompt}"
+
+    monkeypatch.setattr(CountingEngines, "generate", renders)
+    play(tmp_path)
+    assert play(tmp_path, seed=1).live.asked == []
+
+
 def test_an_untimed_replay_takes_no_time(tmp_path: Path) -> None:
     first = play(tmp_path, latency_seconds=3.0, max_weight_staleness=None)
     recorded = steps_on_disk(tmp_path)
@@ -207,10 +220,13 @@ def test_only_the_steps_asked_for_are_recorded_and_replayed(tmp_path: Path) -> N
 
 def test_a_recycled_prompt_is_generated_anew(tmp_path: Path) -> None:
     """A recording that is too old would be too old again and again."""
-    settings = {"max_weight_staleness": 1, "over_sampling_batch_size": 8, "max_attempts": 9}
-    play(tmp_path, **settings)
-    second = play(tmp_path, seed=1, train_seconds=0.2, **settings)
-    assert {attempt for feed_index, attempt in second.live.asked if feed_index in trained(second)} <= {1, 2, 3}
+    settings = {"max_weight_staleness": 1, "windowed_fifo_ratio": 0.3, "max_attempts": 9}
+    play(tmp_path, train_seconds=0.2, **settings)
+    second = play(tmp_path, seed=1, skip={"replay_timing": "none"}, **settings)
+    recycled = {moved.feed_index for moved in second.trace.of(GroupMoved) if moved.reason == DropReason.STALE}
+    assert recycled & trained(second)
+    assert recycled & trained(second) <= asked(second)
+    assert 0 not in {attempt for feed_index, attempt in second.live.asked if feed_index in trained(second)}
 
 
 def test_a_run_without_recordings_is_not_changed_by_recording_it(tmp_path: Path) -> None:

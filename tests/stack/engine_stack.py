@@ -9,12 +9,13 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.weights.engine import call_engine
 from miles_async.types import Group, Sample
 
 
@@ -25,7 +26,7 @@ class Stack:
     engine: EngineInfo
     router_url: str
     checkpoint: Path
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
 
     def __post_init__(self) -> None:
         self.versions = count(1)
@@ -37,15 +38,30 @@ class Stack:
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, parameter.data) for name, parameter in self.model.named_parameters()]
+        """By the names of Hugging Face's files, where every expert has tensors of its own."""
+        return [named for name, parameter in self.model.named_parameters() for named in _in_files(name, parameter.data)]
 
     def error(self, sample: Sample, start: int = 0, end: int | None = None) -> float:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
+        place = sample.prompt_length + start
+        return self._error(sample.tokens, place, sample.rollout_log_probs[start:end])
+
+    def error_of(self, prompt: list[int]) -> float:
+        """The same of a short answer, asked for directly."""
+        request = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        answer = call_engine(self.engine.url, "/generate", request, timeout=20)
+        drawn = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        return self._error(prompt + answer["output_ids"], len(prompt), drawn)
+
+    def _error(self, tokens: list[int], first: int, drawn: list[float]) -> float:
         with torch.no_grad():
-            logits = self.model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
-        places = range(sample.prompt_length + start, sample.prompt_length + (end or sample.response_length))
-        expected = torch.stack([logits[place - 1, sample.tokens[place]] for place in places])
-        return float((expected - torch.tensor(sample.rollout_log_probs[start:end])).abs().max())
+            logits = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        expected = torch.stack([logits[first + i - 1, tokens[first + i]] for i in range(len(drawn))])
+        return float((expected - torch.tensor(drawn)).abs().max())
 
     def run(self, story: Callable[[SGLangFleet, SGLangGenerator], Awaitable[None]], *, limit: int = 512) -> None:
         """Tell a story with the engine admitted to the router, holding a version."""
@@ -57,7 +73,7 @@ class Stack:
                 self.router_url,
                 CheckpointTokenizer(str(self.checkpoint)),
                 sampling,
-                limit=limit,
+                limit=lambda: limit,
                 engine_urls=fleet.urls,
             )
             fleet.introduce(self.engine)
@@ -70,6 +86,18 @@ class Stack:
                 await fleet.close()
 
         asyncio.run(told())
+
+
+def _in_files(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    experts, _, joined = name.rpartition(".")
+    if not experts.endswith(".experts"):
+        return [(name, tensor)]
+    parts = ("gate_proj", "up_proj") if joined == "gate_up_proj" else (joined,)
+    return [
+        (f"{experts}.{expert}.{part}.weight", its)
+        for expert, weights in enumerate(tensor)
+        for part, its in zip(parts, weights.chunk(len(parts)), strict=True)
+    ]
 
 
 def group_of(prompt: str | list[int], samples: int = 1) -> Group:

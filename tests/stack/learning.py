@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from miles_async.adapters.megatron.learner import MegatronLearner
+from miles_async.adapters.megatron.tiny_model import byte_tokenizer
 from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import RunConfig
 from miles_async.types import Group, Sample
@@ -42,6 +45,31 @@ def uneven_groups(seed: int) -> list[Group]:
         )
         for g in range(3)
     ]
+
+
+def create_experts(path: Path, seed: int) -> Qwen3MoeForCausalLM:
+    """A tiny Qwen3-MoE, returned and as a checkpoint; of sizes that SGLang need not pad for two ranks."""
+    shape = Qwen3MoeConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(shape)
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return model
 
 
 def save_state(learner: MegatronLearner, folder: Path) -> None:

@@ -46,7 +46,6 @@ def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
         for place, sample in enumerate(group):
             sample.tokens = [1, 2, 3]
             sample.response_length = 2
-            sample.rollout_log_probs = [-0.5, -0.5]
             sample.reward = {"score": float(place), "length": 2}
             sample.loss_mask = [1] * sample.response_length
             sample.status = sample.Status.COMPLETED

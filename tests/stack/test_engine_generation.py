@@ -121,6 +121,15 @@ def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -
     serving.run(story)
 
 
+def test_a_prompt_without_tokens_never_reaches_the_engine_which_it_would_end(serving: Stack) -> None:
+    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+        with pytest.raises(BadTrajectory, match=r"sample \d+ of group .* has no tokens"):
+            await generator.generate(group_of("", samples=2))
+        await generator.generate(group_of("1+1=", samples=2))
+
+    serving.run(story)
+
+
 def test_a_new_version_leaves_requests_in_flight_alone(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         group = group_of(list(range(50)), samples=8)

@@ -1,11 +1,17 @@
-"""What a real engine says of how full it is; the controller of `--adaptive-concurrency` listens to it."""
+"""What a real engine says of itself: how full it is, for `--adaptive-concurrency`, and whether it lives."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+
+import pytest
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.weights.engine import meet
+from miles_async.errors import EngineLost
 from tests.stack.engine_stack import Stack, group_of
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
@@ -33,5 +39,24 @@ def test_an_engine_tells_how_full_its_cache_is_while_it_generates(serving: Stack
         fullest = await watch()
         await asyncio.gather(*generating)
         assert fullest > idle.kv_usage
+
+    serving.run(story)
+
+
+def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving: Stack) -> None:
+    scheduler = meet(serving.engine, timeout=5.0).ranks[0].pid
+
+    async def story(*_: object) -> None:
+        fleet = SGLangFleet(serving.router_url, health_timeout=2.0)
+        fleet.introduce(serving.engine)
+        await fleet.check("e0")
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineLost, match="it drew no token"):
+                await fleet.check("e0")
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        await fleet.check("e0")
+        await fleet.close()
 
     serving.run(story)

@@ -17,17 +17,16 @@ import pytest
 import torch
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from miles_async.adapters.megatron.batch import TrainStep, rank_shares
 from miles_async.adapters.megatron.cpu import cuda_means_cpu
 from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import byte_tokenizer, create_tiny_model
+from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from tests.stack.job import ROOT
-from tests.stack.learning import learning, save_state, uneven_groups
+from tests.stack.learning import create_experts, learning, save_state, uneven_groups
 
 RANKS = 4
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -149,28 +148,6 @@ def most_apart(found: Path, expected: Path) -> float:
     ours, theirs = load_file(found), load_file(expected)
     assert ours.keys() == theirs.keys()
     return max((tensor - theirs[name]).abs().max().item() for name, tensor in ours.items())
-
-
-def create_experts(path: Path, seed: int) -> None:
-    shape = Qwen3MoeConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    Qwen3MoeForCausalLM(shape).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 from tests.stack.learning import learning
-from workers.learner import LearnerRank
+from workers.learner import LearnerRank, weight_source
 
 SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
 BASE = {"lr": 1e-3, "num_rollout": 4, "num_steps_per_rollout": 2, "adam_beta2": 0.9, "weight_decay": 0.01}
@@ -256,3 +256,11 @@ def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads(tmp_path: Path)
     assert threads_of(learner_threads=3) == 3
     assert threads_of(learner_cpus=[core]) == 1
     assert os.sched_getaffinity(0) == {core}
+
+
+def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
+    chosen = config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0)
+    source = weight_source(chosen, [], tmp_path, rank=0, sources=1)
+    assert (source.bucket, source.everything, source.timeout) == (7, True, 3.0)
+    usual = weight_source(config(), [], tmp_path, rank=0, sources=1)
+    assert (usual.bucket, usual.everything) == (512 << 20, False)

@@ -99,9 +99,12 @@ def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) 
         n_samples_per_prompt=2,
         reward_key="score",
     )
-    batches = Batches(
-        settings, rollout_function(settings, "train.py"), flat_args(settings), Trace(), trainer_version=int
-    )
+
+    async def rate(sample: Sample) -> None:
+        sample.rollout_log_probs = [-0.5] * sample.response_length
+
+    function = rollout_function(settings, "train.py")
+    batches = Batches(settings, function, flat_args(settings), Trace(), trainer_version=int, rate=rate)
     groups = asyncio.run(batches(0, source(tmp_path)))  # type: ignore[arg-type]
     assert [[sample.scalar_reward for sample in trained] for trained in groups] == [[0.0, 1.0]] * 3
     assert [trained.feed_index for trained in groups] == ["sample_0_0", "sample_0_1", "sample_0_2"]

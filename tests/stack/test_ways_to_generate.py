@@ -85,6 +85,16 @@ def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
     assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
 
 
+def test_a_rollout_function_in_the_seeds_words_is_trained(stack: Stack) -> None:
+    """It keeps neither log-probabilities nor versions: the engines are asked for the ones, and the others are known."""
+    function = "tests.stack.seed_functions.generate_rollout"
+    run = stack.play("train.py", *SHORT, "--rollout-function-path", function, "--reward-key", "score")
+    assert [step.finite for step in run.of(StepEnded)] == [True, True]
+    assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
+    assert {age for step in run.of(StepStarted) for age in step.staleness} == {0}
+    assert run.violations == []
+
+
 def test_of_lessons_only_what_the_assistant_says_is_trained_and_no_engine_is_started(tmp_path: Path) -> None:
     lessons = tmp_path / "lessons.jsonl"
     answer = [{"role": "assistant", "content": "3"}]

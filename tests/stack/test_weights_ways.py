@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
-from miles_async.adapters.weights.engine import call_engine
 from miles_async.adapters.weights.memory import MemoryWay
 from miles_async.adapters.weights.source import Source
-from miles_async.config.schema import TinyModel
 from miles_async.errors import EngineLost, Fatal
 from tests.stack.engine_stack import Stack, group_of
+from tests.stack.learning import create_experts
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -213,14 +211,15 @@ def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(serving: Stack, 
 
 
 def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving: Stack, tmp_path: Path) -> None:
-    """Two tensor-parallel ranks with gloo between them; two sources, every way, everything compared."""
-    create_tiny_model(TinyModel(), tmp_path / "tiny", seed=2)
+    """Of a model with experts, over gloo; two sources, every way, everything compared."""
+    checkpoint = tmp_path / "experts"
+    model = create_experts(checkpoint, seed=2)
     engine = EngineServer(
-        EngineSpec(name="e1", model_path=str(tmp_path / "tiny"), log_path=tmp_path / "log", tp=2, cpus=(0, 1))
+        EngineSpec(name="e1", model_path=str(checkpoint), log_path=tmp_path / "log", tp=2, cpus=(0, 1))
     )
     try:
         info = engine.start()
-        two = Stack(info, serving.router_url, tmp_path / "tiny", serving.model)
+        two = Stack(info, serving.router_url, checkpoint, model)
         sources = [source_of(two, tmp_path / "weights", rank=rank, sources=2) for rank in range(2)]
         for version, way in enumerate(WAYS, start=1):
             two.change_weights()
@@ -228,28 +227,10 @@ def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving
                 one.stage(version, two.named_tensors())
             assert [one.write(version, "e1", way).error for one in sources] == [None, None], way
             # A prompt that was not cached under the version before.
-            assert logprob_error(two, [version, *PROMPT[:20]]) < 1e-4, way
+            assert two.error_of([version, *PROMPT[:20]]) < 1e-4, way
         with pytest.raises(EngineLost, match=r"engine e0 holds its weights in another layout than e1"):
             sources[0].meet([info, serving.engine])
         for one in sources:
             one.close()
     finally:
         engine.stop()
-
-
-def logprob_error(stack: Stack, prompt: list[int]) -> float:
-    """Of a short answer, asked for directly."""
-    request = {
-        "input_ids": prompt,
-        "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
-        "return_logprob": True,
-    }
-    answer = call_engine(stack.engine.url, "/generate", request, timeout=20)
-    tokens = prompt + answer["output_ids"]
-    with torch.no_grad():
-        logits = stack.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    drawn = answer["meta_info"]["output_token_logprobs"]
-    return max(
-        abs(float(logits[place - 1, tokens[place]]) - drawn[place - len(prompt)][0])
-        for place in range(len(prompt), len(tokens))
-    )

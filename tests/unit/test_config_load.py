@@ -123,6 +123,7 @@ def test_an_override_reaches_into_a_dict_and_leaves_the_rest_of_it(config_file):
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
         (["--lr", "fast"], "--lr: input should be a valid number"),
         (["--num-rollout", "0"], "--num-rollout: input should be greater than or equal to 1, got 0"),
+        (["--engine-health-timeout-seconds", "1"], "input should be greater than or equal to 2, got 1"),
         (["learner.lr=-1"], "learner.lr: input should be greater than 0, got -1"),
         (
             ["--weight-transfer", "pigeon"],

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.cli import parse_or_exit
-from miles_async.config.load import read_yaml
+from miles_async.config.load import load_config, read_yaml
+from miles_async.rollout.contract import flat_args
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -32,6 +33,19 @@ def test_a_shipped_configuration_passes_its_check(path, entry, gpu_machine, caps
     with pytest.raises(SystemExit) as exited:
         parse_or_exit(["--config", str(path), "--check-config", *([] if brings_data else gpu_machine)], entry)
     assert exited.value.code == 0, capsys.readouterr().err
+
+
+def test_the_tutorials_recipe_is_what_the_tutorial_trains_with(gpu_machine):
+    path = ROOT / "configs" / "tutorial-windowed-fifo.yaml"
+    args = flat_args(load_config(["--config", str(path), *gpu_machine], entry="train_async.py"))
+    assert (args.over_sampling_batch_size, args.rollout_batch_size, args.windowed_fifo_ratio) == (32, 16, 0.3)
+    assert (args.n_samples_per_prompt, args.global_batch_size, args.num_rollout, args.lr) == (8, 32, 15, 1e-6)
+    assert (args.rm_type, args.reward_key, args.rollout_max_response_len) == ("dapo", "score", 8192)
+    assert (args.input_key, args.label_key, args.apply_chat_template) == ("prompt", "label", True)
+    assert args.apply_chat_template_kwargs == {"enable_thinking": True}
+    assert (args.advantage_estimator, args.eps_clip, args.eps_clip_high) == ("grpo", 0.2, 0.28)
+    assert (args.use_dynamic_batch_size, args.max_tokens_per_gpu, args.colocate) == (True, 9216, False)
+    assert args.rollout_function_path == "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
 
 
 def test_the_qwen_script_checks_its_eight_gpus(gpu_machine, tmp_path):

@@ -131,11 +131,11 @@ def test_a_group_of_the_wrong_size_names_its_sample() -> None:
 def test_wrong_lengths_name_their_sample() -> None:
     mask, logprobs, tokens = finished(6), finished(7), finished(8)
     mask.loss_mask = [1]
-    logprobs.rollout_log_probs = []
+    logprobs.rollout_log_probs = [-0.1]
     tokens.tokens = [1]
     for sample, complaint in (
         (mask, "sample 6 with a loss_mask of 1 entries: response_length is 2"),
-        (logprobs, "sample 7 with 0 rollout_log_probs: response_length is 2"),
+        (logprobs, "sample 7 with 1 rollout_log_probs: response_length is 2"),
         (tokens, "sample 8 with 1 tokens, fewer than its response_length 2"),
     ):
         with pytest.raises(UserError, match=complaint):

@@ -16,7 +16,7 @@ from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, SampleStatus, VersionSpan
 
 ROWS = [{"prompt": f"q{i}", "label": f"a{i}", "metadata": {"level": i}} for i in range(6)]
 
@@ -30,18 +30,6 @@ def write_rows(folder: Path, rows: list[Any]) -> str:
 def open_rows(path: str, **data: Any) -> BufferedSource:
     settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
     return open_data(RunConfig.model_validate({"data": settings, "rollout": {"n_samples_per_prompt": 2}}))
-
-
-def open_gym(task: str = "chain_sum", **data: Any) -> BufferedSource:
-    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-    settings = {
-        "reasoning_gym_task": task,
-        "reasoning_gym_settings": digits,
-        "reasoning_gym_size": 2000,
-        "eval_size": 64,
-        "prompt_template": "{expression}",
-    } | data
-    return open_data(RunConfig.model_validate({"data": settings, "rollout": {"n_samples_per_prompt": 1}}))
 
 
 def prompts(groups: list[Group]) -> list[Any]:
@@ -309,6 +297,11 @@ class Template:
         return json.dumps([messages, given], sort_keys=True)
 
 
+def test_a_buffer_filter_that_nobody_would_await_is_refused(rows: str) -> None:
+    with pytest.raises(UserError, match=r"buffer_filter_path 'asyncio\.sleep' is async"):
+        open_rows(rows, buffer_filter_path="asyncio.sleep")
+
+
 def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +321,12 @@ def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     assert said == ["the chat template cannot render 'unfit': roles must alternate"]
 
 
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(Path(write_rows(tmp_path, ROWS)).read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    assert prompts(open_rows(str(path)).get_samples(2)) == ["q0", "q1"]
+
+
 def test_blank_lines_are_skipped_and_other_keys_can_be_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('\n{"q": "é", "a": 1}\n\n{"q": "last", "a": 2}')
@@ -340,61 +339,6 @@ def test_data_that_is_missing_is_one_sentence(tmp_path: Path) -> None:
         open_rows(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(UserError, match="no data: set prompt_data"):
         open_data(RunConfig())
-
-
-def test_no_held_out_question_occurs_in_training_or_warm_start() -> None:
-    source = open_gym()
-    held_out = {sample.metadata["entry"]["question"] for [sample] in source.eval_problems()}
-    fed = {sample.metadata["entry"]["question"] for [sample] in source.get_samples(2500)}
-    warm_start = {sample.metadata["entry"]["question"] for sample in islice(source.warm_start_problems(), 1000)}
-    assert len(held_out) == 64
-    assert not held_out & fed
-    assert not held_out & warm_start
-
-
-def test_holding_out_leaves_the_small_strata_to_training() -> None:
-    fed = [sample.metadata["entry"]["metadata"]["num_digits"] for [sample] in open_gym(eval_size=512).get_samples(2000)]
-    assert 0.4 < fed.count(1) / len(fed) < 0.5
-
-
-def test_held_out_problems_do_not_depend_on_the_seed_of_the_run() -> None:
-    assert prompts(open_gym().eval_problems()) == prompts(open_gym(rollout_seed=7).eval_problems())
-    assert prompts(open_gym().get_samples(9)) != prompts(open_gym(rollout_seed=7).get_samples(9))
-
-
-def test_the_template_takes_the_question_or_the_expression_after_its_last_colon() -> None:
-    group = open_gym(prompt_template="Q: {expression} {").get_samples(1)[0]
-    entry = group[0].metadata["entry"]
-    assert group[0].prompt == f"Q: {entry['metadata']['expression']} = {{"
-    assert group[0].label == entry["answer"]
-    whole = open_gym(prompt_template="{question}\n").get_samples(1)[0]
-    assert whole[0].prompt == entry["question"] + "\n"
-
-
-@pytest.mark.parametrize(
-    "data, complaint",
-    [
-        ({"task": "chain_sun"}, "'chain_sun' is unknown; did you mean chain_sum"),
-        ({"reasoning_gym_settings": {"min_term": 2}}, "do not fit chain_sum.*min_term"),
-        ({"reasoning_gym_settings": {"min_terms": 0}}, "do not fit chain_sum.*min_terms must be positive"),
-        ({"reasoning_gym_settings": {"seed": 1}}, "has seed: set rollout_seed"),
-        ({"prompt_template": "Q:"}, "names neither"),
-        (
-            {"reasoning_gym_settings": {"max_terms": 2, "max_digits": 1}},
-            "too few different questions to hold out 64: set eval_size to at most",
-        ),
-    ],
-)
-def test_a_task_that_cannot_be_had_is_one_sentence(data: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        open_gym(**data)
-
-
-def test_a_task_without_single_answers_cannot_warm_start() -> None:
-    source = open_gym("propositional_logic", reasoning_gym_settings={}, eval_size=0)
-    assert isinstance(source.get_samples(1)[0][0], Sample)
-    with pytest.raises(UserError, match="set warm_start_max_steps to 0"):
-        next(source.warm_start_problems())
 
 
 def test_chats_without_a_tokenizer_say_what_to_set(rows: str) -> None:

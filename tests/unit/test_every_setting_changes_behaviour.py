@@ -11,6 +11,7 @@ TESTS = Path(__file__).parents[1]
 BOUNDS = "unit/test_bounds.py"
 CHECKS = "unit/test_config_checks.py"
 DATA = "unit/test_datasets_source.py"
+GYM = "unit/test_datasets_gym.py"
 REWARDS = "unit/test_rewards_and_filters.py"
 BUILTIN = "unit/test_rewards_builtin.py"
 FILTERS = "unit/test_filters.py"
@@ -61,10 +62,10 @@ PROOF = {
     "apply_chat_template_kwargs": f"{DATA}::test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments",
     "disable_rollout_global_dataset": f"{DATA}::test_without_data_blank_samples_are_fed_with_rising_indices",
     "buffer_filter_path": f"{DATA}::test_the_seeds_buffer_filter_hands_out_each_group_once_though_it_removes_none",
-    "reasoning_gym_task": f"{DATA}::test_a_task_without_single_answers_cannot_warm_start",
-    "reasoning_gym_settings": f"{DATA}::test_a_task_that_cannot_be_had_is_one_sentence",
-    "reasoning_gym_size": f"{PLACE}::test_an_epoch_has_as_many_problems_as_asked_for",
-    "prompt_template": f"{DATA}::test_the_template_takes_the_question_or_the_expression_after_its_last_colon",
+    "reasoning_gym_task": f"{GYM}::test_a_task_without_single_answers_cannot_warm_start",
+    "reasoning_gym_settings": f"{GYM}::test_a_task_that_cannot_be_had_is_one_sentence",
+    "reasoning_gym_size": f"{GYM}::test_an_epoch_has_as_many_problems_as_asked_for",
+    "prompt_template": f"{GYM}::test_the_template_takes_the_question_or_the_expression_after_its_last_colon",
     "eval_size": f"{DATA}::test_held_out_rows_are_never_fed_even_where_the_file_repeats_them",
     "rollout_shuffle": f"{DATA}::test_every_epoch_has_its_own_order_and_the_seed_decides_it",
     "rollout_seed": f"{DATA}::test_every_epoch_has_its_own_order_and_the_seed_decides_it",
@@ -201,9 +202,9 @@ PROOF = {
     "seed": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # weights
     "weight_transfer": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
-    "update_weight_buffer_size": f"{PLACE}::test_weights_take_their_buffers_checks_and_patience",
-    "check_weight_update_equal": f"{PLACE}::test_weights_take_their_buffers_checks_and_patience",
-    "update_weight_timeout_seconds": f"{PLACE}::test_weights_take_their_buffers_checks_and_patience",
+    "update_weight_buffer_size": f"{LEARNER}::test_weights_take_their_buffers_checks_and_patience",
+    "check_weight_update_equal": f"{LEARNER}::test_weights_take_their_buffers_checks_and_patience",
+    "update_weight_timeout_seconds": f"{LEARNER}::test_weights_take_their_buffers_checks_and_patience",
     "pause_generation_mode": f"{PLACE}::test_engines_are_paused_in_the_mode_asked_for",
     "update_weights_interval": f"{SERVICE}::test_an_update_interval_publishes_every_so_many_batches_and_the_last",
     # engine

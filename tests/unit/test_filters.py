@@ -119,12 +119,31 @@ def test_the_reason_of_a_verdict_reaches_the_pipeline() -> None:
 
 
 def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Group]:
-    chosen = config(n_samples_per_prompt=2, **settings)
+    chosen = config(**{"n_samples_per_prompt": 2, "rollout_batch_size": 1} | settings)
 
     async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
         return groups
 
-    return asyncio.run(Batches(chosen, function, flat_args(chosen), events, trainer_version=lambda: 2)(4, None))  # type: ignore[arg-type]
+    async def rate(sample: Sample) -> None:
+        sample.rollout_log_probs = [-1.0] * sample.response_length
+
+    made = Batches(chosen, function, flat_args(chosen), events, trainer_version=lambda: 2, rate=rate)
+    return asyncio.run(made(4, None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss, rated", [("policy_loss", -1.0), ("sft_loss", 0.0)])
+def test_what_a_function_in_slimes_shape_did_not_record_is_added(mine: str, loss: str, rated: float) -> None:
+    plain = [Sample(index=place, tokens=[1, 2, 3], response_length=2, reward=1.0) for place in range(2)]
+    [trained] = batches(mine, Trace(), [plain], loss_type=loss)
+    assert [sample.rollout_log_probs for sample in trained] == [[rated, rated]] * 2
+    assert [sample.spans for sample in trained] == [[VersionSpan(2, 0, 2)]] * 2
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_batch_of_another_size_is_the_functions_error(mine: str, count: int) -> None:
+    groups = [group(0.0, 1.0) for _ in range(count)]
+    with pytest.raises(UserError, match=f"the rollout function returned {count} groups: rollout_batch_size is 1"):
+        batches(mine, Trace(), groups)
 
 
 def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(mine: str) -> None:
@@ -165,7 +184,7 @@ def test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder(mi
 def test_a_run_that_only_trains_takes_its_batches_from_disk(mine: str, tmp_path: Path, switch: dict[str, Any]) -> None:
     template = str(tmp_path / "{rollout_id}.st")
     saved = [group(0.0, 1.0), group(0.5, 1.0, first=2)]
-    batches(mine, Trace(), saved, save_debug_rollout_data=template)
+    batches(mine, Trace(), saved, save_debug_rollout_data=template, rollout_batch_size=2)
     again = {"load_debug_rollout_data": template, "rollout_batch_size": 2, **switch}
     assert batches(mine, Trace(), None, **again) == saved
     with pytest.raises(UserError, match="holds 2 groups: set rollout_batch_size to 2"):

@@ -45,7 +45,8 @@ class Script(SGLangGenerator):
     """An engine that says the lines of a script, one per turn, then `ok`; a line of None is never finished."""
 
     def __init__(self, *lines: str | None) -> None:
-        super().__init__("http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=200), limit=64, engine_urls=list)
+        sampling = SamplingParams(max_new_tokens=200)
+        super().__init__("http://127.0.0.1:1", Bytes(), sampling, limit=lambda: 64, engine_urls=list)
         self.lines = list(lines)
         self.asked: list[SamplingParams] = []
         self.rated: list[Sample] = []
@@ -225,6 +226,47 @@ def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
     tell(mine, story)
 
 
+def half_filled(sample: Sample) -> None:
+    sample.tokens = [*sample.tokens, 65, 66]
+    sample.loss_mask = [1, 0]
+
+
+def test_what_a_function_left_half_filled_is_not_taken_for_the_prompt_of_the_next_attempt() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        half_filled(sample)
+        raise KeyError("page")
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        with pytest.raises(BadTrajectory):
+            await generator.generate(group)
+        [sample] = group
+        assert (bytes(sample.tokens), sample.response_length, sample.loss_mask) == (b"Q", 0, None)
+
+    tell(mine, story)
+
+
+def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_async.rollout.generate.STOP_PATIENCE_SECONDS", 0.01)
+    reached = asyncio.Event()
+
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        half_filled(sample)
+        reached.set()
+        await asyncio.sleep(60)
+        return sample
+
+    async def story(generator: FunctionGenerator, engine: Script) -> None:
+        group = one()
+        running = asyncio.create_task(generator.generate(group))
+        await reached.wait()
+        await generator.abort()
+        await running
+        assert (bytes(group[0].tokens), group[0].status) == (b"Q", SampleStatus.ABORTED)
+
+    tell(mine, story)
+
+
 def test_columns_that_do_not_fit_are_the_users_error() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         await args.turns.sample(sample, sampling_params)
@@ -253,6 +295,22 @@ def test_a_function_in_the_seeds_shape_gets_versions_and_log_probabilities_after
         assert group.oldest_version == LIVE
 
     tell(mine, story)
+
+
+def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
+    async def story() -> None:
+        engine = SGLangGenerator(
+            "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=4, engine_urls=list
+        )
+        try:
+            with pytest.raises(BadTrajectory, match="sample 3 of group sample_0_0: its prompt has no tokens"):
+                await engine.generate(one(""))
+            with pytest.raises(BadTrajectory, match="sample 4: its tokens hold no prompt"):
+                await engine.rate(Sample(index=4, tokens=[65], response_length=1))
+        finally:
+            await engine.close()
+
+    asyncio.run(story())
 
 
 def test_an_abort_ends_the_turn_under_way_and_every_later_one() -> None:

@@ -65,6 +65,12 @@ def test_admission_names_the_limit_it_waits_for():
     assert Admission(max_in_flight=2, room=1, slots=None).blocked_by(ledger) is Blocked.ROOM
 
 
+def test_a_group_takes_its_place_when_it_is_fed_before_its_task_begins():
+    ledger = Ledger()
+    ledger.feed()
+    assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is Blocked.IN_FLIGHT
+
+
 def test_a_slot_is_held_until_the_weights_are_live():
     ledger = Ledger()
     admission = Admission(max_in_flight=5, room=5, slots=1)

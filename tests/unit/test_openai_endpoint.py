@@ -251,6 +251,7 @@ def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
         ([{"reward": 1}], "lacks 'tokens'"),
         ([{**OWN, "rollout_log_probs": []}], "0 rollout_log_probs: response_length is 2"),
         ([{**OWN, "weight_versions": []}], "weight_versions for 0 of its 2 response tokens"),
+        ([{**OWN, "metadata": [1]}], "metadata is a list, not an object"),
         ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "both parts need one at least"),
     ],
 )

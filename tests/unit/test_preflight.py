@@ -24,9 +24,10 @@ from miles_async.rollout.contract import flat_args
 from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
+from tests.unit.gym import CHAIN_SUM
 from workers.preflight import dynamic_filter, preflight, reachable_ray, rollout_function
 
-RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "eval_size": 0}
+RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
 
 
 def config(**settings: Any) -> RunConfig:
@@ -144,6 +145,14 @@ def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
     settings = config(dynamic_sampling_filter_path=f"{user_module}.broken")
     with pytest.raises(BadTrajectory, match=r"group sample_0_0: filter preflight_mine\.broken raised IndexError"):
         dynamic_filter(settings, flat_args(settings))(group(1.0))
+
+
+@pytest.mark.parametrize("kind", ["dynamic_sampling", "over_sampling", "rollout_sample"])
+def test_a_filter_that_nobody_would_await_is_refused(kind: str) -> None:
+    """A coroutine counts as true: the dynamic filter would keep every group."""
+    settings = {f"{kind}_filter_path": "asyncio.sleep", "over_sampling_batch_size": 64}
+    with pytest.raises(UserError, match=rf"{kind}_filter_path 'asyncio.sleep' is async: write it with a plain def"):
+        preflight(config(**settings), "train.py")
 
 
 def test_an_agent_port_that_is_taken_is_named_before_anything_starts() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.errors import BadTrajectory, UserError
 from miles_async.filters.dynamic_sampling import check_reward_nonzero_std
+from miles_async.rewards.grader import graded
 from miles_async.rewards.opening import open_rewarder
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
@@ -45,12 +48,6 @@ def count_fours(args: Any, sample: Sample) -> int:
 def test_exact_compares_the_stripped_response_with_the_label() -> None:
     rewarder = configured(rollout={"rm_type": "exact"})
     assert scored(rewarder, group_of(" 4\n", "44", "")) == [1.0, 0.0, 0.0]
-
-
-def test_reasoning_gym_scores_the_stripped_response_by_the_task_itself() -> None:
-    rewarder = configured(rollout={"rm_type": "reasoning_gym"}, data={"reasoning_gym_task": "chain_sum"})
-    entry = {"question": "1 + 3 =", "answer": "4", "metadata": {}}
-    assert scored(rewarder, group_of(" 4 ", "4.0", "5", metadata={"entry": entry})) == [1.0, 1.0, 0.0]
 
 
 def test_a_custom_reward_is_loaded_by_its_path() -> None:
@@ -106,6 +103,43 @@ def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseE
         scored(rewarder, group_of("4"))
     with pytest.raises(BadTrajectory, match=type(escape).__name__):
         scored(custom(leave), group_of("4"))
+
+
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_an_async_reward_that_would_end_the_process_fails_its_group_only(whole_groups: bool) -> None:
+    async def leave(args: Any, samples: Any) -> Any:
+        raise SystemExit(3)
+
+    rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=whole_groups)
+    with pytest.raises(BadTrajectory, match="raised SystemExit: 3"):
+        scored(rewarder, group_of("4"))
+
+
+def test_a_plain_reward_sees_the_context_of_its_group() -> None:
+    """A skip role finds its manager there, a log line its group."""
+    here: ContextVar[float] = ContextVar("here")
+    here.set(2.0)
+    assert scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]
+
+
+async def awaited_length(args: Any, sample: Sample) -> float:
+    return float(len(sample.response))
+
+
+@pytest.mark.parametrize(
+    "function, answer",
+    [
+        (awaited_length, {"reward": 2.0}),
+        (lambda args, sample: np.float32(0.5), {"reward": 0.5}),
+        (lambda args, sample: object(), {"error": "TypeError: float() argument must be a string or a real number"}),
+        (lambda args, sample: 1 / 0, {"error": "ZeroDivisionError: division by zero"}),
+    ],
+)
+def test_a_grader_process_answers_whatever_its_function_returns(function: Any, answer: dict[str, Any]) -> None:
+    [(key, value)] = json.loads(graded(function, None, group_of("ab")[0].to_dict())).items()
+    [(expected, start)] = answer.items()
+    assert key == expected
+    assert value == start or str(value).startswith(str(start))
 
 
 def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:

@@ -136,10 +136,20 @@ class Judge:
         self._answers = list(answers)
         self.asked: list[Any] = []
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
         status, body = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if body is None:
+            return await self._broken_off(request)
         return web.json_response(body, status=status)
+
+    async def _broken_off(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-length": "100"})
+        await response.prepare(request)
+        await response.write(b"0.")
+        assert request.transport is not None
+        request.transport.close()
+        return response
 
     def score(self, **rollout: Any) -> float:
         async def serve() -> float:
@@ -173,6 +183,12 @@ def test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after
     judge = Judge((503, "busy"), (200, 0.5))
     assert judge.score() == 0.5
     assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}] * 2
+
+
+def test_a_remote_reward_whose_answer_breaks_off_is_asked_again() -> None:
+    judge = Judge((200, None), (200, 0.5))
+    assert judge.score() == 0.5
+    assert len(judge.asked) == 2
 
 
 def test_a_remote_reward_that_refuses_is_not_asked_again() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.opening import open_data
 from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward, rank_shares
 from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.config.fields import SETTINGS
@@ -26,7 +26,7 @@ from miles_async.errors import BadTrajectory, Fatal, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
-from workers.learner import LearnerRank, weight_source
+from workers.learner import LearnerRank
 from workers.specs import (
     engine_spec,
     eval_sampling_of,
@@ -38,6 +38,7 @@ from workers.specs import (
 )
 
 LOGS = Path("/logs")
+MEETING = Rendezvous("127.0.0.1", 2, 3)
 
 
 def config(**settings: Any) -> RunConfig:
@@ -72,7 +73,7 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
 
     def command_line(**settings: Any) -> str:
-        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2, 3)) + " "
+        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, MEETING)) + " "
 
     assert f"{words} " in command_line(**setting)
     assert f"{words} " not in command_line(weight_transfer="disk")
@@ -85,24 +86,11 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
     monkeypatch.setattr(launch, "has_cuda", lambda: cuda)
 
     def dtype(**settings: Any) -> str:
-        words = launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, 2, 3)
+        words = launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, MEETING)
         return words[words.index("--dtype") + 1]
 
     assert (dtype(), dtype(precision="bf16")) == dtypes
     assert dtype(precision="bf16", sglang_server_args={"dtype": "float16"}) == "float16"
-
-
-def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
-    source = weight_source(
-        config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0),
-        [],
-        tmp_path,
-        0,
-        1,
-    )
-    assert (source.bucket, source.everything, source.timeout) == (7, True, 3.0)
-    usual = weight_source(config(), [], tmp_path, 0, 1)
-    assert (usual.bucket, usual.everything) == (512 << 20, False)
 
 
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +242,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine() -> N
             "http://127.0.0.1:1",
             Bytes(),
             sampling_of(config()),
-            limit=1,
+            limit=lambda: 1,
             engine_urls=list,
             longest_prompt=config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
         )
@@ -449,11 +437,6 @@ def test_an_estimator_that_is_not_there_is_refused() -> None:
 
 
 # --- data and pipeline ----------------------------------------------------------------------------------------------
-
-
-def test_an_epoch_has_as_many_problems_as_asked_for() -> None:
-    data = open_data(config(reasoning_gym_task="chain_sum", reasoning_gym_size=3, eval_size=0))
-    assert [group.feed_index for group in data.get_samples(5)][2:] == ["sample_0_2", "sample_1_3", "sample_1_4"]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

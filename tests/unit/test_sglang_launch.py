@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from miles_async.adapters.sglang import launch
-from miles_async.adapters.sglang.launch import EngineSpec
+from miles_async.adapters.sglang.launch import EngineSpec, Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess, cause
 from miles_async.errors import Fatal
+
+ALONE = Rendezvous("127.0.0.1", 30002, 30001)
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 
 def test_the_users_own_server_arguments_win(spec: EngineSpec, cuda: bool) -> None:
-    words = launch.command(spec, 30000, 30001, 30002)
+    words = launch.command(spec, 30000, ALONE)
     assert words[words.index("--mem-fraction-static") + 1] == "0.8"
     assert words.count("--mem-fraction-static") == 1
     assert "--disable-radix-cache" in words
@@ -53,7 +55,7 @@ def test_the_users_own_server_arguments_win(spec: EngineSpec, cuda: bool) -> Non
 
 
 def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> None:
-    words, values = launch.command(spec, 30000, 30001, 30002), launch.environment(spec)
+    words, values = launch.command(spec, 30000, ALONE), launch.environment(spec)
     assert ("torch_native" in words) is not cuda
     assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
 
@@ -67,7 +69,7 @@ def test_cores_are_shared_out_among_the_ranks(spec: EngineSpec, monkeypatch: pyt
 
 def test_the_kv_cache_holds_every_request_at_full_length(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
-    words = launch.command(spec, 30000, 30001, 30002)
+    words = launch.command(spec, 30000, ALONE)
     assert words[words.index("--max-total-tokens") + 1] == str(64 * 512)
 
 
@@ -82,16 +84,17 @@ def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_the
     spec: EngineSpec, cuda: bool
 ) -> None:
     second = replace(spec, host="10.0.0.2", nodes=2, node_rank=1, devices=(4, 5))
-    words = " ".join(launch.command(second, 30000, 30001, "10.0.0.1:30002"))
+    words = " ".join(launch.command(second, 30000, Rendezvous("10.0.0.1", 30002, 30001)))
     assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:30002" in words
+    assert "--engine-info-bootstrap-port 30001" in words
     assert "--host 10.0.0.2" in words
     assert "--nccl-port" not in words
     assert launch.environment(second)["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec, cuda: bool) -> None:
-    assert ("--enable-memory-saver" in launch.command(replace(spec, colocated=True), 1, 2, 3)) is cuda
-    assert "--enable-memory-saver" not in launch.command(spec, 1, 2, 3)
+    assert ("--enable-memory-saver" in launch.command(replace(spec, colocated=True), 1, ALONE)) is cuda
+    assert "--enable-memory-saver" not in launch.command(spec, 1, ALONE)
 
 
 def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from miles_async.config.checks import notes
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
-from miles_async.core.skip import Steps, choose_step, feed_step
+from miles_async.core.skip import Steps, choose_step, differences, feed_step
 from miles_async.errors import UserError
 from miles_async.skip import BaseSkip, SkipAction, SkipManager, SkipWorld, base, register_skip
 from miles_async.skip.identity import identity_of
@@ -187,6 +187,22 @@ def test_what_identifies_a_recording_names_its_settings(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"changed")
     after = identity_of(config("--rollout-temperature", "0.5", "--rollout-seed", "7"), str(tmp_path))
     assert {name for name in before if before[name] != after[name]} == {"model", "rollout_temperature", "rollout_seed"}
+
+
+@pytest.mark.parametrize(
+    "setting, flag, value",
+    [
+        ("rollout_top_p", "--rollout-top-p", "0.5"),
+        ("rollout_top_k", "--rollout-top-k", "5"),
+        ("rollout_stop", "--rollout-stop", "END"),
+        ("rollout_stop_token_ids", "--rollout-stop-token-ids", "7"),
+        ("rollout_skip_special_tokens", "--no-rollout-skip-special-tokens", None),
+        ("custom_generate_function_path", "--custom-generate-function-path", "my.generate"),
+    ],
+)
+def test_whatever_shapes_a_response_identifies_its_recording(setting: str, flag: str, value: str | None) -> None:
+    words = [flag] if value is None else [flag, value]
+    assert [*differences(identity_of(config()), identity_of(config(*words)))] == [setting]
 
 
 @pytest.mark.parametrize(

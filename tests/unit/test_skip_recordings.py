@@ -153,6 +153,15 @@ def test_a_full_store_refuses_and_leaves_no_trace(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
+def test_the_limit_counts_prompts_and_metadata_too(tmp_path: Path) -> None:
+    long = sample(0)
+    long.metadata = {"documents": "x" * 5_000}
+    store = RecordingStore(tmp_path, max_bytes=5_000)
+    with pytest.raises(StoreFull, match="of at most 5000"):
+        store.save(0, recording(long), IDENTITY)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_takes_no_more_is_an_error_and_leaves_no_trace(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -185,6 +194,16 @@ def test_a_replayed_group_is_as_old_as_the_recorded_one_was(live_version: int, e
 
 def test_no_replayed_token_is_older_than_the_first_version() -> None:
     assert replayed(0)[0].spans == [VersionSpan(0, 0, 2)]
+
+
+def test_what_generation_noted_of_a_sample_is_replayed_beside_what_the_data_says_now() -> None:
+    """A reward may count the calls of a tool; an answer that was corrected since counts as it is now."""
+    generated = Sample(index=8, metadata={"feed_index": "sample_0_3", "answer": "5", "tool_calls": 2})
+    group = Group([Sample(index=8, metadata={"feed_index": "sample_0_3", "answer": "4"})], feed_index="sample_0_3")
+    GroupRecord.of(Group([generated], feed_index="sample_0_3"), prompt="p", live_version=4, seconds=1).replay_into(
+        group, 4
+    )
+    assert group[0].metadata == {"feed_index": "sample_0_3", "answer": "4", "tool_calls": 2}
 
 
 def test_a_record_survives_what_later_stages_do_to_the_group() -> None:

@@ -72,6 +72,7 @@ def test_closing_hands_out_what_the_window_held_back():
     collector = WindowedFIFOCollector[int](total=4, window_size=1)
     complete(collector, 3, 2)
     assert collector.close() == [2, 3]
+    assert collector.blocked == 0
     with pytest.raises(WindowError, match="after close"):
         collector.drain()
     with pytest.raises(WindowError, match="position 0 after close"):

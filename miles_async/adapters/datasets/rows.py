@@ -7,6 +7,7 @@ row, whatever the rows hold.
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,8 +97,10 @@ class JsonlRows:
 
     def _index(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """The offset at which each line that is not blank begins."""
-        begins, offset = [np.zeros(1, np.uint64)], 0
         with self._path.open("rb") as file:
+            mark = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+            begins, offset = [np.array([mark], np.uint64)], 0
+            file.seek(0)
             while block := file.read(_BLOCK_BYTES):
                 ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
                 begins.append((ends + (offset + 1)).astype(np.uint64))

@@ -56,6 +56,8 @@ class Trajectories:
 def _check(entry: Any, place: int) -> None:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("reward"), int | float):
         raise Refused(f"sample {place} has no number as its reward")
+    if not isinstance(metadata := entry.get("metadata", {}), Mapping):
+        raise Refused(f"sample {place}: its metadata is a {type(metadata).__name__}, not an object")
     if "session" in entry:
         return
     try:

@@ -72,9 +72,7 @@ class RecordingStore:
         has no form for.
         """
         content = describe(recording)
-        size = codec.size_of(content)
-        if self._max_bytes is not None and self._bytes + size > self._max_bytes:
-            raise StoreFull(f"{self.folder} holds {self._bytes} bytes of at most {self._max_bytes}")
+        self._refuse_beyond_limit(codec.size_of(content))
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_old_drafts()
         draft = self.folder / f".draft-{step}-{uuid.uuid4().hex}"
@@ -89,6 +87,8 @@ class RecordingStore:
                 **content,
             }
             (draft / META).write_bytes(orjson.dumps(meta | {"checksum": _checksum(meta)}))
+            size = size_of(draft)
+            self._refuse_beyond_limit(size)
             for path in (draft / BATCH, draft / META, draft):
                 _sync(path)
             self._install(draft, step)
@@ -107,6 +107,10 @@ class RecordingStore:
             return Loaded(decode(path / BATCH, meta, step), meta["identity"])
         except (Damaged, OSError) as damage:
             raise Damaged(f"{path} is damaged ({damage}) and {self._set_aside(step)}") from damage
+
+    def _refuse_beyond_limit(self, size: int) -> None:
+        if self._max_bytes is not None and self._bytes + size > self._max_bytes:
+            raise StoreFull(f"{self.folder} holds {self._bytes} bytes of at most {self._max_bytes}")
 
     def _install(self, draft: Path, step: int) -> None:
         try:

@@ -40,7 +40,7 @@ class JsonClient:
             ) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineLost(f"{method} {url}: {error or type(error).__name__}") from error
+            raise EngineLost(f"{method} {url}: {str(error) or f'no answer within {within:g} s'}") from error
         if response.status >= 500 or response.status in _TRY_ELSEWHERE:
             raise EngineLost(f"{method} {url} answered {response.status}: {_start(content)}")
         if response.status >= 400:

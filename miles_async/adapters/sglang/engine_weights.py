@@ -113,8 +113,11 @@ def unpack(mask: Any, size: int) -> Any:
 
 
 def machine() -> str:
-    """Names this boot of this machine: processes that say the same can reach each other's memory."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Processes that say the same can reach each other's memory, by their numbers.
+
+    It names this boot of this machine and its process numbers: containers on one machine have each their own.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
 def allow_neighbours() -> None:

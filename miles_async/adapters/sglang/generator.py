@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.places import Places
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import EngineLost, PromptTooLong
+from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
 from miles_async.observability.events import RequestEnded
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -91,10 +91,10 @@ class _UnderWay:
 class SGLangGenerator:
     """Implements `ports.Generator`. Create it inside the running loop.
 
-    `limit` bounds the samples at the engines at once (`sglang_server_concurrency` times engines); `engine_urls` tells
-    the routed engines' own addresses, where aborts go; a prompt of more than `longest_prompt` tokens is refused;
-    `on_request` is told of every request that was answered. Engines that schedule by `priority` serve those of a lower
-    one where they keep nobody of a higher one waiting.
+    `limit` tells how many samples may be at the engines at once (`sglang_server_concurrency` times engines, which come
+    and go), `engine_urls` the routed engines' own addresses, where aborts go; a prompt of more than `longest_prompt`
+    tokens is refused; `on_request` is told of every request that was answered. Engines that schedule by `priority`
+    serve those of a lower one where they keep nobody of a higher one waiting.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SGLangGenerator:
         tokenizer: PromptTokenizer,
         sampling: SamplingParams,
         *,
-        limit: int,
+        limit: Callable[[], int],
         engine_urls: Callable[[], Sequence[str]],
         request_timeout: float = 600.0,
         longest_prompt: int | None = None,
@@ -127,11 +127,6 @@ class SGLangGenerator:
         self._under_way: dict[int, _UnderWay] = {}
         """By identity of the group: one that is sent back and admitted again may carry the same names."""
 
-    def resize(self, limit: int) -> None:
-        """So many samples may be at the engines from now on; what is there already stays."""
-        self._limit = limit
-        self._places.resize(limit)
-
     @property
     def in_flight(self) -> int:
         """Samples at the engines now."""
@@ -152,6 +147,10 @@ class SGLangGenerator:
         chosen = sampling or self.sampling
         self.tokenize(group)
         unfinished = [s for s in group if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
+        for sample in unfinished:
+            if not sample.tokens:
+                # One such request ends SGLang's scheduler, and with it whatever else the engine holds.
+                raise BadTrajectory(f"sample {sample.index} of group {group.feed_index}: its prompt has no tokens")
         under_way = self._under_way[id(group)] = _UnderWay(group.sequence)
         posts = [
             self._post(under_way, samples, chosen.body(budget))
@@ -203,8 +202,10 @@ class SGLangGenerator:
     async def rate(self, sample: Sample) -> None:
         """Set the log-probabilities of a response that somebody else sampled, as the engines' present weights see it.
 
-        Raises as `generate` does.
+        Raises as `generate` does, and BadTrajectory where no prompt stands before it.
         """
+        if not sample.prompt_length:
+            raise BadTrajectory(f"sample {sample.index}: its tokens hold no prompt; put it first, or rollout_log_probs")
         body = {
             "input_ids": sample.tokens,
             "sampling_params": {"max_new_tokens": 0},
@@ -248,8 +249,9 @@ class SGLangGenerator:
                 for sample in alike:
                     sample.status = SampleStatus.TRUNCATED
                 continue
-            for start in range(0, len(alike), self._limit):
-                yield budget, alike[start : start + self._limit]
+            at_once = self._limit()
+            for start in range(0, len(alike), at_once):
+                yield budget, alike[start : start + at_once]
 
     async def _post(self, under_way: _UnderWay, samples: list[Sample], sampling_params: dict[str, Any]) -> None:
         async with self._places.take(len(samples)) as admitted:

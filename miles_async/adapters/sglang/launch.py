@@ -70,6 +70,16 @@ class EngineInfo:
     tp: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of an engine find each other, on the node of the first."""
+
+    host: str
+    port: int
+    bootstrap_port: int
+    """Each rank tells here where its weights lie; SGLang takes it for the same on all nodes."""
+
+
 class EngineServer:
     """One SGLang server process, on loopback unless its engine spans machines."""
 
@@ -77,26 +87,27 @@ class EngineServer:
         self.spec = spec
         self._process: ServerProcess | None = None
         self._ports: list[ClaimedPort] = []
+        self._shared_ports: list[ClaimedPort] = []
+        """Those of a rendezvous that other nodes were told of."""
         self.info: EngineInfo
         """Of the server that was started last."""
 
-    def rendezvous(self) -> str:
-        """A fresh address for the servers of an engine that spans nodes; this is the first of them."""
-        self._meeting = claim_port(self.spec.host)
-        return f"{self.spec.host}:{self._meeting.number}"
+    def rendezvous(self) -> Rendezvous:
+        """A fresh one for the servers of an engine that spans nodes; this is the first of them."""
+        _release(self._shared_ports)
+        return self._rendezvous(self._shared_ports)
 
-    def start(self, rendezvous: str | None = None) -> EngineInfo:
+    def start(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
         """Start it and wait until it is healthy.
 
         Raises UserError for a model folder that is none, Fatal with the last cause in the log when it dies or is late.
         """
         _require_checkpoint(self.spec.model_path)
         for _ in range(PORT_ATTEMPTS):
-            self._release_ports()
-            self._ports = [claim_port(self.spec.host) for _ in range(3)]
-            port, bootstrap_port, rendezvous_port = (claimed.number for claimed in self._ports)
+            _release(self._ports)
+            port = self._claim(self._ports)
             url = f"http://{self.spec.host}:{port}"
-            arguments = command(self.spec, port, bootstrap_port, rendezvous or rendezvous_port)
+            arguments = command(self.spec, port, rendezvous or self._rendezvous(self._ports))
             self._process = ServerProcess(
                 f"engine {self.spec.name}", "sglang.launch_server", arguments, f"{url}/health", self.spec.log_path
             )
@@ -119,7 +130,7 @@ class EngineServer:
             return False
         return None if self.spec.node_rank else urlsplit(self._process.health_url).netloc
 
-    def restart(self, rendezvous: str | None = None) -> EngineInfo:
+    def restart(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
         """End what is left of it and start it anew, at another url. Raises as `start` does."""
         self.stop()
         return self.start(rendezvous)
@@ -128,19 +139,18 @@ class EngineServer:
         if self._process is not None:
             # Asked politely, SGLang drains for seconds what nobody waits for any more, and then kills its own children.
             self._process.stop(grace=0.0)
-        self._release_ports()
+        _release(self._ports)
 
-    def _release_ports(self) -> None:
-        while self._ports:
-            self._ports.pop().release()
+    def _rendezvous(self, ports: list[ClaimedPort]) -> Rendezvous:
+        return Rendezvous(self.spec.host, self._claim(ports), self._claim(ports))
+
+    def _claim(self, ports: list[ClaimedPort]) -> int:
+        ports.append(claim_port(self.spec.host))
+        return ports[-1].number
 
 
-def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous: int | str) -> list[str]:
-    """Arguments of `sglang.launch_server`.
-
-    `bootstrap_port` is where the addresses of the weights are told, `rendezvous` where its ranks meet: a port, or for
-    an engine that spans nodes an address.
-    """
+def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
+    """Arguments of `sglang.launch_server`."""
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
         "host": spec.host,
@@ -160,12 +170,13 @@ def command(spec: EngineSpec, port: int, bootstrap_port: int, rendezvous: int | 
         # Places of their own, so that neither waits for the other; where memory is short, evaluations make room.
         arguments |= {"enable-priority-scheduling": True, "default-priority-value": 0, "retraction-policy": "priority"}
     if spec.nodes > 1:
-        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank, "dist-init-addr": rendezvous}
+        address = f"{rendezvous.host}:{rendezvous.port}"
+        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank, "dist-init-addr": address}
     else:
-        arguments["nccl-port"] = rendezvous
+        arguments["nccl-port"] = rendezvous.port
     if spec.p2p:
         arguments["remote-instance-weight-loader-start-seed-via-transfer-engine"] = True
-        arguments["engine-info-bootstrap-port"] = bootstrap_port
+        arguments["engine-info-bootstrap-port"] = rendezvous.bootstrap_port
     if spec.colocated and has_cuda():
         arguments["enable-memory-saver"] = True
     if not has_cuda():
@@ -193,18 +204,20 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         # Longer than the router keeps an idle connection, or it sends a request into one that is being closed.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
         "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout)),
+        # Where a scheduler has died, its server would keep the requests for five seconds more, to look at the dead.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "PYTHONUNBUFFERED": "1",
     }
     if spec.devices:
         values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
     if not has_cuda():
-        cores = spec.cpus or tuple(sorted(os.sched_getaffinity(0)))
+        cores, ranks = spec.cpus or tuple(sorted(os.sched_getaffinity(0))), spec.tp // spec.nodes
         values |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "MOONCAKE_PROTOCOL": "tcp",
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(spec.tp)),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
             # More threads than free cores spin against each other and against the learner: 50 times slower was seen.
-            "OMP_NUM_THREADS": str(max(1, len(cores) // spec.tp // (1 if spec.cpus else 2))),
+            "OMP_NUM_THREADS": str(max(1, len(cores) // ranks // (1 if spec.cpus else 2))),
             "OMP_WAIT_POLICY": "PASSIVE",
         }
     return values
@@ -215,6 +228,11 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _release(ports: list[ClaimedPort]) -> None:
+    while ports:
+        ports.pop().release()
 
 
 def _flag(key: str, value: Any) -> Iterator[str]:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
 class Places:
-    """`limit` places, given out in order of arrival and several at a time, so that whole groups enter together."""
+    """`limit` places, given out in order of arrival and several at a time, so that whole groups enter together.
 
-    def __init__(self, limit: int) -> None:
+    What is taken beyond a limit that fell meanwhile is given back as it ends.
+    """
+
+    def __init__(self, limit: Callable[[], int]) -> None:
         self.limit = limit
         self._queue: deque[tuple[int, asyncio.Future[bool]]] = deque()
         self._taken = 0
         self._open = True
         self._busy = 0.0
         self._busy_since = 0.0
-
-    def resize(self, limit: int) -> None:
-        """What is taken beyond a lower limit is given back as it ends."""
-        self.limit = limit
-        self._admit()
 
     @property
     def taken(self) -> int:
@@ -75,7 +73,7 @@ class Places:
             count, turn = self._queue[0]
             if not turn.done():
                 # One that came under a higher limit than there is now enters alone.
-                if self._taken + count > self.limit and self._taken:
+                if self._taken + count > self.limit() and self._taken:
                     return
                 self._change(count)
                 turn.set_result(True)

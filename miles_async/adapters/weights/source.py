@@ -24,6 +24,9 @@ from miles_async.types import WriteOutcome
 
 SIGN_OF_LIFE_SECONDS = 5.0
 
+Layout = tuple[list[dict[str, Shape]], dict[str, str]]
+"""An engine's parameters: their shapes on each of its ranks, and their dtypes."""
+
 
 class Source:
     """Calls block; `stage` must not run beside any other, `write` may run for several engines at once.
@@ -56,6 +59,8 @@ class Source:
         }
         self._ways: dict[str, Way] = {}
         self._engines: dict[str, Engine] = {}
+        self._layout: Layout | None = None
+        """Of the engines that were met."""
         self._staging: Staging | None = None
         self._ready: dict[str, int] = {}
         """What each way has prepared, by the fill of the staging."""
@@ -64,7 +69,7 @@ class Source:
         self._preparing = Lock()
 
     def meet(self, engines: Sequence[EngineInfo]) -> None:
-        """These are the engines from now on; what is staged stays so.
+        """These are the engines from now on; what is staged stays so while their layout does.
 
         Raises EngineLost when one does not answer or holds its weights in another layout than the others, Fatal when
         it serves another model.
@@ -138,17 +143,17 @@ class Source:
         self._reached = {(way, other) for way, other in self._reached if other != name}
 
     def _fitting(self, engine: Engine) -> Engine:
-        """The engine, once it is certain that what is staged for the others fits it."""
-        shapes = [rank.shapes for rank in engine.ranks]
-        for other in self._engines.values():
-            if shapes != [rank.shapes for rank in other.ranks] or engine.ranks[0].dtypes != other.ranks[0].dtypes:
-                raise EngineLost(
-                    f"engine {engine.name} holds its weights in another layout than {other.name}; start all with the "
-                    "same model, dtype and tensor-parallel size"
-                )
-        if self._staging is None:
-            mine = share(place(self._tensors, shapes), self._rank, self._sources)
-            self._staging = Staging(mine, engine.ranks[0].dtypes)
+        """The engine, once it is certain that what is staged, for it as for the others, fits it."""
+        layout = [rank.shapes for rank in engine.ranks], engine.ranks[0].dtypes
+        if layout == self._layout:
+            return engine
+        if self._engines:
+            raise EngineLost(
+                f"engine {engine.name} holds its weights in another layout than {min(self._engines)}; start all with "
+                "the same model, dtype and tensor-parallel size"
+            )
+        mine = share(place(self._tensors, layout[0]), self._rank, self._sources)
+        self._layout, self._staging, self._ready = layout, Staging(mine, layout[1]), {}
         return engine
 
     def _answers(self, name: str) -> bool:

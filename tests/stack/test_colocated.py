@@ -1,0 +1,18 @@
+"""Engines and learner that share devices, on the real stack. Without CUDA neither has memory of a device to give up."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.observability.events import EngineChanged, StepEnded
+from tests.stack.conftest import Stack
+
+pytestmark = pytest.mark.stack
+
+
+def test_colocated_engines_come_back_with_weights_and_cache_as_they_should_be(stack: Stack) -> None:
+    run = stack.play("train.py", "--colocate", "--num-rollout", "3", "--rollout-batch-size", "8", "--eval-size", "0")
+    assert len(run.of(StepEnded)) == 3
+    assert run.violations == []
+    assert run.of(EngineChanged) == run.of(EngineChanged)[:1], "no engine was lost on the way"
+    assert max(event.metrics["logprob_gap_max"] for event in run.of(StepEnded)) < 1e-4

@@ -1,0 +1,165 @@
+"""The only engine spans two nodes: weights reach both; one of them is killed, then the router, and the run goes on.
+
+The nodes are two addresses of this machine, with a server at each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from transformers import Qwen3ForCausalLM
+
+from miles_async.adapters.ray.servers import start_engine
+from miles_async.adapters.ray.weights import RaySources
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights.channel import find_ways
+from miles_async.adapters.weights.source import Source
+from miles_async.errors import EngineLost
+from miles_async.observability.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
+from tests.stack import engine_stack
+from tests.stack.conftest import Played, Stack, settings
+from workers.engine import Engine
+from workers.specs import engine_spec
+
+NODES = ("127.0.0.2", "127.0.0.3")
+WAYS = ("memory", "p2p", "broadcast", "disk", "disk_delta")
+ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
+PROMPT = [(7 * i) % 250 for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def usual(stack: Stack) -> EngineInfo:
+    return stack.cluster.surroundings.engines[0]
+
+
+@pytest.fixture(scope="module")
+def servers(stack: Stack, usual: EngineInfo) -> Iterator[list[EngineInfo]]:
+    """The shared cluster, with such an engine in place of its own."""
+    before, logs = stack.cluster.surroundings, stack.cluster.logs / "nodes"
+    config = settings("train_async.py", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2")
+    specs = [
+        engine_spec(config, "engine-0", before.checkpoint, logs, host=host, nodes=len(NODES), node_rank=rank)
+        for rank, host in enumerate(NODES)
+    ]
+    parts = [ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(spec) for spec in specs]
+    sources = RaySources(before.learner_ranks)
+    try:
+        first = stack.do(start_engine(parts))
+        stack.do(withdrawn(before.router_url, usual))
+        ways = stack.do(find_ways(sources, "p2p", [first]))
+        stack.cluster.surroundings = replace(
+            before, engines=[first], engine_actors={"engine-0": parts}, weight_ways=ways
+        )
+        yield ray.get([part.info.remote() for part in parts])
+        stack.do(withdrawn(before.router_url, stack.cluster.surroundings.engines[0]))
+    finally:
+        ray.get([part.stop.remote() for part in parts])
+        stack.cluster.surroundings = before
+        stack.do(sources.meet([usual]))
+
+
+async def withdrawn(router_url: str, engine: EngineInfo) -> None:
+    """The router outlives the runs that told it of their engines."""
+    fleet = SGLangFleet(router_url)
+    fleet.introduce(engine)
+    await fleet.admit(engine.name)
+    await fleet.fence(engine.name, "another one serves")
+    await fleet.close()
+
+
+def test_each_node_gets_its_part_from_each_source_by_every_way(
+    stack: Stack, usual: EngineInfo, servers: list[EngineInfo], tmp_path: Path
+) -> None:
+    """Two sources, and everything compared."""
+    checkpoint = stack.cluster.surroundings.checkpoint
+    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    engine = engine_stack.Stack(servers[0], "", Path(checkpoint), model)
+    named = [(name, tuple(tensor.shape)) for name, tensor in engine.named_tensors()]
+    sources = [Source(named, tmp_path, rank=rank, sources=2, everything=True, timeout=20.0) for rank in range(2)]
+    for source in sources:
+        source.meet([engine.engine])
+    for version, way in enumerate(WAYS, start=1):
+        engine.change_weights()
+        for source in sources:
+            source.stage(version, engine.named_tensors())
+        assert [source.write(version, "engine-0", way).error for source in sources] == [None, None], way
+        # A prompt that was not cached under the version before.
+        assert engine.error_of([version, *PROMPT]) < 1e-4, way
+    with pytest.raises(EngineLost, match=r"engine other holds its weights in another layout than engine-0"):
+        sources[0].meet([servers[0], replace(usual, name="other")])
+    for source in sources:
+        source.close()
+
+
+@pytest.fixture(scope="module")
+def killed(stack: Stack, servers: list[EngineInfo]) -> Played:
+    """In turns, so that the step's weights are those that sampled."""
+    router = ray.get(stack.cluster.surroundings.router_actor.pid.remote())
+    kills = iter([(NODE_KILLED, servers[1].pid), (ROUTER_KILLED, router)])
+    sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--eval-size", "0")
+    return stack.play("train.py", *sizes, watch=Killer(kills).watch)
+
+
+class Killer:
+    """Kills process groups, each when the first group of its rollout has gone to the engines."""
+
+    def __init__(self, kills: Iterator[tuple[int, int]]) -> None:
+        self._kills = kills
+        self._next = next(kills, None)
+        self._steps = 0
+
+    def watch(self, event: Event) -> None:
+        self._steps += isinstance(event, StepEnded)
+        at_the_engines = isinstance(event, GroupMoved) and event.after == "in_flight"
+        if self._next is not None and at_the_engines and self._steps == self._next[0]:
+            os.killpg(self._next[1], signal.SIGKILL)
+            self._next = next(self._kills, None)
+
+
+def test_every_batch_is_trained_and_no_group_is_lost(killed: Played) -> None:
+    assert [event.rollout for event in killed.of(StepEnded)] == list(range(ROLLOUTS))
+    assert killed.violations == []
+    moves = killed.of(GroupMoved)
+    lost = {event.feed_index for event in moves if event.reason == "engine_lost"}
+    assert lost, "nothing was in flight when the node was killed"
+    assert lost <= {event.feed_index for event in moves if event.after == "published"}
+    assert not (killed.folder.path / "dead_letters.jsonl").exists()
+
+
+def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
+    killed: Played, stack: Stack, servers: list[EngineInfo]
+) -> None:
+    changes = [(event.state, event.version) for event in killed.of(EngineChanged)]
+    assert changes == [("routed", None), ("fenced", NODE_KILLED), ("routed", NODE_KILLED)]
+    [parts] = stack.cluster.surroundings.engine_actors.values()
+    now = ray.get([part.info.remote() for part in parts])
+    assert all(after.pid != before.pid for before, after in zip(servers, now, strict=True))
+
+
+def test_requests_go_to_the_first_node_alone(killed: Played, stack: Stack) -> None:
+    [engine] = stack.cluster.surroundings.engines
+    with urllib.request.urlopen(f"{stack.cluster.surroundings.router_url}/workers") as answer:
+        assert [worker["url"] for worker in json.load(answer)["workers"]] == [engine.url]
+    assert engine.url.startswith(f"http://{NODES[0]}:")
+
+
+def test_every_token_was_drawn_from_the_weights_that_it_names(killed: Played) -> None:
+    """The weights of the engine's start are others: a step at `lr` moves log-probabilities by more than this."""
+    assert all(event.metrics["grad_norm"] > 0 for event in killed.of(StepEnded))
+    assert max(event.metrics["logprob_gap_max"] for event in killed.of(StepEnded)) < 1e-4
+
+
+def test_generation_goes_on_as_soon_as_the_engine_is_back(killed: Played) -> None:
+    fenced, back = [event.time for event in killed.of(EngineChanged)][1:]
+    after = next(event for event in killed.of(GroupGenerated) if event.time > fenced)
+    assert after.time - back < 10

@@ -1,0 +1,22 @@
+"""Sums by reasoning-gym, whose import takes a second: test files that name this module share a process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.config.schema import RunConfig
+
+CHAIN_SUM = {"reasoning_gym_task": "chain_sum"}
+
+
+def open_gym(**data: Any) -> BufferedSource:
+    """Short sums, unless `data` says otherwise."""
+    settings = CHAIN_SUM | {
+        "reasoning_gym_settings": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+        "reasoning_gym_size": 2000,
+        "eval_size": 64,
+        "prompt_template": "{expression}",
+    }
+    return open_data(RunConfig.model_validate({"data": settings | data, "rollout": {"n_samples_per_prompt": 1}}))
