@@ -42,7 +42,7 @@ install_libibverbs() {
         echo "Installing Debian's libibverbs1"
         { $as_root apt-get update -qq && $as_root $command -qq; } >/dev/null 2>&1 && return
     fi
-    echo "libibverbs1 is missing, so weights travel by broadcast instead of P2P. To install it: sudo $command" >&2
+    echo "libibverbs1 is missing, so weights travel another way than P2P (by memory or broadcast). To install it: sudo $command" >&2
 }
 
 # `make monitoring` and its tests. The package is unpacked into .venv: installing it would start a server that listens.

@@ -26,6 +26,7 @@ import structlog
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from miles_async.adapters.ray.deaths import death_of
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -106,20 +107,25 @@ class Cluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ours = [process for daemon in self._daemons for process in (daemon, *daemon.children(recursive=True))]
-        # Servers first: an actor that is killed cannot say goodbye to its server, only take it along.
-        with suppress(TimeoutError):
-            servers = [part for parts in self._engine_actors.values() for part in parts]
-            servers += [self._router_actor] if self._router_actor else []
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
-        for placement in self._placements:
-            placement.give_back()
-        ray.shutdown()
-        # Ray does not wait for its workers; a busy one lives on for a while.
-        for process in psutil.wait_procs(ours, GOODBYE_SECONDS)[1]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        ours: list[psutil.Process] = []
+        for daemon in self._daemons:
+            with suppress(psutil.NoSuchProcess):  # one that died may be what ends the run
+                ours += [daemon, *daemon.children(recursive=True)]
+        try:
+            # Servers first: an actor that is killed cannot say goodbye to its server, only take it along.
+            with suppress(TimeoutError):
+                servers = [part for parts in self._engine_actors.values() for part in parts]
+                servers += [self._router_actor] if self._router_actor else []
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
+        finally:  # whoever presses Ctrl-C meanwhile skips the goodbyes only
+            for placement in self._placements:
+                placement.give_back()
+            ray.shutdown()
+            # Ray does not wait for its workers; a busy one lives on for a while.
+            for process in psutil.wait_procs(ours, GOODBYE_SECONDS)[1]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     async def start(self, lessons: Lessons) -> ClusterReady:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
@@ -323,7 +329,7 @@ async def _outcome(call: Any) -> Any:
             raise error.cause from None
         raise Fatal(f"{type(error.cause).__name__}: {error.cause}") from error
     except RayActorError as error:
-        raise Fatal(f"a process of the run died: {str(error).splitlines()[0]}") from error
+        raise Fatal(death_of(error)) from error
 
 
 async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:

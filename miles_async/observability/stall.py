@@ -96,7 +96,7 @@ class StallReport:
         facts: dict[str, Any] = {
             "trainer": self._doing,
             "publishing_version": self._publishing,
-            "groups": {state: count for state, count in self._counts.items() if count},
+            "groups": {str(state): count for state, count in self._counts.items() if count},
             "requests_in_flight": self._requests,
             "silent": {process: f"{seconds:.0f}s" for process, seconds in self._silent.items()} or "none",
             "engines": self._engines,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import Observability, RunConfig
+from miles_async.core.ledger import State
 from miles_async.core.stall import StallClock, dumps_stacks
 from miles_async.observability.events import ClusterReady, EngineChanged, GroupMoved, Pulse, Silent, TrainerTurned
 from miles_async.observability.run_folder import RunFolder
@@ -73,14 +74,14 @@ def test_the_report_says_where_everything_stands() -> None:
     for event in (
         READY,
         EngineChanged(time=101.0, engine="engine-0", state="routed", version=2, reason=None),
-        GroupMoved(time=102.0, counts={"in_flight": 4, "queued": 2, "leased": 0}, **moved),  # type: ignore[arg-type]
+        GroupMoved(time=102.0, counts={State.IN_FLIGHT: 4, State.QUEUED: 2, State.LEASED: 0}, **moved),  # type: ignore[arg-type]
         TrainerTurned(time=103.0, to="batch"),
         PULSE,
         Silent(time=111.0, process="engine-0", seconds=6.0),
     ):
         report.observe(event)
     facts = report.facts()
-    assert facts["groups"] == {"in_flight": 4, "queued": 2}
+    assert repr(facts["groups"]) == "{'in_flight': 4, 'queued': 2}", "as it stands on the terminal"
     assert (facts["head"], facts["head_state"], facts["head_age"]) == (7, "in_flight", "10s")
     assert (facts["oldest_request"], facts["oldest_request_engine"]) == ("group 7, 9s", "engine-0")
     assert facts["engines"] == {"engine-0": {"state": "routed", "version": 2}}

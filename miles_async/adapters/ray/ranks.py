@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
+from miles_async.adapters.ray.deaths import death_of
 from miles_async.errors import Fatal, MilesError
 
 Rank = Any
@@ -25,11 +26,5 @@ async def of_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
         if isinstance(error.cause, MilesError):
             raise error.cause from None
         raise Fatal(f"a learner rank failed: {type(error.cause).__name__}: {error.cause}") from error
-    except RayError as error:
-        raise Fatal(f"a learner rank failed: {_last_line(error)}") from error
-
-
-def _last_line(error: RayError) -> str:
-    """Ray says at the end how a process died."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+    except RayActorError as error:
+        raise Fatal(death_of(error)) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from miles_async.adapters.ray.deaths import death_of
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import EngineLost
 
@@ -57,4 +58,4 @@ class RayServers:
         except RayTaskError as error:
             raise EngineLost(" ".join(str(error.cause).split())) from error
         except RayActorError as error:
-            raise EngineLost(f"the process that owns {what} died: {str(error).splitlines()[0]}") from error
+            raise EngineLost(death_of(error)) from error

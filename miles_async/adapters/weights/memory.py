@@ -41,7 +41,7 @@ class MemoryWay:
     def connect(self, engine: Engine) -> None:
         for rank in engine.ranks:
             if rank.machine != machine():
-                raise EngineLost(f"engine {engine.name} is on another machine")
+                raise EngineLost("it is on another machine")
             if any(region.device != "cpu" for region in rank.regions.values()):
                 raise EngineLost(f"the weights of engine {engine.name} are not in main memory")
 
