@@ -11,30 +11,24 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import ray
-import torch
-from transformers import Qwen3ForCausalLM
 
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.channel import find_ways
-from miles_async.adapters.weights.source import Source
-from miles_async.errors import EngineLost
 from miles_async.observability.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
-from tests.stack import engine_stack
 from tests.stack.conftest import Played, Stack, settings
 from workers.engine import Engine
 from workers.specs import engine_spec
 
 NODES = ("127.0.0.2", "127.0.0.3")
-WAYS = ("p2p", "broadcast", "disk")
+WAYS = ("disk", "broadcast", "p2p")
+"""That reach both nodes; the run takes the last."""
 ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
-PROMPT = [(7 * i) % 250 for i in range(20)]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +50,9 @@ def servers(stack: Stack, usual: EngineInfo) -> Iterator[list[EngineInfo]]:
     try:
         first = stack.do(start_engine(parts))
         stack.do(withdrawn(before.router_url, usual))
-        ways = stack.do(find_ways(sources, "p2p", [first]))
+        ways = [stack.do(find_ways(sources, way, [first])) for way in WAYS]
         stack.cluster.surroundings = replace(
-            before, engines=[first], engine_actors={"engine-0": parts}, weight_ways=ways
+            before, engines=[first], engine_actors={"engine-0": parts}, weight_ways=ways[-1]
         )
         yield ray.get([part.info.remote() for part in parts])
         stack.do(withdrawn(before.router_url, stack.cluster.surroundings.engines[0]))
@@ -75,26 +69,6 @@ async def withdrawn(router_url: str, engine: EngineInfo) -> None:
     await fleet.admit(engine.name)
     await fleet.fence(engine.name, "another one serves")
     await fleet.close()
-
-
-def test_each_node_gets_its_part_by_every_way(
-    stack: Stack, usual: EngineInfo, servers: list[EngineInfo], tmp_path: Path
-) -> None:
-    checkpoint = stack.cluster.surroundings.checkpoint
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    engine = engine_stack.Stack(servers[0], "", Path(checkpoint), model)
-    named = [(name, tuple(tensor.shape)) for name, tensor in engine.named_tensors()]
-    source = Source(named, tmp_path, everything=True, timeout=20.0)
-    source.meet([engine.engine])
-    for version, way in enumerate(WAYS, start=1):
-        engine.change_weights()
-        source.stage(version, engine.named_tensors())
-        assert source.write(version, "engine-0", way).error is None, way
-        # A prompt that was not cached under the version before.
-        assert engine.error_of([version, *PROMPT]) < 1e-4, way
-    with pytest.raises(EngineLost, match=r"engine other holds its weights in another layout than engine-0"):
-        source.meet([servers[0], replace(usual, name="other")])
-    source.close()
 
 
 @pytest.fixture(scope="module")

@@ -208,6 +208,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout)),
         # Where a scheduler has died, its server would keep the requests for five seconds more, to look at the dead.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
         "PYTHONUNBUFFERED": "1",
     }
     if spec.devices:
