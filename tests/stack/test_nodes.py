@@ -32,14 +32,10 @@ ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
 
 
 @pytest.fixture(scope="module")
-def usual(stack: Stack) -> EngineInfo:
-    return stack.cluster.surroundings.engines[0]
-
-
-@pytest.fixture(scope="module")
-def servers(stack: Stack, usual: EngineInfo) -> Iterator[list[EngineInfo]]:
+def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
     """The shared cluster, with such an engine in place of its own."""
     before, logs = stack.cluster.surroundings, stack.cluster.logs / "nodes"
+    [usual] = before.engines
     config = settings("train_async.py", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2")
     specs = [
         engine_spec(config, "engine-0", before.checkpoint, logs, host=host, nodes=len(NODES), node_rank=rank)
