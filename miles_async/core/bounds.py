@@ -58,7 +58,7 @@ class Bounds:
         queue_capacity: int = 1000,
         schedule: Schedule = Schedule.FULLY_ASYNC,
     ) -> Bounds:
-        """The bounds of the given settings, which may still contradict each other: `config/checks.py` judges them.
+        """The bounds of the given settings, which may still contradict each other: `config/checks` judges them.
 
         Without a ratio collection is as greedy as the limit allows: W = N, cut where N would leave fewer slots than P.
         """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from threading import Lock
 
 from miles_async.core.ledger import LIVE, Ledger, State, Transition
-from miles_async.errors import LedgerError
+from miles_async.errors import LedgerError, UserError
 from miles_async.observability.events import EventSink, GroupFiltered, GroupMoved
 from miles_async.pipeline.signal import Changed
 from miles_async.ports import Clock
@@ -59,10 +59,6 @@ class Books:
         for group in groups:
             self._lent.pop(Group.of(group).feed_index, None)
 
-    def settled(self) -> None:
-        """The rollout function has returned: what it took and did not return, it did away with."""
-        self._lent.clear()
-
     def state(self, group: Group) -> State | None:
         return self.ledger.state(sequence_of(group))
 
@@ -81,6 +77,27 @@ class Books:
         self.feed(group)
         for state in (State.IN_FLIGHT, State.FINISHED, State.QUEUED, State.LEASED):
             self.advance([group], state)
+
+    def take_over(self, groups: Sequence[Group], before: Sequence[Group]) -> None:
+        """Account for what a rollout function returned, since when `before` were leased.
+
+        Groups that it made itself are entered. What it took out of the data, or collected, and did not return, it did
+        away with. Raises UserError for a group that it returned a second time.
+        """
+        returned: set[int] = set()
+        for group in groups:
+            if group.sequence is None:
+                self.adopt(group)
+            elif id(group) in returned or self.state(group) is not State.LEASED:
+                raise UserError(
+                    f"the rollout function returned group {group.feed_index} a second time: each group trains once"
+                )
+            returned.add(id(group))
+        kept = returned.union(map(id, before))
+        for group in self.leased:
+            if id(group) not in kept:
+                self.filtered(group, "rollout_function")
+        self._lent.clear()
 
     def advance(self, groups: Iterable[Group], state: State) -> None:
         for group in groups:

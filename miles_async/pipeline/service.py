@@ -28,12 +28,9 @@ Three cadences share this file, and differ in when a rollout starts and when its
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from math import isfinite
 
 from miles_async.config.derived import checkpoint_due
 from miles_async.config.schema import RunConfig
@@ -41,10 +38,8 @@ from miles_async.core.admission import Admission
 from miles_async.core.bounds import Bounds
 from miles_async.core.concurrency import AdaptiveConcurrency
 from miles_async.core.head import HeadAction, HeadPolicy
-from miles_async.core.ledger import State
-from miles_async.core.staleness import StalenessGate, staleness
-from miles_async.errors import Fatal, UserError
-from miles_async.observability.events import EventSink, StepEnded, StepStarted, TrainerTurned
+from miles_async.core.staleness import StalenessGate
+from miles_async.observability.events import EventSink, TrainerTurned
 from miles_async.observability.samples import Shown
 from miles_async.pipeline.books import Books
 from miles_async.pipeline.crew import Crew
@@ -57,6 +52,7 @@ from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.repair import Repair
 from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.training import Training
 from miles_async.pipeline.watch import Watch
 from miles_async.ports import (
     Clock,
@@ -68,7 +64,7 @@ from miles_async.ports import (
     Rewarder,
     WeightChannel,
 )
-from miles_async.types import DropReason, Group, Sample, Verdict
+from miles_async.types import Group, Verdict
 
 RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]
 """`(rollout_id, source) -> groups`: a user's or a shipped rollout function, its arguments bound."""
@@ -115,14 +111,13 @@ class Service:
         self._gate = StalenessGate(config.rollout.max_weight_staleness)
         self._crew: Crew
         self._stopping = asyncio.Event()
-        self._not_finite: list[list[Group]] = []
-        """Batches in a row whose loss or gradient was not finite."""
         self._evaluating = asyncio.Lock()
         self._checkpoint_written: asyncio.Task[None] | None = None
         """The newest checkpoint, while it is written and after."""
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
         self.books = Books(ports.clock, ports.events)
+        self._training = Training(self.books, ports.learner, ports.dead_letters, config)
         self._adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
         recycler = Recycler(self.books, ports.data, ports.dead_letters, config.rollout.max_attempts)
         self._producer = Producer(
@@ -238,7 +233,8 @@ class Service:
                 batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
             await self._devices_to_learner()
             self._turn_to("step")
-            await self._step(rollout_id, groups)
+            if await self._training.step(rollout_id, groups):
+                self._trained += groups
             due = (rollout_id + 1) % interval == 0 or rollout_id == last
             # After steps that were not finite alone there are no new weights, and so no new version.
             if due and self._trained:
@@ -327,61 +323,6 @@ class Service:
                 scores = await self._evaluator.evaluate(rollout_id)
             self._evaluator.report(rollout_id, scores, self._ports.clock.now() - started)
 
-    async def _step(self, rollout_id: int, groups: list[Group]) -> None:
-        """The optimizer steps of one batch."""
-        version = self.books.trainer_version
-        ages = [staleness(group.oldest_version, version) for group in groups]
-        if self._gate.limit is not None and max(ages) > self._gate.limit:
-            raise Fatal(
-                f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug"
-            )
-        if self._config.rollout.shuffle_rewards:
-            shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
-        samples = [sample for group in groups for sample in group]
-        self._ports.events.emit(
-            StepStarted(
-                time=self._ports.clock.now(),
-                rollout=rollout_id,
-                version=version,
-                staleness=ages,
-                groups=[group.sequence or 0 for group in groups],
-            )
-        )
-        report = await self._ports.learner.train(rollout_id, groups)
-        self.books.progressed()
-        self._ports.events.emit(
-            StepEnded(
-                time=self._ports.clock.now(),
-                rollout=rollout_id,
-                started=report.started,
-                ended=report.ended,
-                tokens=report.tokens,
-                finite=report.finite,
-                reward=mean_reward(samples),
-                response_length=sum(sample.response_length for sample in samples) / len(samples),
-                metrics=finite(dict(report.metrics) | noted(samples)),
-            )
-        )
-        if report.finite:
-            self.books.advance(groups, State.TRAINED)
-            self._trained += groups
-            self._not_finite = []
-        else:
-            self._skip(rollout_id, groups)
-
-    def _skip(self, rollout_id: int, groups: list[Group]) -> None:
-        """What was not finite is not in the weights. Raises Fatal when it happens again and again."""
-        for group in groups:
-            self.books.drop(group, DropReason.NONFINITE)
-        self._not_finite.append(groups)
-        times = len(self._not_finite)
-        if times < self._config.learner.max_nonfinite_batches:
-            return
-        sentence = f"loss or gradient was not finite in {times} batches in a row, up to rollout {rollout_id}"
-        for group in chain.from_iterable(self._not_finite):
-            self._ports.dead_letters.bury(group, DropReason.NONFINITE, sentence)
-        raise Fatal(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
-
     async def _only_fresh(self, rollout_id: int, groups: list[Group]) -> list[Group]:
         """The batch with what grew too old since its drain recycled and replaced: topped up, never shrunk."""
         while missing := len(groups) - len(fresh := self._drain.refuse_stale(groups)):
@@ -392,22 +333,9 @@ class Service:
         return groups
 
     async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
-        known = {id(group) for group in self.books.leased}
+        before = self.books.leased
         groups = await rollout(rollout_id, self._source)
-        returned: set[int] = set()
-        for group in groups:
-            if group.sequence is None:
-                self.books.adopt(group)
-            elif id(group) in returned or self.books.state(group) is not State.LEASED:
-                raise UserError(
-                    f"the rollout function returned group {group.feed_index} a second time: each group trains once"
-                )
-            returned.add(id(group))
-        for group in self.books.leased:
-            if id(group) not in known and id(group) not in returned:
-                # The function collected it and did away with it: its slot is free again.
-                self.books.filtered(group, "rollout_function")
-        self.books.settled()
+        self.books.take_over(groups, before)
         return groups
 
     async def _unless_stopped(self, batch: asyncio.Task[list[Group]]) -> list[Group] | None:
@@ -418,32 +346,3 @@ class Service:
         finally:
             stopping.cancel()
         return None if self.stopped else await batch
-
-
-def mean_reward(samples: Sequence[Sample]) -> float:
-    """Over the samples whose reward is finite; 0 where there is none."""
-    rewards = [reward for sample in samples if isfinite(reward := sample.scalar_reward)]
-    return sum(rewards) / max(len(rewards), 1)
-
-
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what is NaN or infinite: JSON, in which events are kept, has no word for it."""
-    return {name: value for name, value in metrics.items() if isfinite(value)}
-
-
-def noted(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of what reward or rollout functions note of every sample in its metadata (slime's names)."""
-    return {
-        name: sum(float(sample.metadata[name]) for sample in samples) / len(samples)
-        for name in ("raw_reward", "round_number")
-        if all(name in sample.metadata for sample in samples)
-    }
-
-
-def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
-    """Permute the rewards between all samples of a batch: the control in which there is nothing to learn."""
-    samples = [sample for group in groups for sample in group]
-    rewards = [sample.reward for sample in samples]
-    random.Random(seed).shuffle(rewards)
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward

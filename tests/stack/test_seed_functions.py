@@ -19,7 +19,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.core.bounds import Schedule
 from miles_async.core.loading import load_function
 from miles_async.errors import UserError
-from miles_async.pipeline.service import noted
+from miles_async.pipeline.training import noted
 from miles_async.rewards.opening import open_rewarder
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample

@@ -22,7 +22,7 @@ from miles_async.filters.dynamic_sampling import check_no_aborted, check_no_trun
 from miles_async.filters.over_sampling import sort_by_reward_std
 from miles_async.filters.samples import mask_truncated
 from miles_async.observability.events import SamplesRemoved
-from miles_async.pipeline.service import noted
+from miles_async.pipeline.training import noted
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.sim.world import Trace

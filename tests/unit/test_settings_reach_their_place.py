@@ -101,7 +101,8 @@ def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.
     assert engine_spec(config(), "e", checkpoint, LOGS).cpus is None
 
 
-def test_an_engine_gets_its_own_environment_and_it_wins(checkpoint: str) -> None:
+def test_an_engine_gets_its_own_environment_and_it_wins(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
     own = {"SGLANG_TIMEOUT_KEEP_ALIVE": "5", "NVTE_DEBUG": "1"}
     ours = launch.environment(engine_spec(config(), "e", checkpoint, LOGS))
     assert launch.environment(engine_spec(config(engine_env_vars=own), "e", checkpoint, LOGS)) == {**ours, **own}

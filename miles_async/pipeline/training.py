@@ -1,0 +1,114 @@
+"""One batch through the learner: what is told of it, and what becomes of it where it was not finite."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import isfinite
+
+from miles_async.config.schema import RunConfig
+from miles_async.core.ledger import State
+from miles_async.core.staleness import staleness
+from miles_async.errors import Fatal
+from miles_async.observability.events import StepEnded, StepStarted
+from miles_async.pipeline.books import Books
+from miles_async.ports import DeadLetters, Learner
+from miles_async.types import DropReason, Group, Sample
+
+
+class Training:
+    def __init__(self, books: Books, learner: Learner, dead_letters: DeadLetters, config: RunConfig) -> None:
+        self._books = books
+        self._learner = learner
+        self._dead_letters = dead_letters
+        self._config = config
+        self._not_finite: list[list[Group]] = []
+        """Batches in a row whose loss or gradient was not finite."""
+
+    async def step(self, rollout_id: int, groups: list[Group]) -> bool:
+        """The optimizer steps of one batch; whether it is in the weights.
+
+        Raises Fatal where batches are not finite again and again.
+        """
+        books = self._books
+        version, limit = books.trainer_version, self._config.rollout.max_weight_staleness
+        ages = [staleness(group.oldest_version, version) for group in groups]
+        if limit is not None and max(ages) > limit:
+            raise Fatal(
+                f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug"
+            )
+        if self._config.rollout.shuffle_rewards:
+            shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
+        samples = [sample for group in groups for sample in group]
+        books.events.emit(
+            StepStarted(
+                time=books.clock.now(),
+                rollout=rollout_id,
+                version=version,
+                staleness=ages,
+                groups=[group.sequence or 0 for group in groups],
+            )
+        )
+        report = await self._learner.train(rollout_id, groups)
+        books.progressed()
+        books.events.emit(
+            StepEnded(
+                time=books.clock.now(),
+                rollout=rollout_id,
+                started=report.started,
+                ended=report.ended,
+                tokens=report.tokens,
+                finite=report.finite,
+                reward=mean_reward(samples),
+                response_length=sum(sample.response_length for sample in samples) / len(samples),
+                metrics=told({**report.metrics, **noted(samples)}),
+            )
+        )
+        if report.finite:
+            books.advance(groups, State.TRAINED)
+            self._not_finite = []
+        else:
+            self._skip(rollout_id, groups)
+        return report.finite
+
+    def _skip(self, rollout_id: int, groups: list[Group]) -> None:
+        for group in groups:
+            self._books.drop(group, DropReason.NONFINITE)
+        self._not_finite.append(groups)
+        times = len(self._not_finite)
+        if times < self._config.learner.max_nonfinite_batches:
+            return
+        sentence = f"loss or gradient was not finite in {times} batches in a row, up to rollout {rollout_id}"
+        for group in chain.from_iterable(self._not_finite):
+            self._dead_letters.bury(group, DropReason.NONFINITE, sentence)
+        raise Fatal(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
+
+
+def mean_reward(samples: Sequence[Sample]) -> float:
+    """Over the samples whose reward is finite; 0 where there is none."""
+    rewards = [reward for sample in samples if isfinite(reward := sample.scalar_reward)]
+    return sum(rewards) / max(len(rewards), 1)
+
+
+def told(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what is NaN or infinite: JSON, in which events are kept, has no word for it."""
+    return {name: value for name, value in metrics.items() if isfinite(value)}
+
+
+def noted(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means of what reward or rollout functions note of every sample in its metadata (slime's names)."""
+    return {
+        name: sum(float(sample.metadata[name]) for sample in samples) / len(samples)
+        for name in ("raw_reward", "round_number")
+        if all(name in sample.metadata for sample in samples)
+    }
+
+
+def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
+    """Permute the rewards between all samples of a batch: the control in which there is nothing to learn."""
+    samples = [sample for group in groups for sample in group]
+    rewards = [sample.reward for sample in samples]
+    random.Random(seed).shuffle(rewards)
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
