@@ -17,6 +17,7 @@ from miles_async.observability.events import (
     DataSkipped,
     EngineChanged,
     Event,
+    RouterChanged,
     RunEnded,
     Stalled,
     WriteFailed,
@@ -129,6 +130,9 @@ class Onlookers:
         if isinstance(event, EngineChanged):
             tell = log.info if event.state == "routed" else log.warning
             tell(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
+        if isinstance(event, RouterChanged):
+            tell = log.info if event.up else log.warning
+            tell(f"router {'answers' if event.up else 'does not answer'}", engines=event.engines, healthy=event.healthy)
         if isinstance(event, RunEnded):
             self._write_summary()
             self._report(event.time)

@@ -28,6 +28,7 @@ from miles_async.observability.events import (
     GroupMoved,
     PublishEnded,
     Queue,
+    RouterChanged,
     RunEnded,
     RunStarted,
     Stalled,
@@ -359,6 +360,16 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
         onlookers.emit(*WHOLE_RUN)
     assert folder.summary.exists()
     assert "no report" in "".join(capsys.readouterr())
+
+
+def test_a_router_that_died_and_came_back_is_told_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Onlookers(config_in(tmp_path), RunFolder.create(config_in(tmp_path))) as onlookers:
+        onlookers.emit(RouterChanged(time=101.0, up=False, engines=0, healthy=0))
+        onlookers.emit(RouterChanged(time=102.0, up=True, engines=2, healthy=1))
+    told = "".join(capsys.readouterr())
+    assert told.index("router does not answer") < told.index("router answers")
 
 
 def test_a_full_disk_ends_the_run_with_one_sentence_and_its_summary_is_printed_all_the_same(
