@@ -50,7 +50,8 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
         whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
     checkpoint_to_resume(config)
     reachable_ray(config.cluster.ray_address)
-    unused_port(config.rollout.agent_port)
+    unused_port("agent_port", config.rollout.agent_port)
+    unused_port("metrics_port", config.observability.metrics_port)
     rollout_function(config, entry)
     dynamic_filter(config, args)
     for setting, path in (
@@ -117,12 +118,12 @@ def reachable_ray(address: str | None, within: float = 5.0) -> None:
         )
 
 
-def unused_port(port: int) -> None:
-    """Raises UserError where somebody listens on `agent_port`; the rollout worker will, beside the driver."""
+def unused_port(setting: str, port: int) -> None:
+    """Raises UserError where somebody listens there already; this run's driver or rollout worker will."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise UserError(f"agent_port {port} cannot be had: {error.strerror}; set another, or 0 for any") from error
+        raise UserError(f"{setting} {port} cannot be had: {error.strerror}; set another, or 0 for any") from error
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:

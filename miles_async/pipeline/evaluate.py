@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from miles_async.errors import BadTrajectory, EngineLost, MilesError, UserError
@@ -55,9 +56,9 @@ class Evaluator:
         self.books.progressed()
         for name, of_set in scores.items():
             rewards = list(of_set.get("rewards", ()))
-            if not rewards or not all(isinstance(reward, int | float) for reward in rewards):
+            if not rewards or not all(isinstance(reward, int | float) and isfinite(reward) for reward in rewards):
                 raise UserError(
-                    f"eval_function_path returned no list of rewards for {name!r}: "
+                    f"eval_function_path returned no list of finite rewards for {name!r}: "
                     'return {name: {"rewards": [...], "truncated": [...]}}'
                 )
             truncated = [float(flag) for flag in of_set.get("truncated", ())] or [0.0]

@@ -251,11 +251,12 @@ def test_a_users_evaluation_reports_under_its_own_names():
     assert (after.accuracy, after.truncated) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
 
 
-def test_scores_of_a_users_evaluation_that_cannot_be_read_are_named():
+@pytest.mark.parametrize("scores", [{"scores": [1.0]}, {"rewards": [1.0, float("nan")]}])
+def test_scores_of_a_users_evaluation_that_cannot_be_read_are_named(scores):
     async def mine(rollout_id, source):
-        return {"mine": {"scores": [1.0]}}
+        return {"mine": scores}
 
-    with pytest.raises(UserError, match="eval_function_path returned no list of rewards for 'mine'"):
+    with pytest.raises(UserError, match="eval_function_path returned no list of finite rewards for 'mine'"):
         World(config=config(num_rollout=2), evaluate=mine).run()
 
 

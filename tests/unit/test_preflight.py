@@ -157,11 +157,12 @@ def test_a_filter_that_nobody_would_await_is_refused(kind: str) -> None:
         preflight(config(**settings), "train.py")
 
 
-def test_an_agent_port_that_is_taken_is_named_before_anything_starts() -> None:
+@pytest.mark.parametrize("setting", ["agent_port", "metrics_port"])
+def test_a_port_that_is_taken_is_named_before_anything_starts(setting: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        with pytest.raises(UserError, match=f"agent_port {port} cannot be had: Address already in use .*; set another"):
-            preflight(config(agent_port=port), "train_async.py")
+        with pytest.raises(UserError, match=f"{setting} {port} cannot be had: Address already in use .*; set another"):
+            preflight(config(**{setting: port}), "train_async.py")
 
 
 def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:
