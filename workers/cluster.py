@@ -86,11 +86,11 @@ class Cluster:
         others = set(psutil.Process().children())
         try:
             ray.init(**ray_arguments(self._config))
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"Ray cannot be had at ray_address {self._config.cluster.ray_address or 'local'}: {reason}{_advice()}"
-            ) from error
+        except Exception as error:  # of a node that does not start, Ray says no more than that
+            reason, address = " ".join(str(error).split()), self._config.cluster.ray_address
+            if address is None:
+                raise Fatal(f"Ray does not start here: {reason} Its logs: /tmp/ray/session_latest/logs") from error
+            raise UserError(f"Ray cannot be had at ray_address {address}: {reason}{_advice()}") from error
         self._daemons = set(psutil.Process().children()) - others
         # Ray cannot be told to write anywhere else: sockets lie in the same folder, and their paths may not be long.
         session = ray.get_runtime_context()

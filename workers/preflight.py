@@ -123,7 +123,8 @@ def unused_port(setting: str, port: int) -> None:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise UserError(f"{setting} {port} cannot be had: {error.strerror}; set another, or 0 for any") from error
+        reason, flag = os.strerror(error.errno or 0), setting.replace("_", "-")
+        raise UserError(f"{setting} {port} cannot be had ({reason}): set --{flag} to a free port, or to 0") from error
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:

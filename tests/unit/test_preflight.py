@@ -161,7 +161,9 @@ def test_a_filter_that_nobody_would_await_is_refused(kind: str) -> None:
 def test_a_port_that_is_taken_is_named_before_anything_starts(setting: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        with pytest.raises(UserError, match=f"{setting} {port} cannot be had: Address already in use .*; set another"):
+        with pytest.raises(
+            UserError, match=rf"{setting} {port} cannot be had \(Address already in use\): set --.*-port to a free port"
+        ):
             preflight(config(**{setting: port}), "train_async.py")
 
 
