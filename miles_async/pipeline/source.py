@@ -32,6 +32,12 @@ class RolloutSource:
             self._data.add_samples(samples)
             books.took_back(samples)
 
+    def discard(self, group: Group, reason: str) -> None:
+        """Account for a finished group that somebody else generated and that is not to be trained."""
+        books = self._evaluator.books
+        books.adopt(group)
+        books.filtered(group, reason)
+
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()
 

@@ -32,6 +32,7 @@ async def generate_rollout(
         if args.max_weight_staleness is not None and age >= args.max_weight_staleness:
             # It would be one version older still when its step begins.
             log.warning("posted group is too old", group=group.feed_index, versions_behind=age)
+            data_source.discard(group, "too_old")
             continue
         groups.append(group)
     return groups

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, count, cycle
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,8 @@ from miles_async.observability.events import (
     StepStarted,
 )
 from miles_async.pipeline.source import RolloutSource
-from miles_async.types import DropReason, Group, Verdict
+from miles_async.rollout import external_rollout
+from miles_async.types import DropReason, Group, Sample, Verdict, VersionSpan
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.world import World
 
@@ -296,6 +298,36 @@ def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_ba
     assert world.audit.violations == []
     assert world.service.books.ledger.counts[State.LEASED] == 0
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"rollout_function"}
+
+
+class Posted(World):
+    """Batches that somebody else generated: of the first weights, and of the present ones, in turns."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        async def take() -> Group:
+            version = next(versions)
+            samples = [Sample(index=0, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], reward=1.0)]
+            samples[0].spans = [VersionSpan(version, 0, 1)]
+            return Group(samples, feed_index=f"external_{rollout_id}_{next(names)}")
+
+        versions, names = cycle([0, source.live_version]), count()
+        rollout = self.config.rollout
+        args = SimpleNamespace(
+            rollout_batch_size=rollout.rollout_batch_size,
+            max_weight_staleness=rollout.max_weight_staleness,
+            trajectories=SimpleNamespace(take=take),
+        )
+        return await external_rollout.generate_rollout(args, rollout_id, source)
+
+
+def test_what_others_generated_and_is_too_old_is_left_out_and_counted():
+    world = Posted(config=config(num_rollout=4, max_weight_staleness=2), schedule=Schedule.TURNS).run()
+    assert max(ages(world)) == 1
+    discarded = world.trace.of(GroupFiltered)
+    assert {event.reason for event in discarded} == {"too_old"}
+    size = world.config.rollout.rollout_batch_size
+    assert len(discarded) == 2 * size, "one for each that was fresh, in the rollouts that found old ones"
+    assert world.audit.violations == []
 
 
 class Forgetful(World):
