@@ -52,6 +52,11 @@ def test_the_copy_within_a_machine_must_save_more_than_a_moment() -> None:
     assert by_preference({"memory": 0.002, "p2p": 0.050, "broadcast": 0.02}) == ["memory", "broadcast", "p2p"]
 
 
+def test_p2p_wins_what_is_nearly_a_tie() -> None:
+    assert by_preference({"p2p": 0.0115, "broadcast": 0.010})[0] == "p2p"
+    assert by_preference({"p2p": 0.0125, "broadcast": 0.010})[0] == "broadcast"
+
+
 def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
     assert ways(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
     assert ways(TwoSources(disk=0.0), "auto") == ("disk",)

@@ -1,8 +1,8 @@
 """The weight channel of the pipeline: which way each engine is reached, found out by trying, and what comes after it.
 
 Every source sends its share to every engine, all at once. `auto` is the way that was fastest when tried, of those that
-a cluster has; the copy within one machine must save more than a moment. The others follow by what they took, for
-engines that a write did not reach.
+a cluster has; p2p wins near-ties, and the copy within one machine must save more than a moment. The others follow by
+what they took, for engines that a write did not reach.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MEASURED = ("memory", "p2p", "broadcast")
 """What `auto` tries."""
 SHORTCUT_SECONDS = 0.010
 """What a copy within one machine must save per publish: below that, a laptop had better go the way that clusters go."""
+NEAR_TIE = 1.2
+"""How much faster than p2p another way must be: less than that is noise, and clusters go by p2p."""
 LAST_RESORTS = ("p2p", "broadcast", "disk")
 """Ways after the one that was asked for by name, for an engine that it does not reach."""
 
@@ -133,7 +135,8 @@ async def find_ways(sources: Sources, wanted: str, engines: Sequence[EngineInfo]
 
 def by_preference(took: Mapping[str, float]) -> list[str]:
     """The ways that `auto` tried, best first; `took` are their seconds."""
-    return sorted(took, key=lambda way: took[way] + (SHORTCUT_SECONDS if way == "memory" else 0.0))
+    handicap = {"p2p": (1.0, 0.0), "broadcast": (NEAR_TIE, 0.0), "memory": (NEAR_TIE, SHORTCUT_SECONDS)}
+    return sorted(took, key=lambda way: took[way] * handicap[way][0] + handicap[way][1])
 
 
 async def _seconds(sources: Sources, way: str, engines: Mapping[str, EngineInfo]) -> float:
