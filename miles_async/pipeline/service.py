@@ -108,7 +108,6 @@ class Service:
         self._ports = ports
         self._take_turns = take_turns
         self._first_rollout = first_rollout
-        self._gate = StalenessGate(config.rollout.max_weight_staleness)
         self._crew: Crew
         self._stopping = asyncio.Event()
         self._evaluating = asyncio.Lock()
@@ -117,7 +116,8 @@ class Service:
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
         self.books = Books(ports.clock, ports.events)
-        self._training = Training(self.books, ports.learner, ports.dead_letters, config)
+        gate = StalenessGate(config.rollout.max_weight_staleness)
+        self._training = Training(self.books, ports.learner, ports.dead_letters, gate, config)
         self._adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
         recycler = Recycler(self.books, ports.data, ports.dead_letters, config.rollout.max_attempts)
         self._producer = Producer(
@@ -140,7 +140,7 @@ class Service:
             books=self.books,
             producer=self._producer,
             recycler=recycler,
-            gate=self._gate,
+            gate=gate,
             stream_admission=Admission(
                 max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
             ),

@@ -9,7 +9,7 @@ from math import isfinite
 
 from miles_async.config.schema import RunConfig
 from miles_async.core.ledger import State
-from miles_async.core.staleness import staleness
+from miles_async.core.staleness import StalenessGate, staleness
 from miles_async.errors import Fatal
 from miles_async.observability.events import StepEnded, StepStarted
 from miles_async.pipeline.books import Books
@@ -18,10 +18,13 @@ from miles_async.types import DropReason, Group, Sample
 
 
 class Training:
-    def __init__(self, books: Books, learner: Learner, dead_letters: DeadLetters, config: RunConfig) -> None:
+    def __init__(
+        self, books: Books, learner: Learner, dead_letters: DeadLetters, gate: StalenessGate, config: RunConfig
+    ) -> None:
         self._books = books
         self._learner = learner
         self._dead_letters = dead_letters
+        self._gate = gate
         self._config = config
         self._not_finite: list[list[Group]] = []
         """Batches in a row whose loss or gradient was not finite."""
@@ -32,9 +35,9 @@ class Training:
         Raises Fatal where batches are not finite again and again.
         """
         books = self._books
-        version, limit = books.trainer_version, self._config.rollout.max_weight_staleness
+        version = books.trainer_version
         ages = [staleness(group.oldest_version, version) for group in groups]
-        if limit is not None and max(ages) > limit:
+        if any(self._gate.too_old(group.oldest_version, version) for group in groups):
             raise Fatal(
                 f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug"
             )

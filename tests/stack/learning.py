@@ -72,6 +72,11 @@ def create_experts(path: Path, seed: int) -> Qwen3MoeForCausalLM:
     return model
 
 
+def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """A copy, by Hugging Face's names."""
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
 def save_state(learner: MegatronLearner, folder: Path) -> None:
     """Copy, write and finish a checkpoint, on all ranks at once."""
     copy = learner.copy_state(str(folder))

@@ -16,7 +16,7 @@ from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
-from tests.stack.learning import learning, save_state
+from tests.stack.learning import learning, save_state, weights_of
 
 pytestmark = pytest.mark.stack
 
@@ -75,10 +75,6 @@ def masters(learner: MegatronLearner) -> list[torch.Tensor]:
     return [master.clone() for group in learner._model.optimizer.param_groups for master in group["params"]]
 
 
-def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.weights()}
-
-
 def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
@@ -89,7 +85,7 @@ def test_bfloat16_learns_what_float32_does(tiny: Path) -> None:
         run = config(precision=precision, loss_type="sft_loss", lr=1e-2)
         with learning(tiny, run) as learner:
             found[precision] = train(learner, run, [0] * 8)
-            assert {tensor.dtype for tensor in weights(learner).values()} == {
+            assert {tensor.dtype for tensor in weights_of(learner).values()} == {
                 torch.bfloat16 if precision == "bf16" else torch.float32
             }
     mixed, full = found["bf16"], found["fp32"]
@@ -121,9 +117,9 @@ def test_updates_that_bfloat16_would_round_away_add_up(tiny: Path) -> None:
     run = config(loss_type="sft_loss", lr=1e-4, adam_beta2=0.9)
     with learning(tiny, run) as learner:
         train(learner, run, [0])
-        assert torch.equal(weights(learner)[NORM], torch.ones(32, dtype=torch.bfloat16))
+        assert torch.equal(weights_of(learner)[NORM], torch.ones(32, dtype=torch.bfloat16))
         train(learner, run, [0] * 39)
-        assert (weights(learner)[NORM] != 1).any()
+        assert (weights_of(learner)[NORM] != 1).any()
         assert {tensor.dtype for tensor in masters(learner)} == {torch.float32}
         assert {buffer.grad_data.dtype for chunk in learner._model.chunks for buffer in chunk.buffers} == {
             torch.float32
@@ -172,11 +168,11 @@ def test_a_batch_that_failed_in_its_second_step_leaves_the_float32_weights_too(t
     run = config(Algorithm(grpo_std_normalization=False), num_steps_per_rollout=2)
     with learning(tiny, run) as learner:
         train(learner, run, [0])
-        own, published = masters(learner), weights(learner)
+        own, published = masters(learner), weights_of(learner)
         [steps] = rank_shares(batch(1, poison=True), run, 1)
         assert not learner.train(1, steps).finite
         assert same(masters(learner), own)
-        assert same(list(weights(learner).values()), list(published.values()))
+        assert same(list(weights_of(learner).values()), list(published.values()))
 
 
 def test_the_export_is_in_bfloat16_and_says_so(tiny: Path, tmp_path: Path) -> None:

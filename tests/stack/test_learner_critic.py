@@ -13,7 +13,7 @@ from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.megatron.learner import MegatronLearner
 from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.config.schema import RunConfig, TinyModel
-from tests.stack.learning import learning, save_state
+from tests.stack.learning import learning, save_state, weights_of
 from tests.stack.test_learner_settings import SMALL, batch, config, same
 
 pytestmark = pytest.mark.stack
@@ -47,15 +47,11 @@ def train(learner: MegatronLearner, run: RunConfig, rollouts: range, seed: int |
     return metrics
 
 
-def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.weights()}
-
-
 def learned(tiny: Path, **settings: Any) -> dict[str, torch.Tensor]:
     run = ppo(**settings)
     with learning(tiny, run) as learner:
         train(learner, run, range(3))
-        return weights(learner)
+        return weights_of(learner)
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +84,14 @@ def test_another_setting_of_the_critic_learns_other_weights(
 def test_the_policy_stands_still_while_the_critic_learns_alone(tiny: Path) -> None:
     run = ppo(num_critic_only_steps=5, num_rollout=6)
     with learning(tiny, run) as learner:
-        before = weights(learner)
+        before = weights_of(learner)
         metrics = train(learner, run, range(5), seed=0)
-        assert same(weights(learner), before)
+        assert same(weights_of(learner), before)
         assert "grad_norm" not in metrics[0]
         assert metrics[-1]["value_loss"] < 0.5 * metrics[0]["value_loss"], "the same samples, over and over"
         assert metrics[-1]["explained_variance"] > metrics[0]["explained_variance"]
         [after] = train(learner, run, range(5, 6), seed=0)
-        assert not same(weights(learner), before)
+        assert not same(weights_of(learner), before)
         assert after["grad_norm"] > 0
 
 
@@ -114,7 +110,7 @@ def test_a_batch_that_a_filter_masked_whole_changes_nothing(tiny: Path, estimato
     run = config(advantage_estimator=estimator)
     with learning(tiny, run) as learner:
         train(learner, run, range(1))
-        before = weights(learner)
+        before = weights_of(learner)
         masked = batch(1) * 2
         for group in masked:
             for sample in group:
@@ -122,7 +118,7 @@ def test_a_batch_that_a_filter_masked_whole_changes_nothing(tiny: Path, estimato
         report = learner.train(1, rank_shares(masked, run, 1)[0])
         assert report.finite
         assert report.metrics["loss_tokens"] == 0
-        assert same(weights(learner), before), "not even by the momentum of the step before"
+        assert same(weights_of(learner), before), "not even by the momentum of the step before"
 
 
 def test_a_resumed_run_has_the_critic_it_had(tiny: Path, tmp_path: Path) -> None:
@@ -131,24 +127,24 @@ def test_a_resumed_run_has_the_critic_it_had(tiny: Path, tmp_path: Path) -> None
         train(unbroken, run, range(2))
         save_state(unbroken, tmp_path)
         expected_metrics = train(unbroken, run, range(2, 4))
-        expected = weights(unbroken)
+        expected = weights_of(unbroken)
     with learning(tiny, run) as resumed:
         resumed.load_state(str(tmp_path))
         assert train(resumed, run, range(2, 4)) == expected_metrics
-        assert same(weights(resumed), expected)
+        assert same(weights_of(resumed), expected)
 
 
 def test_after_a_step_that_is_not_finite_the_critic_is_as_it_was_too(tiny: Path) -> None:
     run = ppo()
     with learning(tiny, run) as learner:
         train(learner, run, range(1))
-        before = weights(learner)
+        before = weights_of(learner)
         for spoiled in ({"rollout_log_probs": [float("nan")] * 4}, {"reward": float("nan")}, {"reward": float("inf")}):
             poisoned = batch(1) * 2
             poisoned[0][0] = replace(poisoned[0][0], **spoiled)
             [steps] = rank_shares(poisoned, run, 1)
             assert not learner.train(1, steps).finite
-            assert same(weights(learner), before)
+            assert same(weights_of(learner), before)
         found = train(learner, run, range(1, 2))
     with learning(tiny, run) as undisturbed:
         assert train(undisturbed, run, range(2))[1:] == found

@@ -26,7 +26,7 @@ from miles_async.adapters.megatron.model import Model, Reference
 from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample, VersionSpan
-from tests.stack.learning import learning
+from tests.stack.learning import learning, weights_of
 
 pytestmark = pytest.mark.stack
 
@@ -95,10 +95,6 @@ def shares(groups: list[Group], *, steps: int = 1) -> list[TrainStep]:
     )
     [own] = policy_steps(groups, config, ranks=1)
     return own
-
-
-def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.weights()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

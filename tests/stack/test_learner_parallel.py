@@ -26,7 +26,7 @@ from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from tests.stack.job import ROOT
-from tests.stack.learning import create_experts, learning, save_state, uneven_groups
+from tests.stack.learning import create_experts, learning, save_state, uneven_groups, weights_of
 
 RANKS = 4
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -134,7 +134,7 @@ def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.T
     with torch.no_grad():
         for parameter, _ in weights:
             parameter.copy_(parameter.main_grad)
-        gradients = {name: tensor.clone() for name, tensor in learner.weights()}
+        gradients = weights_of(learner)
         for parameter, weight in weights:
             parameter.copy_(weight)
     return gradients

@@ -21,7 +21,7 @@ from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.adapters.network_ports import free_port
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from tests.stack.job import ROOT
-from tests.stack.learning import save_state, uneven_groups
+from tests.stack.learning import save_state, uneven_groups, weights_of
 
 pytestmark = pytest.mark.stack
 
@@ -50,7 +50,7 @@ def train(learner: MegatronLearner, settings: RunConfig, rollout: int, rank: int
     """One rollout; what came of it is put down."""
     report = learner.train(rollout, rank_shares(uneven_groups(rollout), settings, ranks)[rank])
     assert report.finite
-    weights = {name: tensor.clone() for name, tensor in learner.weights()}
+    weights = weights_of(learner)
     if rank == 0:
         out.mkdir()
         save_file(weights, out / "weights.safetensors")

@@ -19,7 +19,7 @@ from miles_async.adapters.megatron.tiny_model import create_tiny_model
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
-from tests.stack.learning import learning, save_state
+from tests.stack.learning import learning, save_state, weights_of
 
 pytestmark = pytest.mark.stack
 
@@ -66,10 +66,6 @@ def train(learner: MegatronLearner, rollouts: range) -> None:
         assert learner.train(rollout, steps).finite
 
 
-def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.weights()}
-
-
 @pytest.mark.parametrize("stopped", [0, STOPPED])
 def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
     tiny: Path, tmp_path: Path, stopped: int
@@ -79,11 +75,11 @@ def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
         copy = unbroken.copy_state(str(tmp_path))
         train(unbroken, range(stopped, stopped + AFTER))
         copy.finish([copy.write()])
-        expected = weights(unbroken)
+        expected = weights_of(unbroken)
     with learning(tiny, config()) as resumed:
         resumed.load_state(str(tmp_path))
         train(resumed, range(stopped, stopped + AFTER))
-        found = weights(resumed)
+        found = weights_of(resumed)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

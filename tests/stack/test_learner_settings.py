@@ -30,7 +30,7 @@ from miles_async.config.load import build
 from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
-from tests.stack.learning import learning
+from tests.stack.learning import learning, weights_of
 from workers.learner import LearnerRank, weight_source
 
 SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
@@ -79,7 +79,7 @@ def learned(tiny: Path, **settings: Any) -> dict[str, torch.Tensor]:
             # Two passes over the same samples, so that the second one has a ratio that can be clipped.
             [steps] = rank_shares(batch(rollout) * 2, run, 1)
             assert learner.train(rollout, steps).finite
-        return {name: tensor.clone() for name, tensor in learner.weights()}
+        return weights_of(learner)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 import structlog
+from msgspec import structs
 
 from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
@@ -30,7 +31,6 @@ from miles_async.observability.events import (
     Queue,
     RouterChanged,
     RunEnded,
-    RunStarted,
     Stalled,
     StepEnded,
     StepStarted,
@@ -42,6 +42,7 @@ from miles_async.observability.progress import Progress
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import Summary
 from miles_async.observability.trace import TraceWriter, read_trace
+from tests.unit import example_events
 
 
 class Terminal(io.StringIO):
@@ -108,17 +109,7 @@ def evaluated(rollout: int, accuracy: float) -> Evaluated:
     )
 
 
-RUN = RunStarted(
-    time=100.0,
-    run="r",
-    entry="train_async.py",
-    rollouts=2,
-    groups_per_rollout=4,
-    samples_per_group=2,
-    queue_capacity=1000,
-    window=3,
-    slots=8,
-)
+RUN = structs.replace(example_events.RUN, rollouts=2)
 READY = ClusterReady(time=101.0, weight_transfer="p2p", warm_start_seconds=7.0, warm_start_cached=False)
 # Two steps of 4 and 2 seconds in a training phase of 10; engines busy for 9 of these 10 seconds.
 WHOLE_RUN: list[Event] = [

@@ -22,8 +22,12 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         yield from _tiny_model(config)
     elif not Path(checkpoint).expanduser().is_dir():
         yield f"hf_checkpoint {checkpoint}: no such folder; set it to a Hugging Face checkpoint on this machine"
-    elif not (Path(checkpoint).expanduser() / "config.json").is_file():
+    elif not _is_checkpoint(checkpoint):
         yield f"hf_checkpoint {checkpoint} holds no config.json: it is not a Hugging Face checkpoint"
+
+
+def _is_checkpoint(folder: str) -> bool:
+    return (Path(folder).expanduser() / "config.json").is_file()
 
 
 def _tiny_model(config: RunConfig) -> Iterator[str]:
@@ -46,7 +50,7 @@ def _reference(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.ref_load is None:
         return
-    if not (Path(algorithm.ref_load).expanduser() / "config.json").is_file():
+    if not _is_checkpoint(algorithm.ref_load):
         yield f"ref_load {algorithm.ref_load} is no Hugging Face checkpoint: it holds no config.json"
     if not keeps_reference(config):
         yield "ref_load names a reference model that nothing uses: set use_kl_loss or kl_coef, or unset it"
@@ -54,7 +58,7 @@ def _reference(config: RunConfig) -> Iterator[str]:
 
 def _critic(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.critic_load is not None and not (Path(algorithm.critic_load).expanduser() / "config.json").is_file():
+    if algorithm.critic_load is not None and not _is_checkpoint(algorithm.critic_load):
         yield f"critic_load {algorithm.critic_load} is no Hugging Face checkpoint: it holds no config.json"
     if algorithm.advantage_estimator == "ppo":
         if config.learner.loss_type == "sft_loss":
