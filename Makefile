@@ -74,7 +74,7 @@ inspect: $(READY) ## Look at a saved batch (ARGS="debug/0.safetensors", or with 
 	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
 
 report: $(READY) ## One HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
-	@$(PYTHON) -m miles_async.observability.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
+	@$(PYTHON) -m miles_async.observability.page.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and the import rules
 	@$(PYTHON) -m ruff check .

@@ -21,10 +21,10 @@ from statistics import median
 import torch
 
 from benchmarks.records import record
-from miles_async.adapters.megatron.batch import rank_shares
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.network_ports import free_port
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.batching.batch import rank_shares
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from statistics import median
 
 from benchmarks.records import record
-from miles_async.core.admission import Admission
-from miles_async.core.bounds import Bounds
-from miles_async.core.ledger import Ledger, State
-from miles_async.core.queue import GroupQueue
-from miles_async.core.window import WindowedFIFOCollector
+from miles_async.scheduling.admission import Admission
+from miles_async.scheduling.bounds import Bounds
+from miles_async.scheduling.ledger import GroupState, Ledger
+from miles_async.scheduling.queue import GroupQueue
+from miles_async.scheduling.window import WindowedFIFOCollector
 
 LIMIT_MICROSECONDS = 20.0
 REPEATS = 5
@@ -39,17 +39,17 @@ def whole_way(order: list[int]) -> None:
     for choice in order:
         while trained < len(order) and admission.blocked_by(ledger) is None:
             sequence = ledger.feed().sequence
-            ledger.advance(sequence, State.IN_FLIGHT)
+            ledger.advance(sequence, GroupState.IN_FLIGHT)
             in_flight.append(sequence)
         sequence = in_flight.pop(choice % len(in_flight))
-        ledger.advance(sequence, State.FINISHED)
+        ledger.advance(sequence, GroupState.FINISHED)
         window.mark_completed(sequence, sequence)
         for collected in window.drain():
             queue.put(collected)
-            ledger.advance(collected, State.QUEUED)
+            ledger.advance(collected, GroupState.QUEUED)
         while len(queue) >= BOUNDS.publish_groups:
             batch = [queue.get() for _ in range(BOUNDS.publish_groups)]
-            for state in (State.LEASED, State.TRAINED, State.PUBLISHED):
+            for state in (GroupState.LEASED, GroupState.TRAINED, GroupState.PUBLISHED):
                 for group in batch:
                     ledger.advance(group, state)
             trained += len(batch)
@@ -75,7 +75,14 @@ def queue_alone(order: list[int]) -> None:
 
 def ledger_alone(order: list[int]) -> None:
     ledger = Ledger()
-    way = (State.IN_FLIGHT, State.FINISHED, State.QUEUED, State.LEASED, State.TRAINED, State.PUBLISHED)
+    way = (
+        GroupState.IN_FLIGHT,
+        GroupState.FINISHED,
+        GroupState.QUEUED,
+        GroupState.LEASED,
+        GroupState.TRAINED,
+        GroupState.PUBLISHED,
+    )
     for _ in order:
         sequence = ledger.feed().sequence
         for state in way:

@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.records import record
-from miles_async.observability.audit import Audit
-from miles_async.observability.events import EngineChanged, Event, GroupGenerated, GroupMoved
-from miles_async.observability.trace import read_trace
+from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved
+from miles_async.observability.diagnosis.audit import Audit
+from miles_async.observability.trace.writer import read_trace
 
 COMMAND = [
     *(sys.executable, "train_async.py", "--config", "configs/arithmetic-cpu.yaml", "--rollout-function-path"),

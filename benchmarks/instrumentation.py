@@ -39,13 +39,13 @@ import uvloop
 
 from benchmarks.records import record
 from benchmarks.rollout_worker import measure, until_healthy
-from miles_async.adapters.garbage import spare_the_loop
-from miles_async.adapters.network_ports import free_port
+from miles_async.adapters.system.garbage_collection import spare_the_loop
+from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Observability, RunConfig
-from miles_async.observability.events import Event, EventSink
-from miles_async.observability.logging import configure_logging
-from miles_async.observability.onlookers import Onlookers
+from miles_async.events import Event, EventSink
+from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.subscribers import EventSubscribers
 from workers.driver import run_started
 from workers.rollout import Outbox
 
@@ -82,41 +82,41 @@ async def to_the_driver() -> AsyncIterator[EventSink]:
 
 def drive(rollout_worker: Connection) -> None:
     """What the driver does with a run's events."""
-    with looking_on() as onlookers:
+    with looking_on() as subscribers:
         rollout_worker.send("ready")
         while True:
             if rollout_worker.poll(0.25):
                 events = pickle.loads(rollout_worker.recv_bytes())
                 if events is None:
                     return
-                onlookers.emit(*events)
-            onlookers.tick(time.time())
+                subscribers.emit(*events)
+            subscribers.tick(time.time())
 
 
 @contextmanager
-def looking_on() -> Iterator[Onlookers]:
+def looking_on() -> Iterator[EventSubscribers]:
     """Every onlooker of a run, in a folder of its own; what they print is thrown away."""
     with tempfile.TemporaryDirectory() as runs, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         configure_logging("console")
         config = RunConfig(observability=Observability(run_dir=runs, progress_bar=False))
         folder = RunFolder.create(config)
-        with Onlookers(config, folder) as onlookers:
-            onlookers.emit(run_started(config, folder, "train_async.py"))
-            yield onlookers
+        with EventSubscribers(config, folder) as subscribers:
+            subscribers.emit(run_started(config, folder, "train_async.py"))
+            yield subscribers
 
 
 @asynccontextmanager
 async def all_here() -> AsyncIterator[EventSink]:
-    with looking_on() as onlookers:
+    with looking_on() as subscribers:
 
         async def tick() -> None:
             while True:
                 await asyncio.sleep(0.25)
-                onlookers.tick(time.time())
+                subscribers.tick(time.time())
 
         ticking = asyncio.create_task(tick())
         try:
-            yield onlookers
+            yield subscribers
         finally:
             ticking.cancel()
 

@@ -22,7 +22,7 @@ LIMIT_SECONDS = 2.0
 LIMIT_MIB = 200.0
 OPEN = """
 import json, resource, sys, time
-from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.factory import open_data
 from miles_async.config.schema import RunConfig
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.records import record
-from miles_async.observability.events import Drained, RunEnded, StepEnded, StepStarted
-from miles_async.observability.trace import read_trace
+from miles_async.events import BatchDrained, RunEnded, StepEnded, StepStarted
+from miles_async.observability.trace.writer import read_trace
 
 CONFIG = "configs/arithmetic-cpu.yaml"
 FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -39,7 +39,7 @@ def play(entry: str, flags: list[str], rollouts: int) -> dict[str, float]:
     [ended] = [event for event in events if isinstance(event, RunEnded)]
     if ended.reason != "done":
         raise SystemExit(f"{entry} ended: {ended.reason}")
-    waits = {event.rollout: event.waited for event in events if isinstance(event, Drained)}
+    waits = {event.rollout: event.waited for event in events if isinstance(event, BatchDrained)}
     steps = [event for event in events if isinstance(event, StepEnded)]
     groups = sum(len(event.groups) for event in events if isinstance(event, StepStarted) and event.rollout > 0)
     wall = steps[-1].ended - steps[0].ended

@@ -18,11 +18,11 @@ from statistics import median
 import torch
 
 from benchmarks.records import record
-from miles_async.adapters.megatron.batch import Scored, TrainStep, pack_samples
-from miles_async.adapters.megatron.layout import Padding, training_layout
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.network_ports import free_port
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.batching.batch import ScoredSample, TrainStep, pack_samples
+from miles_async.batching.layout import Padding, training_layout
 from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.types import Sample
 
@@ -30,11 +30,11 @@ SAMPLES, LONGEST, CAP, REPEATS = 48, 512, 4096, 5
 TARGET = 0.9
 
 
-def samples() -> list[Scored]:
+def samples() -> list[ScoredSample]:
     draw = random.Random(0)
     lengths = [max(8, min(LONGEST, int(draw.lognormvariate(4.6, 0.8)))) for _ in range(SAMPLES - 1)] + [LONGEST]
     return [
-        Scored(
+        ScoredSample(
             Sample(
                 tokens=[draw.randrange(256) for _ in range(length)],
                 response_length=length // 2,
@@ -46,7 +46,7 @@ def samples() -> list[Scored]:
     ]
 
 
-def step_of(scored: list[Scored], learner: Learner, width: int | None) -> TrainStep:
+def step_of(scored: list[ScoredSample], learner: Learner, width: int | None) -> TrainStep:
     """All samples in one optimizer step, each padded to `width` where it is given."""
     layout = training_layout([width or len(one.sample.tokens) for one in scored], learner, 1)
     batches = [pack_samples([scored[i] for i in bin_], Padding(width)) for bin_ in layout.bins[0]]

@@ -15,10 +15,10 @@ import time
 from statistics import fmean
 
 from benchmarks.records import record
-from miles_async.adapters.megatron.layout import training_layout
+from miles_async.batching.dynamic_batching import dynamic_batches
+from miles_async.batching.layout import training_layout
+from miles_async.batching.packing import pack, report_on
 from miles_async.config.schema import Learner
-from miles_async.core.dynamic_batching import dynamic_batches
-from miles_async.core.packing import pack, report_on
 
 BATCHES, SAMPLES, LONGEST, RANKS, CAP = 200, 256, 8192, 8, 16_384
 ROUND = 128

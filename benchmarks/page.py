@@ -24,15 +24,15 @@ from prometheus_client import CollectorRegistry
 from benchmarks.records import record
 from miles_async.config.load import write_config
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import ClusterReady, Event, RunEnded, RunStarted, SampleShown
-from miles_async.observability.page import LivePage
-from miles_async.observability.perfetto import PerfettoTrace
-from miles_async.observability.report import write_report
+from miles_async.events import ClusterReady, Event, RunEnded, RunStarted, SampleDisplayed
+from miles_async.observability.metrics.server import MetricsServer
+from miles_async.observability.page.document import LivePage
+from miles_async.observability.page.report import write_report
+from miles_async.observability.page.samples import CHARACTERS_SHOWN
+from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.samples import CHARACTERS_SHOWN
-from miles_async.observability.server import MetricsServer
-from miles_async.observability.trace import TraceWriter, read_trace
-from miles_async.observability.view import View
+from miles_async.observability.trace.perfetto import PerfettoTrace
+from miles_async.observability.trace.writer import TraceWriter, read_trace
 from tests.sim.latency import log_normal
 from tests.sim.world import Trace, World
 from tests.stack.browser import Visit, chromium
@@ -60,7 +60,7 @@ class Recorder:
         """With samples as long as they get, and the end."""
         text = "x" * CHARACTERS_SHOWN
         for sequence in range(12):
-            sample = SampleShown(
+            sample = SampleDisplayed(
                 time=self.last,
                 sequence=sequence,
                 feed_index="sample_0_0",

@@ -26,14 +26,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.records import record
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.weights.source import Source
 from miles_async.config.schema import TinyModel
 
-WAYS = ("memory", "p2p", "broadcast", "disk")
+TRANSPORTS = ("memory", "p2p", "broadcast", "disk")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Bench:
         self._source.close()
         await self._fleet.close()
 
-    async def play(self, way: str | None, publishes: int) -> dict[str, float]:
+    async def play(self, transport: str | None, publishes: int) -> dict[str, float]:
         """Keep the streams going for `publishes` publishes, or as long without any; figures in milliseconds."""
         gaps: list[float] = []
         pauses: list[float] = []
@@ -78,8 +78,8 @@ class Bench:
             await asyncio.sleep(1.0)
             gaps.clear()
             for _ in range(publishes):
-                if way is not None:
-                    pauses.append(await self._publish(way))
+                if transport is not None:
+                    pauses.append(await self._publish(transport))
                 await asyncio.sleep(self._load.every)
             over.set()
             seen = list(gaps)
@@ -94,14 +94,14 @@ class Bench:
             "pause": 1e3 * median(pauses) if pauses else 0.0,
         }
 
-    async def _publish(self, way: str) -> float:
+    async def _publish(self, transport: str) -> float:
         """Seconds in which the engine stood still."""
         self._version += 1
         await asyncio.to_thread(self._source.stage, self._version, self._weights)
-        await asyncio.to_thread(self._source.prepare, way)
+        await asyncio.to_thread(self._source.prepare, transport)
         began = time.perf_counter()
         await self._fleet.pause(self._load.mode)
-        outcome = await asyncio.to_thread(self._source.write, self._version, self._engine.name, way)
+        outcome = await asyncio.to_thread(self._source.write, self._version, self._engine.name, transport)
         if outcome.error is not None:
             raise SystemExit(outcome.error)
         await self._fleet.commit(self._engine.name, self._version)
@@ -129,13 +129,15 @@ class Bench:
                         last = now
 
 
-async def measure(make_bench: Callable[[], Bench], ways: Sequence[str], publishes: int) -> dict[str, dict[str, float]]:
+async def measure(
+    make_bench: Callable[[], Bench], transports: Sequence[str], publishes: int
+) -> dict[str, dict[str, float]]:
     bench = make_bench()
     await bench.ready()
     try:
         results = {"no publishes": await bench.play(None, publishes)}
-        for way in ways:
-            results[way] = await bench.play(way, publishes)
+        for transport in transports:
+            results[transport] = await bench.play(transport, publishes)
         results["no publishes, again"] = await bench.play(None, publishes)
         return results
     finally:
@@ -149,7 +151,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--mode", choices=("retract", "in_place"), default="retract")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between two publishes")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     arguments = parser.parse_args()
     load = Load(arguments.streams, arguments.new_tokens, arguments.mode, arguments.every)
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +162,7 @@ def main() -> None:
         try:
             router_url, info = router.start(), engine.start()
             make_bench = partial(Bench, info, router_url, checkpoint, logs / "weights", load)
-            results = asyncio.run(measure(make_bench, arguments.ways, arguments.publishes))
+            results = asyncio.run(measure(make_bench, arguments.transports, arguments.publishes))
         finally:
             engine.stop()
             router.stop()

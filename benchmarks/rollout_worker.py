@@ -26,15 +26,15 @@ import uvloop
 
 from benchmarks.fake_engine import TOKENS
 from benchmarks.records import record
-from miles_async.adapters.garbage import spare_the_loop
-from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.system_clock import SystemClock
+from miles_async.adapters.system.clock import SystemClock
+from miles_async.adapters.system.garbage_collection import spare_the_loop
+from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
 from miles_async.config.schema import Rollout, RunConfig
-from miles_async.errors import EngineLost
-from miles_async.observability.events import Event, EventSink, GroupGenerated
+from miles_async.errors import EngineLostError
+from miles_async.events import Event, EventSink, GroupGenerated
 from miles_async.pipeline.service import Ports, Service
 from miles_async.pipeline.source import RolloutSource
 from miles_async.rewards.builtin import exact
@@ -116,7 +116,7 @@ class Instant:
     async def fence(self, engine: str, reason: str) -> None:
         raise SystemExit(f"engine {engine} was fenced: {reason}")
 
-    def bury(self, group: Group, reason: DropReason, error: str) -> None:
+    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
         raise SystemExit(f"group {group.feed_index} was lost: {error}")
 
 
@@ -178,7 +178,7 @@ async def measure(
         keep=lambda group: True,
         problems=[],
     )
-    service = Service(config, bounds_of(config, "train_async.py"), ports, take_turns=False)
+    service = Service(config, bounds_of(config, "train_async.py"), ports, synchronous=False)
 
     async def rollout_function(rollout_id: int, source: RolloutSource) -> list[Group]:
         return await source.drain_stream(rollout_id, BATCH)
@@ -218,7 +218,7 @@ async def until_healthy(url: str) -> None:
         try:
             await client.get(f"{url}/health", within=1)
             return await client.close()
-        except EngineLost:
+        except EngineLostError:
             await asyncio.sleep(0.05)
     raise SystemExit("the fake engine did not start")
 

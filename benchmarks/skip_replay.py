@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from benchmarks.records import record
-from miles_async.adapters.garbage import spare_the_loop
+from miles_async.adapters.system.garbage_collection import spare_the_loop
 from miles_async.config.schema import RunConfig, Skip, SkipRollout
-from miles_async.core.skip import GroupRecord, Recording
+from miles_async.recording import GroupRecord, Recording
 from miles_async.skip import SkipManager
 from miles_async.types import Sample, SampleStatus, VersionSpan
 

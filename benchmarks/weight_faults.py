@@ -21,14 +21,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.records import record
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.config.schema import TinyModel
 from tests.stack.engine_stack import Stack
-from tests.stack.weight_faults import Told, publish_under_load
+from tests.stack.weight_faults import RunData, publish_under_load
 
 
 class Dice:
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     dice = Dice(arguments.seed, arguments.kills, arguments.publishes)
-    results: list[Told] = []
+    results: list[RunData] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         create_tiny_model(TinyModel(), folder / "tiny", seed=1)

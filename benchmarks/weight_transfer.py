@@ -27,16 +27,16 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.records import record, recorded
-from miles_async.adapters.megatron.tiny_model import byte_tokenizer
+from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.weights.channel import by_preference
-from miles_async.adapters.weights.p2p import P2PWay
 from miles_async.adapters.weights.source import Source
-from miles_async.adapters.weights.way import segments
+from miles_async.adapters.weights.transports.p2p import P2PTransport
+from miles_async.adapters.weights.transports.transport import segments
 
-WAYS = ("memory", "p2p", "broadcast")
+TRANSPORTS = ("memory", "p2p", "broadcast")
 STREAMS = 4
 NEW_TOKENS = 32
 TITLES = {
@@ -82,42 +82,42 @@ class Bench:
         self._source = Source([(name, tuple(tensor.shape)) for name, tensor in self._weights], folder, timeout=30.0)
         self._source.meet(engines)
         self._version = 0
-        for way in WAYS:
+        for transport in TRANSPORTS:
             for engine in engines:
-                self._source.reach(way, engine.name)
+                self._source.reach(transport, engine.name)
         self._stage()
         self.bytes = self._source._staging.buffer.numel()
 
     def _stage(self) -> None:
         self._version += 1
         self._source.stage(self._version, self._weights)
-        for way in WAYS:
-            self._source.prepare(way)
+        for transport in TRANSPORTS:
+            self._source.prepare(transport)
 
-    def _write(self, way: str, engines: Sequence[EngineInfo]) -> None:
+    def _write(self, transport: str, engines: Sequence[EngineInfo]) -> None:
         """All engines at once, as the learner does it, checked."""
         with ThreadPoolExecutor(len(engines)) as pool:
-            outcomes = list(pool.map(lambda engine: self._source.write(self._version, engine.name, way), engines))
+            outcomes = list(pool.map(lambda engine: self._source.write(self._version, engine.name, transport), engines))
         for outcome in outcomes:
             if outcome.error:
                 raise SystemExit(outcome.error)
 
     def against_bare(self) -> dict[str, float]:
         """Gigabytes per second to one engine: Mooncake's own call, the way, and the way with its check."""
-        way = self._source._ways["p2p"]
-        assert isinstance(way, P2PWay)
+        transport = self._source._transports["p2p"]
+        assert isinstance(transport, P2PTransport)
         staging, engine = self._source._staging, self._source._engines[self._engines[0].name]
         pieces = list(segments(staging, staging.placements, 0))
         regions, here = engine.ranks[0].regions, staging.buffer.data_ptr()
         arguments = (
-            way._sessions[engine.name][0],
+            transport._sessions[engine.name][0],
             [here + source for source, _, _, _ in pieces],
             [regions[parameter].address + target for _, parameter, target, _ in pieces],
             [size for _, _, _, size in pieces],
         )
         calls: dict[str, Callable[[], Any]] = {
-            "bare": lambda: way._engine.batch_transfer_sync_write(*arguments),
-            "p2p": lambda: way.write(staging, engine),
+            "bare": lambda: transport._engine.batch_transfer_sync_write(*arguments),
+            "p2p": lambda: transport.write(staging, engine),
             "p2p, checked": lambda: self._write("p2p", self._engines[:1]),
         }
         took: dict[str, list[float]] = {name: [] for name in calls}
@@ -127,19 +127,19 @@ class Bench:
         rates = {name: self.bytes / median(values) / 1e9 for name, values in took.items()}
         return {"tensors": len(pieces), **rates, "p2p / bare": rates["p2p"] / rates["bare"]}
 
-    def ways(self, engines: Sequence[EngineInfo]) -> dict[str, Any]:
+    def transports(self, engines: Sequence[EngineInfo]) -> dict[str, Any]:
         """Milliseconds per way, and what `auto` takes after the two writes that it makes."""
         tried = {}
-        for way in WAYS:
-            self._write(way, engines)
-            tried[way] = seconds(lambda way=way: self._write(way, engines))
+        for transport in TRANSPORTS:
+            self._write(transport, engines)
+            tried[transport] = seconds(lambda transport=transport: self._write(transport, engines))
         chosen = by_preference(tried)[0]
         without_memory = min(("p2p", "broadcast"), key=tried.__getitem__)
-        took: dict[str, list[float]] = {way: [] for way in WAYS}
+        took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
         for _ in range(self._rounds):
-            for way in WAYS:
-                took[way].append(seconds(lambda way=way: self._write(way, engines)))
-        medians = {way: 1e3 * median(values) for way, values in took.items()}
+            for transport in TRANSPORTS:
+                took[transport].append(seconds(lambda transport=transport: self._write(transport, engines)))
+        medians = {transport: 1e3 * median(values) for transport, values in took.items()}
         return {
             "engines": len(engines),
             **medians,
@@ -161,10 +161,10 @@ class Bench:
             gaps: asyncio.Queue[float] = asyncio.Queue()
             streams = [asyncio.create_task(stream(session, engine.url, k, gaps, over)) for k in range(STREAMS)]
             step = median([await gaps.get() for _ in range(20 * STREAMS)])
-            paused: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
+            paused: dict[str, list[tuple[float, ...]]] = {transport: [] for transport in TRANSPORTS}
             for _ in range(self._rounds):
-                for way in WAYS:
-                    paused[way].append(await self._publish(fleet, engine, way))
+                for transport in TRANSPORTS:
+                    paused[transport].append(await self._publish(fleet, engine, transport))
                     # Until what was retracted is computed anew, the engine is in one long step.
                     while not gaps.empty():
                         gaps.get_nowait()
@@ -173,12 +173,12 @@ class Bench:
             over.set()
             await asyncio.gather(*streams)
         await fleet.close()
-        for way, phases in paused.items():
+        for transport, phases in paused.items():
             pause, stop, write, commit = (median(values) for values in zip(*phases, strict=True))
             allowed = 1.2 * write + step + 0.020
             rows.append(
                 {
-                    "way": way,
+                    "way": transport,
                     "pause": 1e3 * pause,
                     "stop": 1e3 * stop,
                     "write": 1e3 * write,
@@ -190,13 +190,13 @@ class Bench:
             )
         return rows
 
-    async def _publish(self, fleet: SGLangFleet, engine: EngineInfo, way: str) -> tuple[float, ...]:
+    async def _publish(self, fleet: SGLangFleet, engine: EngineInfo, transport: str) -> tuple[float, ...]:
         """Seconds from the order to stop to that to go on; of stopping, writing with its check, and committing."""
         await asyncio.to_thread(self._stage)
         began = time.perf_counter()
         await fleet.pause("retract")
         stopped = time.perf_counter()
-        outcome = await asyncio.to_thread(self._source.write, self._version, engine.name, way)
+        outcome = await asyncio.to_thread(self._source.write, self._version, engine.name, transport)
         if outcome.error:
             raise SystemExit(outcome.error)
         written = time.perf_counter()
@@ -258,7 +258,7 @@ def main() -> None:
             bench = Bench(engines, checkpoint, folder / "weights", arguments.rounds)
             questions: dict[str, Callable[[], list[dict[str, Any]]]] = {
                 "bare": lambda: [bench.against_bare()],
-                "ways": lambda: [bench.ways(engines[:1]), bench.ways(engines)],
+                "ways": lambda: [bench.transports(engines[:1]), bench.transports(engines)],
                 "pause": lambda: asyncio.run(bench.pauses(starting.result())),
             }
             result = {name: ask() for name, ask in questions.items() if arguments.only in (None, name)}

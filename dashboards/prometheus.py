@@ -26,7 +26,7 @@ from typing import Any, Self
 import yaml
 
 from dashboards.recorded import write_openmetrics
-from miles_async.adapters.network_ports import free_port
+from miles_async.adapters.system.network_ports import free_port
 from miles_async.errors import UserError
 
 FOLDER = Path(__file__).parent

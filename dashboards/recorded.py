@@ -6,9 +6,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from miles_async.observability.metrics import Metrics
-from miles_async.observability.trace import read_trace
-from miles_async.observability.verdict import Verdicts
+from miles_async.observability.diagnosis.verdict import Verdicts
+from miles_async.observability.metrics.recorder import Metrics
+from miles_async.observability.trace.writer import read_trace
 
 SAMPLES = 3000
 """Points in time at most: enough to plot a day."""

@@ -1,10 +1,10 @@
 """The taxonomy of failures. What a class is decides what the run does; the message says what a person should do.
 
 - `UserError`: the configuration, a file or a user function is wrong. One sentence, exit code 2, no traceback.
-- `BadRow`: one row of the data is broken. It is skipped, named and counted; the run goes on.
-- `BadTrajectory`: one group went wrong. It is data: retried, then dead-lettered and counted; the run goes on.
-- `EngineLost`: an engine stopped answering. The group is retried elsewhere, the engine is fenced and replaced.
-- `Fatal`: the run cannot go on (the learner, the producer or a disk broke). It stops within seconds, with its cause.
+- `DataRowError`: one row of the data is broken. It is skipped, named and counted; the run goes on.
+- `TrajectoryError`: one group went wrong. It is data: retried, then dead-lettered and counted; the run goes on.
+- `EngineLostError`: an engine stopped answering. The group is retried elsewhere, the engine is fenced and replaced.
+- `FatalError`: the run cannot go on (the learner, the producer or a disk broke). It stops within seconds, with its cause.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ class UserError(MilesError):
     """Something the user gave is wrong; the message names it and says what to set instead."""
 
 
-class BadRow(MilesError):
+class DataRowError(MilesError):
     """A row of the data cannot be used; the message names file, line and key."""
 
 
-class BadTrajectory(MilesError):
+class TrajectoryError(MilesError):
     """A group cannot be trained as it is; the run goes on without it."""
 
 
-class PromptTooLong(BadTrajectory):
+class PromptTooLongError(TrajectoryError):
     """The prompt exceeds `rollout_max_prompt_len`: no other attempt can end otherwise, so there is none."""
 
 
-class EngineLost(MilesError):
+class EngineLostError(MilesError):
     """An engine stopped answering or was fenced while it held a request."""
 
 
-class Fatal(MilesError):
+class FatalError(MilesError):
     """The run cannot go on; the message names the broken part and its cause."""
 
 

@@ -42,7 +42,7 @@ class Generator(Protocol):
     async def generate(self, group: Group) -> None:
         """Fill tokens, log-probabilities, spans and status of every sample.
 
-        Raises BadTrajectory when this group cannot be generated (4xx, prompt too long), EngineLost when the engine
+        Raises TrajectoryError when this group cannot be generated (4xx, prompt too long), EngineLostError when the engine
         went away and another attempt may succeed.
         """
         ...
@@ -69,14 +69,14 @@ class Rewarder(Protocol):
     """Scores a finished group, in place."""
 
     async def score(self, group: Group) -> None:
-        """Set `reward` on every sample. Raises BadTrajectory when a score cannot be had."""
+        """Set `reward` on every sample. Raises TrajectoryError when a score cannot be had."""
         ...
 
 
 class DeadLetters(Protocol):
     """Where prompts go that failed or aged in every attempt: kept with the reason, never lost silently."""
 
-    def bury(self, group: Group, reason: DropReason, error: str) -> None: ...
+    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None: ...
 
 
 class Learner(Protocol):
@@ -126,7 +126,7 @@ class WeightChannel(Protocol):
     async def meet(self, engines: Sequence[str]) -> None:
         """These are the engines from now on; one that was started since is met anew. What is staged stays staged.
 
-        Raises EngineLost when one of them cannot be reached this way.
+        Raises EngineLostError when one of them cannot be reached this way.
         """
         ...
 
@@ -157,7 +157,7 @@ class Fleet(Protocol):
     async def commit(self, engine: str, version: int) -> None:
         """Drop what was cached under older weights and announce `version` on a paused, freshly written engine.
 
-        Raises EngineLost when the engine does not then report that version.
+        Raises EngineLostError when the engine does not then report that version.
         """
         ...
 
@@ -170,7 +170,7 @@ class Fleet(Protocol):
         ...
 
     async def admit(self, engine: str) -> None:
-        """Let requests reach an engine that holds the current version. Raises EngineLost when the router refuses it."""
+        """Let requests reach an engine that holds the current version. Raises EngineLostError when the router refuses it."""
         ...
 
     async def dismiss(self, engine: str) -> None:
@@ -180,14 +180,14 @@ class Fleet(Protocol):
     async def check(self, engine: str) -> None:
         """Return once the engine has drawn a token since the call, for whoever it was; while paused, a sign of life.
 
-        Raises EngineLost when it is gone, or too slow.
+        Raises EngineLostError when it is gone, or too slow.
         """
         ...
 
     async def restart(self, engine: str) -> None:
         """End what is left of the engine and start it anew; nothing reaches it before `admit`.
 
-        Raises EngineLost when it does not come up.
+        Raises EngineLostError when it does not come up.
         """
         ...
 
@@ -202,6 +202,6 @@ class Fleet(Protocol):
     async def check_router(self) -> None:
         """Bring a router that is gone back, and its list of engines in order.
 
-        Raises EngineLost when that cannot be done now.
+        Raises EngineLostError when that cannot be done now.
         """
         ...

@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from miles_async.errors import BadTrajectory
+from miles_async.errors import TrajectoryError
 
 
 class SampleStatus(StrEnum):
@@ -94,14 +94,14 @@ class Sample:
 
     @property
     def scalar_reward(self) -> float:
-        """The reward as the trainer uses it. Raises BadTrajectory while there is none."""
+        """The reward as the trainer uses it. Raises TrajectoryError while there is none."""
         reward = self.reward
         if isinstance(reward, dict):
             if self.reward_key is None:
-                raise BadTrajectory(f"sample {self.index} has a dictionary for a reward: set reward_key to an entry")
+                raise TrajectoryError(f"sample {self.index} has a dictionary for a reward: set reward_key to an entry")
             reward = reward.get(self.reward_key)
         if not isinstance(reward, (int, float)):
-            raise BadTrajectory(f"sample {self.index} has the reward {reward!r}; the trainer needs a number")
+            raise TrajectoryError(f"sample {self.index} has the reward {reward!r}; the trainer needs a number")
         return float(reward)
 
     def get_reward_value(self, args: Any) -> float:
@@ -160,12 +160,12 @@ class Group(list[Sample]):
     def oldest_version(self) -> int:
         """The oldest weight version that sampled any token of the group.
 
-        Raises BadTrajectory where a sample names no version: an unknown age must never pass for a fresh one.
+        Raises TrajectoryError where a sample names no version: an unknown age must never pass for a fresh one.
         """
         versions = [sample.oldest_version for sample in self]
         known = [version for version in versions if version is not None]
         if not known or len(known) != len(versions):
-            raise BadTrajectory(
+            raise TrajectoryError(
                 f"group {self.feed_index}: a sample carries no weight-version span; "
                 "the generator must record the version that sampled each token"
             )
@@ -201,7 +201,7 @@ class DropReason(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     ENGINE_LOST = "engine_lost"
     HEAD_DEADLINE = "head_deadline"
-    """The head of the window took too long and was sent back (`core/head.py`)."""
+    """The head of the window took too long and was sent back (`scheduling/head.py`)."""
     NONFINITE = "nonfinite"
     ABORTED = "aborted"
     PARTIAL = "partial"

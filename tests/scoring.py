@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from miles_async.config.schema import RunConfig
-from miles_async.rewards.opening import open_rewarder
+from miles_async.rewards.factory import open_rewarder
 from miles_async.types import Group, Sample
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from miles_async.adapters.rollout_file import load_groups, rollout_path, save_groups
+from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
 from miles_async.config.derived import rollout_file, trains_only
 from miles_async.config.schema import RunConfig
-from miles_async.core.loading import load_function
-from miles_async.errors import Fatal, UserError
-from miles_async.observability.events import EventSink, SamplesRemoved
+from miles_async.config.user_functions import load_function
+from miles_async.errors import FatalError, UserError
+from miles_async.events import EventSink, SamplesRemoved
 from miles_async.pipeline.source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups, call_rollout_function, complete
 from miles_async.skip.generator import SkippingGenerator
@@ -89,7 +89,7 @@ class Batches:
         try:
             save_groups(path, rollout_id, groups)
         except OSError as error:
-            raise Fatal(f"rollout data cannot be written to {path}: {error} (save_debug_rollout_data)") from error
+            raise FatalError(f"rollout data cannot be written to {path}: {error} (save_debug_rollout_data)") from error
 
 
 async def _unrated(sample: Sample) -> None:

@@ -26,24 +26,24 @@ import structlog
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles_async.adapters.ray.deaths import death_of
+from miles_async.adapters.ray.actor_errors import death_of
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
-from miles_async.adapters.warm_starts import found
-from miles_async.adapters.weights.channel import find_ways
+from miles_async.adapters.storage.warm_starts import found
+from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
+from miles_async.config.device_plan import Bundle, by_node
 from miles_async.config.schema import RunConfig
-from miles_async.core.placement import Bundle, by_node
-from miles_async.errors import Fatal, MilesError, UserError
-from miles_async.observability.events import ClusterReady, Event
+from miles_async.errors import FatalError, MilesError, UserError
+from miles_async.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
 from workers.heartbeats import Question
 from workers.learner import LearnerRank
 from workers.placement import Placement, beside_the_driver, reserve
-from workers.preflight import Lessons, checkpoint_to_resume
+from workers.preflight import SftExamples, checkpoint_to_resume
 from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
 from workers.specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
@@ -89,7 +89,7 @@ class Cluster:
         except Exception as error:  # of a node that does not start, Ray says no more than that
             reason, address = " ".join(str(error).split()), self._config.cluster.ray_address
             if address is None:
-                raise Fatal(f"Ray does not start here: {reason} Its logs: /tmp/ray/session_latest/logs") from error
+                raise FatalError(f"Ray does not start here: {reason} Its logs: /tmp/ray/session_latest/logs") from error
             raise UserError(f"Ray cannot be had at ray_address {address}: {reason}{_advice()}") from error
         self._daemons = set(psutil.Process().children()) - others
         # Ray cannot be told to write anywhere else: sockets lie in the same folder, and their paths may not be long.
@@ -127,13 +127,13 @@ class Cluster:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
-    async def start(self, lessons: Lessons) -> ClusterReady:
+    async def start(self, sft_examples: SftExamples) -> ClusterReady:
         """Everything up to the first request. Raises UserError or Fatal with what did not start."""
         debug, idle = self._config.debug, not derived.generates(self._config)
         place = await asyncio.to_thread(reserve, derived.demand_of(self._config))
         self._placements.append(place)
         # Where the model is known, engines start beside the learner: both import for ten seconds, on a core each.
-        started = found(self._config, lessons.problems, lessons.check)
+        started = found(self._config, sft_examples.problems, sft_examples.check)
         needed = self._world_size if not debug.debug_rollout_only else 0 if started else 1
         ranks = [
             self._actor(
@@ -156,14 +156,14 @@ class Cluster:
         self.questions |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
         self.questions["rollout"] = self._worker.answers.remote
         if started is None:
-            started = await _call(ranks[0].warm_start, lessons.problems, lessons.check)
+            started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
         log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
         router_url, engines, _ = await _together(
             _nothing("") if idle else self._router(),
             _nothing([]) if idle else self._engines(place, started.path),
             _nothing(None) if debug.debug_rollout_only else self._load(place, ranks, started.path),
         )
-        ways = ("none",) if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
+        transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
         self.surroundings = Surroundings(
             checkpoint=started.path,
             router_url=router_url,
@@ -171,12 +171,12 @@ class Cluster:
             engine_actors=self._engine_actors,
             router_actor=self._router_actor,
             learner_ranks=ranks,
-            weight_ways=ways,
+            weight_transports=transports,
             resume_from=self._resume_from,
         )
         return ClusterReady(
             time=time.time(),
-            weight_transfer=ways[0],
+            weight_transfer=transports[0],
             warm_start_seconds=started.seconds,
             warm_start_cached=started.cached,
         )
@@ -287,9 +287,9 @@ class Cluster:
         return info
 
     async def _connect(self, ranks: Sequence[ActorHandle[Any]], engines: Sequence[EngineInfo]) -> Sequence[str]:
-        ways = await find_ways(RaySources(ranks), self._config.weights.weight_transfer, engines)
-        log.info("weights travel", by=ways[0], engines=len(engines))
-        return ways
+        transports = await find_transports(RaySources(ranks), self._config.weights.weight_transfer, engines)
+        log.info("weights travel", by=transports[0], engines=len(engines))
+        return transports
 
 
 def _of_learner(place: Placement, rank: int) -> dict[str, Any]:
@@ -327,9 +327,9 @@ async def _outcome(call: Any) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, MilesError):
             raise error.cause from None
-        raise Fatal(f"{type(error.cause).__name__}: {error.cause}") from error
+        raise FatalError(f"{type(error.cause).__name__}: {error.cause}") from error
     except RayActorError as error:
-        raise Fatal(death_of(error)) from error
+        raise FatalError(death_of(error)) from error
 
 
 async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from miles_async.adapters.absent import NoEngines, NoLearner
-from miles_async.adapters.datasets.opening import save_tokenizer
+from miles_async.adapters.datasets.factory import save_tokenizer
+from miles_async.adapters.null import NullEngines, NullLearner
 from miles_async.config.derived import generates, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.service import Ports
@@ -15,12 +15,12 @@ from miles_async.pipeline.service import Ports
 def half_of(config: RunConfig, ports: Ports) -> Ports:
     """The ports without the half that is left out: the learner, or the engines where nothing is generated."""
     if config.debug.debug_rollout_only:
-        return replace(ports, learner=NoLearner(), channel=NoLearner())
+        return replace(ports, learner=NullLearner(), channel=NullLearner())
     if not generates(config):
-        absent = NoEngines()
+        absent = NullEngines()
         return replace(
             ports,
-            channel=NoLearner(),
+            channel=NullLearner(),
             fleet=absent,
             generator=absent,
             evaluator=absent,

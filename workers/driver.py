@@ -19,11 +19,11 @@ from miles_async.config.derived import bounds_of, engines, table
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
-from miles_async.observability.events import RunEnded, RunStarted
-from miles_async.observability.logging import configure_logging
-from miles_async.observability.onlookers import Onlookers
+from miles_async.events import RunEnded, RunStarted
+from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
-from workers.preflight import Lessons, preflight
+from miles_async.observability.subscribers import EventSubscribers
+from workers.preflight import SftExamples, preflight
 
 if TYPE_CHECKING:
     from workers.cluster import Cluster
@@ -35,7 +35,7 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 TICK_SECONDS = 0.25
 
 
-class Interrupted(Exception):
+class RunInterruptedError(Exception):
     """The user asked the run to end."""
 
 
@@ -43,44 +43,44 @@ def drive(config: RunConfig, *, entry: str) -> int:
     """Run to the end and return the exit code."""
     configure_logging(config.observability.log_format)
     try:
-        lessons = preflight(config, entry)
+        sft_examples = preflight(config, entry)
         folder = RunFolder.create(config)
-        return asyncio.run(_drive(config, folder, entry, lessons))
+        return asyncio.run(_drive(config, folder, entry, sft_examples))
     except (MilesError, OSError) as error:
         # What a library says may run over several lines.
         print(f"{entry}: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
-async def _drive(config: RunConfig, folder: RunFolder, entry: str, lessons: Lessons) -> int:
+async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples: SftExamples) -> int:
     stop = asyncio.Event()
     _on_interrupt(stop)
     log = structlog.get_logger(__name__)
     print(table(config, entry), flush=True)
-    with Onlookers(config, folder) as onlookers:
+    with EventSubscribers(config, folder) as subscribers:
         # Ray takes seconds to import: only after everything cheap has been found to be in order.
         from workers.cluster import Cluster
         from workers.watchdog import Watchdog
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
-        log.info("run", folder=str(folder.path), page=onlookers.page_url, metrics=onlookers.metrics_url)
-        onlookers.emit(run_started(config, folder, entry))
+        log.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
+        subscribers.emit(run_started(config, folder, entry))
         reason = "done"
         try:
             async with Cluster(config, folder, entry) as cluster:
-                onlookers.emit(await _unless(stop, cluster.start(lessons)))
-                with Watchdog(cluster, onlookers, config.observability) as watchdog:
-                    await _follow(cluster, onlookers, watchdog, stop, entry)
+                subscribers.emit(await _unless(stop, cluster.start(sft_examples)))
+                with Watchdog(cluster, subscribers, config.observability) as watchdog:
+                    await _follow(cluster, subscribers, watchdog, stop, entry)
             if stop.is_set():
-                raise Interrupted
-        except (Interrupted, asyncio.CancelledError):
+                raise RunInterruptedError
+        except (RunInterruptedError, asyncio.CancelledError):
             reason = "interrupted"
             return INTERRUPTED
         except BaseException as error:
             reason = str(error) or type(error).__name__
             raise
         finally:
-            onlookers.emit(RunEnded(time=time.time(), reason=reason))
+            subscribers.emit(RunEnded(time=time.time(), reason=reason))
     return DONE
 
 
@@ -109,7 +109,9 @@ class _Resizing:
             log.warning(f"the number of engines stays: {error}")
 
 
-async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, stop: asyncio.Event, entry: str) -> None:
+async def _follow(
+    cluster: Cluster, subscribers: EventSubscribers, watchdog: Watchdog, stop: asyncio.Event, entry: str
+) -> None:
     """Pass the service's events on until it ends. Raises what ended it, or Fatal when it does not answer."""
     run: asyncio.Future[Any] = asyncio.ensure_future(cluster.run())
     resizing = _Resizing(cluster, entry)
@@ -120,11 +122,11 @@ async def _follow(cluster: Cluster, onlookers: Onlookers, watchdog: Watchdog, st
         while True:
             await asyncio.wait([run, events], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if events.done():
-                onlookers.emit(*events.result())
+                subscribers.emit(*events.result())
                 events = asyncio.ensure_future(cluster.events())
             if run.done():
                 # The last events are in the answer that is still to come, or in none yet.
-                onlookers.emit(*await events, *await cluster.events())
+                subscribers.emit(*await events, *await cluster.events())
                 return run.result()
             if stop.is_set() and not asked_to_stop:
                 asked_to_stop = True
@@ -142,7 +144,7 @@ async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Interrupted
+            raise RunInterruptedError
         return task.result()
     finally:
         stopping.cancel()

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
-from miles_async.adapters.openai.trajectories import Trajectories
+from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.agents.trajectories import Trajectories
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SampledAs, SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.sglang.turns import Turns
 from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_places
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import EventSink
+from miles_async.events import EventSink
 from miles_async.ports import Generator
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
@@ -64,7 +64,7 @@ class Generators:
         await self._endpoint.start(self._config.rollout.agent_port)
         if self._config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             sampling = self.frontend.sampling
-            turns = Turns(self.frontend, self._tokenizer)
+            turns = MultiTurnSampler(self.frontend, self._tokenizer)
             self._endpoint.welcome(turns, sampling.body(sampling.max_new_tokens), live=self._serves)
         return self
 
@@ -82,7 +82,7 @@ class Generators:
         path = self._config.rollout.custom_generate_function_path
         if path is None:
             return SampledAs(engine, sampling)
-        turns = Turns(engine, self._tokenizer)
+        turns = MultiTurnSampler(engine, self._tokenizer)
         return FunctionGenerator(
             load_generate_function(path),
             self.args.adding(turns=turns, agents=Agents(self._endpoint, turns)),

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_async.observability.events import Silent
+from miles_async.events import ProcessSilent
 
 ASK_SECONDS = 1.0
 SILENT_FROM_SECONDS = 2.0
@@ -39,7 +39,7 @@ class Heartbeats:
         self.addresses: dict[str, str] = {}
         """Where processes serve metrics, as far as they answered."""
 
-    def look(self, now: float) -> list[Silent]:
+    def look(self, now: float) -> list[ProcessSilent]:
         """Take the answers that came, ask anew, and tell of silences once a second, and of each that ended."""
         for process in self._questions.keys() - self._beats.keys():
             self._beats[process] = _Heartbeat(heard=now)
@@ -58,15 +58,15 @@ class Heartbeats:
             if beat.pending is not None:
                 beat.pending.cancel()
 
-    def _forget(self, process: str, now: float) -> Silent:
+    def _forget(self, process: str, now: float) -> ProcessSilent:
         """A process that was ended on purpose is not silent."""
         beat = self._beats.pop(process)
         if beat.pending is not None:
             beat.pending.cancel()
         self.addresses.pop(process, None)
-        return Silent(time=now, process=process, seconds=0.0)
+        return ProcessSilent(time=now, process=process, seconds=0.0)
 
-    def _look_at(self, process: str, beat: _Heartbeat, now: float) -> list[Silent]:
+    def _look_at(self, process: str, beat: _Heartbeat, now: float) -> list[ProcessSilent]:
         if beat.pending is not None and beat.pending.done():
             self._answered(process, beat, now)
         if beat.pending is None and now - beat.asked >= ASK_SECONDS:
@@ -75,11 +75,11 @@ class Heartbeats:
         silence = now - beat.heard
         if silence < SILENT_FROM_SECONDS:
             news, beat.told = beat.told != 0, 0.0
-            return [Silent(time=now, process=process, seconds=0.0)] if news else []
+            return [ProcessSilent(time=now, process=process, seconds=0.0)] if news else []
         if now - beat.told < ASK_SECONDS:
             return []
         beat.told = now
-        return [Silent(time=now, process=process, seconds=silence)]
+        return [ProcessSilent(time=now, process=process, seconds=silence)]
 
     async def _ask(self, process: str) -> Any:
         return await self._questions[process]()

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from miles_async.adapters.rollout_file import load_groups
+from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from miles_async.adapters.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.warm_starts import Problems, WarmStarted
+from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
+from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.config.schema import RunConfig
-from miles_async.observability.logging import configure_logging, configure_worker_logging
+from miles_async.observability.console.logging import configure_logging, configure_worker_logging
 from miles_async.types import StepReport, WriteOutcome
 
 # The driver names this class and must not wait for torch and Megatron, which take ten seconds to import: the actor's
 # own process imports them in the methods that need them.
 if TYPE_CHECKING:
-    from miles_async.adapters.megatron.batch import TrainStep
-    from miles_async.adapters.megatron.learner import MegatronLearner
-    from miles_async.adapters.megatron.state_copy import CheckpointCopy
+    from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy
+    from miles_async.adapters.megatron.training.learner import MegatronLearner
     from miles_async.adapters.weights.source import Source
+    from miles_async.batching.batch import TrainStep
 
 T = TypeVar("T")
 ENGINES_AT_ONCE = 16
@@ -69,7 +69,7 @@ class LearnerRank:
     async def warm_start(self, problems: Problems, check: Problems) -> WarmStarted:
         """The checkpoint to start from, taught or found in the cache. Only on one rank, and before `start`."""
 
-        from miles_async.adapters.megatron.warm_start import warm_start
+        from miles_async.adapters.megatron.training.warm_start import warm_start
 
         def report(step: int, loss: float, accuracy: float) -> None:
             self._log.info("warm start", step=step, loss=round(loss, 3), greedy_accuracy=round(accuracy, 3))
@@ -85,14 +85,14 @@ class LearnerRank:
         """Load the checkpoint. Call it on all ranks at once: each waits for the others."""
 
         def build() -> MegatronLearner:
-            from miles_async.adapters.megatron.learner import MegatronLearner
+            from miles_async.adapters.megatron.training.learner import MegatronLearner
 
             return MegatronLearner(self._config, hf_checkpoint, self._rank, self._world_size, master_addr, master_port)
 
         self._learner = await self._in_step(build)
 
     async def meet(self, engines: Sequence[EngineInfo]) -> None:
-        """All ranks: the engines are these from now on. Raises EngineLost where one does not answer or fit."""
+        """All ranks: the engines are these from now on. Raises EngineLostError where one does not answer or fit."""
         if self._source is None:
             # Naming the weights gathers them, one by one: all ranks take part.
             named = await self._in_step(lambda: [(name, tuple(t.shape)) for name, t in self._learner.weights()])
@@ -100,9 +100,9 @@ class LearnerRank:
         source = self._source
         await self._in_weights(lambda: source.meet(engines))
 
-    async def reach(self, way: str, engine: str) -> None:
-        """Connect a way to an engine. Raises EngineLost with what to do about it."""
-        await self._in_weights(lambda: self._sending.reach(way, engine))
+    async def reach(self, transport: str, engine: str) -> None:
+        """Connect a way to an engine. Raises EngineLostError with what to do about it."""
+        await self._in_weights(lambda: self._sending.reach(transport, engine))
 
     async def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         structlog.contextvars.bind_contextvars(rollout=rollout_id)
@@ -111,17 +111,17 @@ class LearnerRank:
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         return await self._in_step(lambda: self._learner.logprobs(token_lists))
 
-    async def stage(self, version: int, ways: Sequence[str]) -> None:
+    async def stage(self, version: int, transports: Sequence[str]) -> None:
         """Copy this rank's share of the weights aside as `version`, ready to go by `ways`; all ranks at once."""
         self._learner.version = version
         structlog.contextvars.bind_contextvars(version=version)
         await self._in_step(lambda: self._sending.stage(version, self._learner.weights()))
-        for way in ways:
-            await self._in_weights(partial(self._sending.prepare, way))
+        for transport in transports:
+            await self._in_weights(partial(self._sending.prepare, transport))
 
-    async def write(self, version: int, engine: str, way: str) -> WriteOutcome:
+    async def write(self, version: int, engine: str, transport: str) -> WriteOutcome:
         """Write this rank's share of the staged version to one engine. Several engines may be written at once."""
-        return await self._in_weights(lambda: self._sending.write(version, engine, way))
+        return await self._in_weights(lambda: self._sending.write(version, engine, transport))
 
     async def offload(self) -> None:
         """Leave the device's memory to an engine that shares it. All ranks."""
@@ -156,7 +156,7 @@ class LearnerRank:
         await self._in_step(self._learner.close)
 
     def _train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
-        from miles_async.adapters.megatron.profile import profiled
+        from miles_async.adapters.megatron.training.profiler import profiled
 
         with profiled(self._config.debug, rollout_id, self._rank):
             return self._learner.train(rollout_id, steps)

@@ -1,4 +1,4 @@
-"""Devices reserved from Ray, and where on them each process goes. The planning itself is `core/placement.py`."""
+"""Devices reserved from Ray, and where on them each process goes. The planning itself is `config/device_plan.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from miles_async.core.placement import Bundle, Demand, Plan, plan
+from miles_async.config.device_plan import Bundle, Demand, Plan, plan
 from miles_async.errors import UserError
 
 RESERVE_SECONDS = 60.0

@@ -12,17 +12,17 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
 from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.factory import open_data
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, progress_in
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.core.loading import load_function
-from miles_async.errors import BadTrajectory, UserError
-from miles_async.rewards.opening import open_rewarder
+from miles_async.config.user_functions import load_function
+from miles_async.errors import TrajectoryError, UserError
+from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import load_generate_function
+from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.types import Group, Verdict
 from workers.batches import saved_batch
@@ -36,14 +36,14 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lessons:
+class SftExamples:
     """What the warm start learns from and is checked on: prompts and their answers. Empty where there is none."""
 
     problems: list[tuple[str, str]]
     check: list[tuple[str, str]]
 
 
-def preflight(config: RunConfig, entry: str) -> Lessons:
+def preflight(config: RunConfig, entry: str) -> SftExamples:
     """Open and import once what the run will use. Raises UserError with the first thing that does not work."""
     args = flat_args(config)
     if config.model.hf_checkpoint is not None:
@@ -74,11 +74,11 @@ def preflight(config: RunConfig, entry: str) -> Lessons:
     # After the user's modules, which may register roles of their own.
     SkipManager(SkipWorld(config=config))
     if not config.warm_start.warm_start_max_steps:
-        return Lessons(problems=[], check=[])
+        return SftExamples(problems=[], check=[])
     template = config.warm_start.warm_start_template
     problems = data.warm_start_problems()
     pairs = ((template.replace("{prompt}", str(sample.prompt)), str(sample.label)) for sample in problems)
-    return Lessons(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
+    return SftExamples(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
 
 
 def whole_checkpoint(folder: Path) -> None:
@@ -144,7 +144,7 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
 def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
     """train.py takes turns whatever the function: the persistent producer makes way for the batch function."""
     path = config.rollout.rollout_function_path
-    if schedule_of(config, entry) is Schedule.TURNS and path == FULLY_ASYNC_FUNCTION:
+    if schedule_of(config, entry) is Schedule.SYNCHRONOUS and path == FULLY_ASYNC_FUNCTION:
         path = BATCH_FUNCTION
     return load_function(path, setting="rollout_function_path")
 
@@ -162,6 +162,6 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool
             return verdict if isinstance(verdict, Verdict) else bool(verdict)
         except Exception as error:
             # The user's code may raise anything; it is this group that cannot be judged.
-            raise BadTrajectory(f"group {group.feed_index}: filter {path} raised {error!r}") from error
+            raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {error!r}") from error
 
     return keep

@@ -10,34 +10,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_async.adapters.checkpoints import progress_in
 from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import Report
-from miles_async.adapters.dead_letters import DeadLetterFile
-from miles_async.adapters.garbage import spare_the_loop
 from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.system_clock import SystemClock
+from miles_async.adapters.storage.checkpoints import progress_in
+from miles_async.adapters.storage.dead_letters import DeadLetterFile
+from miles_async.adapters.system.clock import SystemClock
+from miles_async.adapters.system.garbage_collection import spare_the_loop
 from miles_async.adapters.weights.channel import Channel
 from miles_async.config.derived import bounds_of, trains_only
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.core.loading import load_function
-from miles_async.observability.events import DataSkipped, Event, Warned
-from miles_async.observability.logging import configure_worker_logging
+from miles_async.config.user_functions import load_function
+from miles_async.events import DataSkipped, Event, WarningRaised
+from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.progress import resume
 from miles_async.pipeline.service import EvaluationFunction, Ports, Service
 from miles_async.pipeline.source import RolloutSource
 from miles_async.ports import Generator
-from miles_async.rewards.opening import open_rewarder
+from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, call_rollout_function, flat_args
+from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
@@ -63,7 +63,7 @@ class Surroundings:
     """Handle of the router's actor; None where the router is somebody else's."""
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
-    weight_ways: Sequence[str]
+    weight_transports: Sequence[str]
     """The ways that weights can take, best first."""
     resume_from: Path | None
     """The checkpoint that the learner was resumed from."""
@@ -143,7 +143,7 @@ class RolloutWorker:
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
                 learner=RayLearner(config, around.learner_ranks),
-                channel=Channel(around.weight_ways, RaySources(around.learner_ranks), fleet.address),
+                channel=Channel(around.weight_transports, RaySources(around.learner_ranks), fleet.address),
                 fleet=fleet,
                 dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                 keep=dynamic_filter(config, args),
@@ -162,19 +162,19 @@ class RolloutWorker:
                 without_gate(config),
                 self._bounds,
                 half_of(config, ports),
-                take_turns=self._bounds.schedule is Schedule.TURNS or trains_only(config),
+                synchronous=self._bounds.schedule is Schedule.SYNCHRONOUS or trains_only(config),
                 first_rollout=first_rollout,
             )
             if self._asked_to_stop:
                 self._service.stop()
             await dump_tokenizer(config, around.checkpoint)
-            books = self._service.books
+            run_state = self._service.run_state
             rollout = Batches(
                 config,
                 rollout_function(config, self._entry),
                 args,
                 self._outbox,
-                trainer_version=lambda: books.trainer_version,
+                trainer_version=lambda: run_state.trainer_version,
                 rate=generators.frontend.rate,
                 skipping=skipping,
             )
@@ -252,7 +252,7 @@ class RolloutWorker:
         config = self._config
 
         def warn(text: str) -> None:
-            self._outbox.emit(Warned(time=time.time(), text=text))
+            self._outbox.emit(WarningRaised(time=time.time(), text=text))
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         manager = SkipManager.init(config, SkipWorld(config=config, identity=identity, warn=warn))
@@ -269,7 +269,7 @@ class RolloutWorker:
         )
 
     def _live_version(self) -> int:
-        return self._service.books.live_version if self._service is not None else -1
+        return self._service.run_state.live_version if self._service is not None else -1
 
     def _arguments(self, router_url: str) -> Arguments:
         if not router_url:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Self
 import structlog
 
 from miles_async.config.schema import Observability
-from miles_async.core.stall import dumps_stacks
-from miles_async.errors import Fatal
-from miles_async.observability.onlookers import Onlookers
+from miles_async.errors import FatalError
+from miles_async.observability.subscribers import EventSubscribers
+from miles_async.scheduling.stall import dumps_stacks
 from workers.heartbeats import Heartbeats
 from workers.stacks import dump_stacks
 
@@ -31,9 +31,9 @@ log = structlog.get_logger(__name__)
 class Watchdog:
     """Call `look` about four times a second."""
 
-    def __init__(self, cluster: Cluster, onlookers: Onlookers, settings: Observability) -> None:
+    def __init__(self, cluster: Cluster, subscribers: EventSubscribers, settings: Observability) -> None:
         self._cluster = cluster
-        self._onlookers = onlookers
+        self._onlookers = subscribers
         self._settings = settings
         self._heartbeats = Heartbeats(cluster.questions)
         self._dump: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class Watchdog:
             self._dump = asyncio.ensure_future(self._dump_stacks())
         silent = self._heartbeats.silence("rollout", now)
         if silent >= SILENCE_SECONDS or (silent and still >= self._settings.no_progress_abort_seconds):
-            raise Fatal(
+            raise FatalError(
                 f"the rollout worker has not answered for {silent:.0f}s, and nothing moved for {still:.0f}s "
                 f"(--no-progress-abort-seconds); its stack and its log are in {self._cluster.logs}"
             )

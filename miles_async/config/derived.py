@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from miles_async.config.device_plan import Demand
+from miles_async.config.learning_rate import LearningRate
 from miles_async.config.schema import Learner, Rollout, RunConfig
-from miles_async.core.bounds import Bounds, Schedule
-from miles_async.core.learning_rate import LearningRate
-from miles_async.core.placement import Demand
+from miles_async.scheduling.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
@@ -22,7 +22,7 @@ GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 def schedule_of(config: RunConfig, entry: str) -> Schedule:
     """`entry` is `train_async.py` or `train.py`. A user's own function returns a batch per call."""
     if entry == "train.py":
-        return Schedule.TURNS
+        return Schedule.SYNCHRONOUS
     if config.rollout.rollout_function_path == FULLY_ASYNC_FUNCTION:
         return Schedule.FULLY_ASYNC
     return Schedule.ONE_STEP_OFF
@@ -41,8 +41,8 @@ def evaluates(config: RunConfig) -> bool:
 
 def generates(config: RunConfig) -> bool:
     """Whether anything is ever asked of an engine: saved batches and lessons come without, evaluations do not."""
-    lessons = config.rollout.rollout_function_path == SFT_FUNCTION
-    return not trains_only(config) and not (lessons and not evaluates(config))
+    sft_examples = config.rollout.rollout_function_path == SFT_FUNCTION
+    return not trains_only(config) and not (sft_examples and not evaluates(config))
 
 
 def rollout_file(config: RunConfig) -> str | None:

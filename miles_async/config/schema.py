@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from miles_async.core.skip import Steps
+from miles_async.recording import Steps
 
 
 class Section(BaseModel):

@@ -35,7 +35,7 @@ class TokenColumns:
 
     old_logprobs: Tensor
     """Under the weights before the drain's first step."""
-    rollout_logprobs: Tensor
+    rollout_log_probs: Tensor
     """As the engines reported them."""
     advantages: Tensor
     shares: Tensor
@@ -81,7 +81,7 @@ def policy_loss(
         objective, clipped = cispo_objective(logprobs, (logprobs - old).exp(), advantages, low, high)
     else:
         objective, clipped = clipped_objective((logprobs - old).exp(), advantages, low, high)
-    gap = old - columns.rollout_logprobs
+    gap = old - columns.rollout_log_probs
     weight, bounded = importance_weights(gap, columns.sequences, settings.correction)
     per_token = weight * objective + settings.entropy_coef * entropy
     kl = torch.zeros_like(gap)

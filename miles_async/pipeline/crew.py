@@ -1,6 +1,6 @@
 """The tasks of a run, each with a name, none forgotten.
 
-The body of `async with Crew()` is the finite clock: when it ends, whatever still runs is cancelled. A failure anywhere
+The body of `async with TaskSupervisor()` is the finite clock: when it ends, whatever still runs is cancelled. A failure anywhere
 ends everything else and comes out as itself, not as a group of exceptions. A loop that returns on its own is a failure
 too: a producer that ends cleanly would leave the trainer waiting for good.
 """
@@ -12,12 +12,12 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 
 T = TypeVar("T")
 
 
-class Crew:
+class TaskSupervisor:
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -50,7 +50,7 @@ class Crew:
 
 async def _never_returns(name: str, loop: Coroutine[Any, Any, None]) -> None:
     await loop
-    raise Fatal(f"the {name} loop ended on its own; this is a bug, please report it with the log")
+    raise FatalError(f"the {name} loop ended on its own; this is a bug, please report it with the log")
 
 
 def root_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from miles_async.errors import BadTrajectory, EngineLost, MilesError, UserError
-from miles_async.observability.events import Evaluated, Warned
-from miles_async.pipeline.books import Books
+from miles_async.errors import EngineLostError, MilesError, TrajectoryError, UserError
+from miles_async.events import Evaluated, WarningRaised
+from miles_async.pipeline.run_state import RunState
 from miles_async.ports import Generator, Rewarder
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -37,7 +37,7 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    books: Books
+    run_state: RunState
     rewarder: Rewarder
     sets: Sequence[EvalSet]
     serving: Callable[[], bool]
@@ -53,7 +53,7 @@ class Evaluator:
 
     def report(self, rollout_id: int, scores: Scores, seconds: float) -> None:
         """Tell the event stream. Raises UserError for scores, of a user's own function, that cannot be read."""
-        self.books.progressed()
+        self.run_state.progressed()
         for name, of_set in scores.items():
             rewards = list(of_set.get("rewards", ()))
             if not rewards or not all(isinstance(reward, int | float) and isfinite(reward) for reward in rewards):
@@ -62,9 +62,9 @@ class Evaluator:
                     'return {name: {"rewards": [...], "truncated": [...]}}'
                 )
             truncated = [float(flag) for flag in of_set.get("truncated", ())] or [0.0]
-            self.books.events.emit(
+            self.run_state.events.emit(
                 Evaluated(
-                    time=self.books.clock.now(),
+                    time=self.run_state.clock.now(),
                     name=name,
                     rollout=rollout_id,
                     accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
@@ -81,7 +81,7 @@ class Evaluator:
         failures = await asyncio.gather(*(self._answer(group, eval_set.generator) for group in groups))
         if failed := [failure for failure in failures if failure is not None]:
             sentence = f"{len(failed)} of {len(groups)} problems of {eval_set.name} failed and score 0: {failed[0]}"
-            self.books.events.emit(Warned(time=self.books.clock.now(), text=sentence))
+            self.run_state.events.emit(WarningRaised(time=self.run_state.clock.now(), text=sentence))
         samples = [sample for group in groups for sample in group]
         return {
             "rewards": [sample.scalar_reward for sample in samples],
@@ -97,23 +97,23 @@ class Evaluator:
                 if not _interrupted(group):
                     await self.rewarder.score(group)
                     return None
-                failure: MilesError = BadTrajectory(f"problem {group.feed_index} was aborted again and again")
+                failure: MilesError = TrajectoryError(f"problem {group.feed_index} was aborted again and again")
                 interruptions += 1
-            except BadTrajectory as error:
+            except TrajectoryError as error:
                 failure = error
                 if not _interrupted(group):
                     break
                 # An agent's conversation that was aborted cannot be continued, only begun again.
                 group.reset()
                 interruptions += 1
-            except EngineLost as error:
+            except EngineLostError as error:
                 failure = error
                 losses += 1
             if losses == LOSSES or interruptions == INTERRUPTIONS:
                 break
-            if isinstance(failure, EngineLost):
-                await self.books.changed.until(self.serving)
-            await self.books.clock.sleep(RETRY_SECONDS)
+            if isinstance(failure, EngineLostError):
+                await self.run_state.changed.until(self.serving)
+            await self.run_state.clock.sleep(RETRY_SECONDS)
         for sample in group:
             sample.reward = 0.0
         return failure

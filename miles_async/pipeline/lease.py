@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 
 
 class Lease:
@@ -28,7 +28,7 @@ class Lease:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                raise Fatal(
+                raise FatalError(
                     f"{owner} has held {self._what} for {self._seconds:.0f} s and was interrupted: a learner rank or "
                     "an engine does not answer; the logs of the run say which"
                 ) from None

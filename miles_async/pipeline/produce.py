@@ -14,18 +14,18 @@ from functools import partial
 
 import structlog
 
-from miles_async.core.admission import Admission, Blocked
-from miles_async.core.head import HeadAction, HeadPolicy
-from miles_async.core.ledger import State
-from miles_async.core.queue import GroupQueue
-from miles_async.core.window import WindowedFIFOCollector
-from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
-from miles_async.observability.events import AdmissionBlocked, GroupFiltered, GroupGenerated, Queue
-from miles_async.observability.samples import Shown
-from miles_async.pipeline.books import Books, sequence_of
-from miles_async.pipeline.crew import Crew
+from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
+from miles_async.events import AdmissionBlocked, GroupFiltered, GroupGenerated, QueueChanged
+from miles_async.observability.page.samples import SampleDisplay
 from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.run_state import RunState, sequence_of
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import DataSource, Generator, Rewarder
+from miles_async.scheduling.admission import Admission, Blocked
+from miles_async.scheduling.head import HeadAction, HeadPolicy
+from miles_async.scheduling.ledger import GroupState
+from miles_async.scheduling.queue import GroupQueue
+from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import DropReason, Group, SampleStatus, Verdict
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
@@ -47,7 +47,7 @@ class Producer:
     def __init__(
         self,
         *,
-        books: Books,
+        run_state: RunState,
         data: DataSource,
         generator: Generator,
         rewarder: Rewarder,
@@ -58,10 +58,10 @@ class Producer:
         queue_capacity: int,
         partial_rollout: bool,
         serving: Callable[[], bool],
-        shown: Shown,
+        shown: SampleDisplay,
     ) -> None:
         """`serving` tells whether any engine takes requests."""
-        self._books = books
+        self._run_state = run_state
         self._data = data
         self._generator = generator
         self._rewarder = rewarder
@@ -93,109 +93,111 @@ class Producer:
     def is_open(self) -> bool:
         return bool(self._loops)
 
-    def open(self, crew: Crew, admission: Admission) -> None:
+    def open(self, tasks: TaskSupervisor, admission: Admission) -> None:
         """Start admitting groups, each in a task of `crew`."""
-        self._loops = [crew.spawn("feed", self._feed(crew, admission))]
+        self._loops = [tasks.spawn("feed", self._feed(tasks, admission))]
         if self._head_policy.active:
-            self._loops.append(crew.spawn("head", self._hurry_head()))
+            self._loops.append(tasks.spawn("head", self._hurry_head()))
 
     async def close(self) -> None:
         """Stop admitting; what is in flight is aborted and goes back to the feed. Returns when nothing is in flight."""
         while self._loops:
             self._loops.pop().cancel()
         self.waits_for = None
-        counts = self._books.ledger.counts
+        counts = self._run_state.ledger.counts
         self._closing = True
         try:
-            if counts[State.IN_FLIGHT]:
+            if counts[GroupState.IN_FLIGHT]:
                 # What a lost engine held ends by itself, when the engine is ended.
-                with suppress(EngineLost):
+                with suppress(EngineLostError):
                     await self._generator.abort()
-            await self._books.changed.until(lambda: counts[State.FED] + counts[State.IN_FLIGHT] == 0)
+            await self._run_state.changed.until(lambda: counts[GroupState.FED] + counts[GroupState.IN_FLIGHT] == 0)
         finally:
             self._closing = False
 
-    async def _feed(self, crew: Crew, admission: Admission) -> None:
+    async def _feed(self, tasks: TaskSupervisor, admission: Admission) -> None:
         """Waits for an engine, a place in flight, a slot and room; unblocked by one that joins, an end, a publish, a
         drain."""
-        books = self._books
+        run_state = self._run_state
 
         def blocked() -> Blocked | None:
-            return admission.blocked_by(books.ledger) if self._serving() else Blocked.NO_ENGINE
+            return admission.blocked_by(run_state.ledger) if self._serving() else Blocked.NO_ENGINE
 
         def moved_on(cause: Blocked) -> bool:
             return blocked() is not cause
 
         while True:
             if cause := blocked():
-                blocked_at = books.clock.now()
+                blocked_at = run_state.clock.now()
                 self.waits_for = cause, blocked_at
-                await books.changed.until(partial(moved_on, cause))
+                await run_state.changed.until(partial(moved_on, cause))
                 self.waits_for = None
-                books.events.emit(
-                    AdmissionBlocked(time=books.clock.now(), cause=cause, seconds=books.clock.now() - blocked_at)
+                run_state.events.emit(
+                    AdmissionBlocked(
+                        time=run_state.clock.now(), cause=cause, seconds=run_state.clock.now() - blocked_at
+                    )
                 )
                 continue
             groups = self._data.get_samples(1)
             if not groups:
-                books.changed.notify()
-                self._found_nothing_at = books.changed.count
-                await books.changed.once()
+                run_state.changed.notify()
+                self._found_nothing_at = run_state.changed.count
+                await run_state.changed.once()
                 continue
             for group in groups:
-                books.feed(group)
-                crew.spawn(f"group-{group.sequence}", self._produce(group))
+                run_state.feed(group)
+                tasks.spawn(f"group-{group.sequence}", self._produce(group))
             # A generator that never suspends (a replayed cache) must not starve the other loops.
             await asyncio.sleep(0)
 
     async def _hurry_head(self) -> None:
         """Waits for a head at the engines to overstay its deadline; unblocked by time, or by the head moving on."""
-        books, window = self._books, self.window
+        run_state, window = self._run_state, self.window
         while True:
             # A head that is not admitted yet, or is being scored, keeps nobody waiting that an abort could help.
-            await books.changed.until(lambda: window.head in self._generating)
+            await run_state.changed.until(lambda: window.head in self._generating)
             head = window.head
             try:
                 async with asyncio.timeout(self._head_policy.deadline_seconds):
-                    await books.changed.until(partial(self._moved_past, head))
+                    await run_state.changed.until(partial(self._moved_past, head))
                 continue
             except TimeoutError:
                 pass
             if group := self._generating.get(head):
                 self._overdue.add(head)
-                with suppress(EngineLost):
+                with suppress(EngineLostError):
                     await self._generator.abort(group)
-            await books.changed.until(partial(self._moved_past, head))
+            await run_state.changed.until(partial(self._moved_past, head))
 
     def _moved_past(self, head: int) -> bool:
         return self.window.head != head
 
     async def _produce(self, group: Group) -> None:
         """One attempt, from admission to its end: in the window, or out of it."""
-        books, sequence = self._books, sequence_of(group)
+        run_state, sequence = self._run_state, sequence_of(group)
         # The task is the group's own: whatever is logged on the way, by a user's function too, names it.
         structlog.contextvars.bind_contextvars(group=sequence, feed_index=group.feed_index)
-        books.advance([group], State.IN_FLIGHT)
+        run_state.advance([group], GroupState.IN_FLIGHT)
         try:
             outcome = await self._attempt(group)
-        except PromptTooLong as error:
+        except PromptTooLongError as error:
             outcome = Outcome.FAILED
-            self._recycler.bury(group, DropReason.PROMPT_TOO_LONG, str(error))
-        except BadTrajectory as error:
+            self._recycler.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
+        except TrajectoryError as error:
             outcome = Outcome.FAILED
             self._recycler.retry(group, DropReason.FAILED, str(error))
-        except EngineLost as error:
+        except EngineLostError as error:
             outcome = Outcome.FAILED
             if not self._closing:
-                await books.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
+                await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
             self._recycler.lost(group, str(error))
         if outcome is Outcome.ABORTED:
             self._send_back(group)
         elif outcome is Outcome.FILTERED:
-            books.drop(group, DropReason.FILTERED)
+            run_state.drop(group, DropReason.FILTERED)
         self._overdue.discard(sequence)
         if outcome is Outcome.KEPT:
-            books.advance([group], State.FINISHED)
+            run_state.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)
         else:
             # A group that will not be collected gives its place in the window to the next.
@@ -203,8 +205,8 @@ class Producer:
         self._collect()
 
     async def _attempt(self, group: Group) -> Outcome:
-        """Generate, score and filter. Raises BadTrajectory or EngineLost instead of returning FAILED."""
-        clock, sequence = self._books.clock, sequence_of(group)
+        """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
+        clock, sequence = self._run_state.clock, sequence_of(group)
         if self._closing:
             return Outcome.ABORTED
         started = clock.now()
@@ -225,8 +227,8 @@ class Producer:
         verdict = self._keep(group)
         if not verdict:
             reason = verdict.reason if isinstance(verdict, Verdict) else Verdict(False).reason
-            self._books.events.emit(GroupFiltered(time=clock.now(), sequence=sequence, reason=reason))
-        self._books.events.emit(
+            self._run_state.events.emit(GroupFiltered(time=clock.now(), sequence=sequence, reason=reason))
+        self._run_state.events.emit(
             GroupGenerated(
                 time=clock.now(),
                 sequence=sequence,
@@ -261,13 +263,17 @@ class Producer:
     def _collect(self) -> None:
         for group in self.window.drain():
             self.queue.put(group)
-            self._books.advance([group], State.QUEUED)
-            self._books.progressed()
-        self._books.events.emit(Queue(time=self._books.clock.now(), depth=len(self.queue), blocked=self.window.blocked))
+            self._run_state.advance([group], GroupState.QUEUED)
+            self._run_state.progressed()
+        self._run_state.events.emit(
+            QueueChanged(time=self._run_state.clock.now(), depth=len(self.queue), blocked=self.window.blocked)
+        )
 
     @property
     def starved(self) -> bool:
         """Whether the data has ended and nothing is under way that could still reach the queue."""
-        counts = self._books.ledger.counts
-        under_way = any(counts[state] for state in (State.FED, State.IN_FLIGHT, State.FINISHED, State.QUEUED))
-        return self._found_nothing_at == self._books.changed.count and not under_way
+        counts = self._run_state.ledger.counts
+        under_way = any(
+            counts[state] for state in (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED)
+        )
+        return self._found_nothing_at == self._run_state.changed.count and not under_way

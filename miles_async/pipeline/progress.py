@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.core.ledger import State
-from miles_async.pipeline.books import Books
+from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource
+from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group, Sample
 
 
-def progress_of(rollout_id: int, books: Books, data: DataSource) -> dict[str, Any]:
+def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
     """Ready for JSON, as far as the samples' metadata is."""
-    with books.lending:
-        owed = [group for group in books.live_groups if books.state(group) is not State.TRAINED] + books.lent_groups
+    with run_state.lending:
+        owed = [
+            group for group in run_state.live_groups if run_state.state(group) is not GroupState.TRAINED
+        ] + run_state.lent_groups
         return {"rollout": rollout_id, "data": data.state_dict(), "owed": [_as_dict(group) for group in owed]}
 
 

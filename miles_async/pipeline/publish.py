@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from miles_async.core.ledger import State
-from miles_async.errors import EngineLost
-from miles_async.observability.events import PublishEnded, PublishStarted, WriteFailed
-from miles_async.pipeline.books import Books
-from miles_async.pipeline.crew import Crew
+from miles_async.errors import EngineLostError
+from miles_async.events import PublishEnded, PublishStarted, WriteFailed
 from miles_async.pipeline.lease import Lease
+from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import Fleet, WeightChannel
+from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group, WriteOutcome
 
 LEASE_SECONDS = 900.0
@@ -29,14 +29,14 @@ class Publisher:
     def __init__(
         self,
         *,
-        books: Books,
+        run_state: RunState,
         channel: WeightChannel,
         fleet: Fleet,
         pause_mode: str,
         queue_depth: Callable[[], int],
         on_live: Callable[[], None],
     ) -> None:
-        self._books = books
+        self._run_state = run_state
         self._channel = channel
         self._fleet = fleet
         self._pause_mode = pause_mode
@@ -51,14 +51,14 @@ class Publisher:
         """Set the learner's present weights aside as `version`; `trained` are the groups that helped make it."""
         await self.idle()
         async with self._buffer.held_by(f"staging version {version}"):
-            started = self._books.clock.now()
+            started = self._run_state.clock.now()
             await self._channel.stage(version)
-            self._books.trainer_version = version
-            self._staged = (version, trained, self._books.clock.now() - started)
+            self._run_state.trainer_version = version
+            self._staged = (version, trained, self._run_state.clock.now() - started)
 
-    def start(self, crew: Crew) -> None:
+    def start(self, tasks: TaskSupervisor) -> None:
         """Publish what is staged beside whatever else goes on."""
-        self._running = crew.spawn("publish", self.publish())
+        self._running = tasks.spawn("publish", self.publish())
 
     async def idle(self) -> None:
         """Return when no publish is running. Its failure is the crew's to report."""
@@ -71,25 +71,25 @@ class Publisher:
         Where no engine takes it, it stays staged until one has joined.
         """
         while self._staged is not None:
-            await self._books.changed.until(lambda: bool(self._fleet.routed()))
+            await self._run_state.changed.until(lambda: bool(self._fleet.routed()))
             async with self._buffer.held_by(f"the publish of version {self._staged[0]}"):
                 await self._publish(*self._staged)
 
     async def join(self, engine: str) -> None:
         """Write the weights that are staged or live to an engine that was started anew, then let requests reach it.
 
-        Raises EngineLost where any of it fails; nothing reaches the engine then.
+        Raises EngineLostError where any of it fails; nothing reaches the engine then.
         """
         async with self._buffer.held_by(f"{engine}, which joins"):
             await self._channel.meet([*self._fleet.routed(), engine])
             # Versions are counted as they are staged, and the buffer keeps the last one.
-            version = self._books.trainer_version
+            version = self._run_state.trainer_version
             outcome = await self._send(version, engine)
             if outcome.error is not None:
-                raise EngineLost(outcome.error)
+                raise EngineLostError(outcome.error)
             await self._fleet.commit(engine, version)
             await self._fleet.admit(engine)
-        self._books.changed.notify()
+        self._run_state.changed.notify()
 
     async def leave(self, engine: str) -> None:
         """Remove an engine for good, but not in the middle of a publish; the transfer is planned anew without it."""
@@ -99,19 +99,19 @@ class Publisher:
                 await self._channel.meet(routed)
 
     async def _publish(self, version: int, trained: Sequence[Group], staged_seconds: float) -> None:
-        books = self._books
-        books.events.emit(PublishStarted(time=books.clock.now(), version=version, queue=self._queue_depth()))
-        paused_at = books.clock.now()
+        run_state = self._run_state
+        run_state.events.emit(PublishStarted(time=run_state.clock.now(), version=version, queue=self._queue_depth()))
+        paused_at = run_state.clock.now()
         try:
             await self._fleet.pause(self._pause_mode)
-            stopped_at = books.clock.now()
+            stopped_at = run_state.clock.now()
             outcomes = await self._write(version)
         finally:
-            written_at = books.clock.now()
+            written_at = run_state.clock.now()
             await self._fleet.resume()
-        resumed_at = books.clock.now()
+        resumed_at = run_state.clock.now()
         live = bool(self._fleet.routed())
-        books.events.emit(
+        run_state.events.emit(
             PublishEnded(
                 time=resumed_at,
                 version=version,
@@ -129,11 +129,11 @@ class Publisher:
         if not live:
             return
         self._staged = None
-        books.live_version = version
-        books.advance(trained, State.PUBLISHED)
-        books.progressed()
+        run_state.live_version = version
+        run_state.advance(trained, GroupState.PUBLISHED)
+        run_state.progressed()
         self._on_live()
-        books.changed.notify()
+        run_state.changed.notify()
 
     async def _write(self, version: int) -> list[WriteOutcome]:
         """Bring `version` to every routed engine and announce it there; who it did not reach is fenced."""
@@ -146,7 +146,7 @@ class Publisher:
             try:
                 await self._fleet.commit(engine, version)
                 return outcome
-            except EngineLost as lost:
+            except EngineLostError as lost:
                 outcome = replace(outcome, error=str(lost))
         self._tell(version, outcome, "fence")
         await self._fleet.fence(engine, outcome.error or "")
@@ -158,19 +158,19 @@ class Publisher:
         if outcome.error is not None and not outcome.final:
             self._tell(version, outcome, "retry")
             [outcome] = await self._channel.write(version, [engine])
-        while outcome.error is not None and not outcome.final and (way := await self._channel.fall_back(engine)):
-            self._tell(version, outcome, "fall_back", way)
+        while outcome.error is not None and not outcome.final and (transport := await self._channel.fall_back(engine)):
+            self._tell(version, outcome, "fall_back", transport)
             [outcome] = await self._channel.write(version, [engine])
         return outcome
 
-    def _tell(self, version: int, outcome: WriteOutcome, then: str, way: str | None = None) -> None:
-        self._books.events.emit(
+    def _tell(self, version: int, outcome: WriteOutcome, then: str, transport: str | None = None) -> None:
+        self._run_state.events.emit(
             WriteFailed(
-                time=self._books.clock.now(),
+                time=self._run_state.clock.now(),
                 version=version,
                 engine=outcome.engine,
                 error=outcome.error or "",
                 then=then,
-                way=way,
+                transport=transport,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from miles_async.pipeline.books import Books
+from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource, DeadLetters
 from miles_async.types import DropReason, Group
 
@@ -15,8 +15,8 @@ MOST_LOSSES = 10
 class Recycler:
     """Attempts are capped, so that a prompt which fails or ages every time cannot circle for good."""
 
-    def __init__(self, books: Books, data: DataSource, dead_letters: DeadLetters, max_attempts: int) -> None:
-        self._books = books
+    def __init__(self, run_state: RunState, data: DataSource, dead_letters: DeadLetters, max_attempts: int) -> None:
+        self._run_state = run_state
         self._data = data
         self._dead_letters = dead_letters
         self._max_attempts = max_attempts
@@ -27,22 +27,22 @@ class Recycler:
 
     def retry(self, group: Group, reason: DropReason, error: str) -> None:
         """End this attempt as `reason`; the prompt goes first in line, or, after its last, to the dead letters."""
-        self._books.drop(group, reason)
+        self._run_state.drop(group, reason)
         self.recycled += reason is DropReason.STALE
         if group.attempt + 1 >= self._max_attempts:
-            self._dead_letters.bury(group, reason, error)
+            self._dead_letters.dead_letter(group, reason, error)
             return
         group.attempt += 1
         self._return(group)
 
-    def bury(self, group: Group, reason: DropReason, error: str) -> None:
+    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
         """End this attempt for good: no other could end otherwise."""
-        self._books.drop(group, reason)
-        self._dead_letters.bury(group, reason, error)
+        self._run_state.drop(group, reason)
+        self._dead_letters.dead_letter(group, reason, error)
 
     def give_back(self, group: Group, reason: DropReason) -> None:
         """End this attempt through no fault of the prompt's: it does not count against the cap."""
-        self._books.drop(group, reason)
+        self._run_state.drop(group, reason)
         self._return(group)
 
     def lost(self, group: Group, error: str) -> None:
@@ -51,11 +51,11 @@ class Recycler:
         if (losses := self._losses[group.feed_index]) < MOST_LOSSES:
             self.give_back(group, DropReason.ENGINE_LOST)
         else:
-            self.bury(group, DropReason.ENGINE_LOST, f"its engine was lost {losses} times: {error}")
+            self.dead_letter(group, DropReason.ENGINE_LOST, f"its engine was lost {losses} times: {error}")
 
     def salvage(self, group: Group, reason: DropReason) -> None:
         """End this attempt but keep its tokens: the next one continues them. It keeps its first version with them."""
-        self._books.drop(group, reason)
+        self._run_state.drop(group, reason)
         group.sequence = None
         self._data.add_samples([group])
 

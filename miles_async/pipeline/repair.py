@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from miles_async.errors import EngineLost, Fatal
-from miles_async.observability.events import Warned
-from miles_async.pipeline.books import Books
-from miles_async.pipeline.crew import Crew
+from miles_async.errors import EngineLostError, FatalError
+from miles_async.events import WarningRaised
 from miles_async.pipeline.publish import Publisher
+from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import Fleet
 
 ATTEMPTS = 3
@@ -28,18 +28,18 @@ class Repair:
     def __init__(
         self,
         *,
-        books: Books,
+        run_state: RunState,
         fleet: Fleet,
         publisher: Publisher,
-        crew: Callable[[], Crew],
+        tasks: Callable[[], TaskSupervisor],
         interval_seconds: float,
         devices: AbstractAsyncContextManager[None],
     ) -> None:
         """`devices` are entered to start an engine on them."""
-        self._books = books
+        self._run_state = run_state
         self._fleet = fleet
         self._publisher = publisher
-        self._crew = crew
+        self._tasks = tasks
         self._interval = interval_seconds
         self._devices = devices
         self._kept: dict[str, asyncio.Task[None]] = {}
@@ -51,16 +51,16 @@ class Repair:
             members = self._fleet.members()
             for engine in members:
                 if engine not in self._kept:
-                    self._kept[engine] = self._crew().spawn(f"keep-{engine}", self._keep(engine))
+                    self._kept[engine] = self._tasks().spawn(f"keep-{engine}", self._keep(engine))
             for engine in self._kept.keys() - set(members):
                 self._kept.pop(engine).cancel()
-            await self._books.clock.sleep(self._interval)
+            await self._run_state.clock.sleep(self._interval)
             if not members:
                 continue
             try:
                 await self._fleet.check_router()
                 trouble = ""
-            except EngineLost as lost:
+            except EngineLostError as lost:
                 if str(lost) != trouble:
                     trouble = str(lost)
                     self._warn(trouble)
@@ -69,7 +69,7 @@ class Repair:
         """Waits for the engine's signs of life, or for its start; for a learner only on the same devices."""
         while engine in self._fleet.members():
             if engine in self._fleet.routed():
-                await self._books.clock.sleep(self._interval)
+                await self._run_state.clock.sleep(self._interval)
                 await self._look_at(engine)
             else:
                 await self._replace(engine)
@@ -77,7 +77,7 @@ class Repair:
     async def _look_at(self, engine: str) -> None:
         try:
             await self._fleet.check(engine)
-        except EngineLost as lost:
+        except EngineLostError as lost:
             await self._fleet.fence(engine, str(lost))
 
     async def _replace(self, engine: str) -> None:
@@ -89,13 +89,13 @@ class Repair:
                     await self._fleet.restart(engine)
                     await self._publisher.join(engine)
                 return
-            except EngineLost as lost:
+            except EngineLostError as lost:
                 failures += 1
                 sentence = f"engine {engine} could not be replaced ({failures} attempts): {lost}"
             if failures >= ATTEMPTS and not self._fleet.routed():
-                raise Fatal(f"no engine is left: {sentence}")
+                raise FatalError(f"no engine is left: {sentence}")
             self._warn(sentence)
-            await self._books.clock.sleep(min(LONGEST_WAIT_SECONDS, 2.0**failures))
+            await self._run_state.clock.sleep(min(LONGEST_WAIT_SECONDS, 2.0**failures))
 
     def _warn(self, text: str) -> None:
-        self._books.events.emit(Warned(time=self._books.clock.now(), text=text))
+        self._run_state.events.emit(WarningRaised(time=self._run_state.clock.now(), text=text))

@@ -16,7 +16,7 @@
     feedback  feedback.py -                     the engines' loads (if asked for)  the engines
 
 Training is the one finite clock. The others run until it ends; one that returns on its own is an error. Every group is
-in exactly one state of `core/ledger.py`, and every state change is an event.
+in exactly one state of `scheduling/ledger.py`, and every state change is an event.
 
 Three cadences share this file, and differ in when a rollout starts and when its weights are published:
 
@@ -34,26 +34,21 @@ from dataclasses import dataclass
 
 from miles_async.config.derived import checkpoint_due
 from miles_async.config.schema import RunConfig
-from miles_async.core.admission import Admission
-from miles_async.core.bounds import Bounds
-from miles_async.core.concurrency import AdaptiveConcurrency
-from miles_async.core.head import HeadAction, HeadPolicy
-from miles_async.core.staleness import StalenessGate
-from miles_async.observability.events import EventSink, TrainerTurned
-from miles_async.observability.samples import Shown
-from miles_async.pipeline.books import Books
-from miles_async.pipeline.crew import Crew
-from miles_async.pipeline.drain import Drain
+from miles_async.events import EventSink, TrainerPhaseChanged
+from miles_async.observability.page.samples import SampleDisplay
+from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.evaluate import EvalSet, Evaluator, Scores
 from miles_async.pipeline.feedback import follow_engines
+from miles_async.pipeline.monitor import RunMonitor
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.progress import progress_of
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.repair import Repair
+from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.pipeline.training import Training
-from miles_async.pipeline.watch import Watch
 from miles_async.ports import (
     Clock,
     DataSource,
@@ -64,6 +59,11 @@ from miles_async.ports import (
     Rewarder,
     WeightChannel,
 )
+from miles_async.scheduling.admission import Admission
+from miles_async.scheduling.bounds import Bounds
+from miles_async.scheduling.concurrency import AdaptiveConcurrency
+from miles_async.scheduling.head import HeadAction, HeadPolicy
+from miles_async.scheduling.staleness import StalenessGate
 from miles_async.types import Group, Verdict
 
 RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]
@@ -101,27 +101,27 @@ class Service:
     """One run: `await run(rollout)` returns when `num_rollout` batches are trained, published and evaluated."""
 
     def __init__(
-        self, config: RunConfig, bounds: Bounds, ports: Ports, *, take_turns: bool, first_rollout: int = 0
+        self, config: RunConfig, bounds: Bounds, ports: Ports, *, synchronous: bool, first_rollout: int = 0
     ) -> None:
         """`first_rollout` is above 0 where the run resumes from a checkpoint."""
         self._config = config
         self._ports = ports
-        self._take_turns = take_turns
+        self._take_turns = synchronous
         self._first_rollout = first_rollout
-        self._crew: Crew
+        self._tasks: TaskSupervisor
         self._stopping = asyncio.Event()
         self._evaluating = asyncio.Lock()
         self._checkpoint_written: asyncio.Task[None] | None = None
         """The newest checkpoint, while it is written and after."""
         self._trained: list[Group] = []
         """Groups in the weights since the last staged version."""
-        self.books = Books(ports.clock, ports.events)
+        self.run_state = RunState(ports.clock, ports.events)
         gate = StalenessGate(config.rollout.max_weight_staleness)
-        self._training = Training(self.books, ports.learner, ports.dead_letters, gate, config)
+        self._training = Training(self.run_state, ports.learner, ports.dead_letters, gate, config)
         self._adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
-        recycler = Recycler(self.books, ports.data, ports.dead_letters, config.rollout.max_attempts)
+        recycler = Recycler(self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts)
         self._producer = Producer(
-            books=self.books,
+            run_state=self.run_state,
             data=ports.data,
             generator=ports.generator,
             rewarder=ports.rewarder,
@@ -134,52 +134,52 @@ class Service:
             queue_capacity=config.rollout.queue_capacity,
             partial_rollout=config.rollout.partial_rollout,
             serving=self._serving,
-            shown=Shown(ports.events, config.observability.sample_interval_seconds),
+            shown=SampleDisplay(ports.events, config.observability.sample_interval_seconds),
         )
-        self._drain = Drain(
-            books=self.books,
+        self._collector = BatchCollector(
+            run_state=self.run_state,
             producer=self._producer,
             recycler=recycler,
             gate=gate,
             stream_admission=Admission(
                 max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
             ),
-            crew=lambda: self._crew,
+            tasks=lambda: self._tasks,
         )
         self._devices = asyncio.Lock()
         """Colocated, held by the learner while it has them, and by an engine that is being started on them."""
         self._publisher = Publisher(
-            books=self.books,
+            run_state=self.run_state,
             channel=ports.channel,
             fleet=ports.fleet,
             pause_mode=config.weights.pause_generation_mode,
             queue_depth=lambda: len(self._producer.queue),
-            on_live=self._drain.sweep,
+            on_live=self._collector.sweep,
         )
         self._repair = Repair(
-            books=self.books,
+            run_state=self.run_state,
             fleet=ports.fleet,
             publisher=self._publisher,
-            crew=lambda: self._crew,
+            tasks=lambda: self._tasks,
             interval_seconds=config.engine.engine_health_interval_seconds,
             devices=self._devices if config.cluster.colocate else nullcontext(),
         )
-        self._watch = Watch(
-            books=self.books,
+        self._monitor = RunMonitor(
+            run_state=self.run_state,
             producer=self._producer,
-            drain=self._drain,
+            drain=self._collector,
             generator=ports.generator,
             warn_seconds=config.observability.no_progress_warn_seconds,
             abort_seconds=config.observability.no_progress_abort_seconds,
         )
         held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
-        self._evaluator = Evaluator(self.books, ports.rewarder, [held_out, *ports.eval_sets], self._serving)
-        self._source = RolloutSource(ports.data, self._drain, self._evaluator)
+        self._evaluator = Evaluator(self.run_state, ports.rewarder, [held_out, *ports.eval_sets], self._serving)
+        self._source = RolloutSource(ports.data, self._collector, self._evaluator)
 
     def stop(self) -> None:
         """End the run after the step that is being taken; what was trained is still published."""
         self._stopping.set()
-        self.books.changed.notify()
+        self.run_state.changed.notify()
 
     @property
     def stopped(self) -> bool:
@@ -191,15 +191,15 @@ class Service:
 
     async def run(self, rollout: RolloutFunction) -> None:
         """Raises UserError, Fatal, or whatever a user's function raised; everything started is ended first."""
-        async with Crew() as self._crew:
-            self._crew.forever("watch", self._watch.run())
+        async with TaskSupervisor() as self._tasks:
+            self._tasks.forever("watch", self._monitor.run())
             if self._adaptive is not None:
-                self._crew.forever("feedback", follow_engines(self.books, self._ports.fleet, self._adaptive))
+                self._tasks.forever("feedback", follow_engines(self.run_state, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
             if self._config.cluster.colocate:
                 # Both have started on the same devices; the engines come first.
                 await self._ports.learner.offload()
-            self._crew.forever("repair", self._repair.run())
+            self._tasks.forever("repair", self._repair.run())
             await self._publisher.publish()
             await self._evaluate(self._first_rollout - 1)
             await self._train(rollout)
@@ -215,7 +215,7 @@ class Service:
         last = self._config.rollout.num_rollout - 1
         interval = self._config.weights.update_weights_interval
         first = self._first_rollout
-        batch = self._crew.spawn(f"rollout-{first}", self._next_batch(rollout, first))
+        batch = self._tasks.spawn(f"rollout-{first}", self._next_batch(rollout, first))
         for rollout_id in range(first, last + 1):
             self._turn_to("batch")
             groups = await self._unless_stopped(batch)
@@ -230,7 +230,7 @@ class Service:
                 self._turn_to("batch")
             groups = await self._only_fresh(rollout_id, groups)
             if prefetch and rollout_id < last:
-                batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+                batch = self._tasks.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
             await self._devices_to_learner()
             self._turn_to("step")
             if await self._training.step(rollout_id, groups):
@@ -240,7 +240,7 @@ class Service:
             if due and self._trained:
                 await self._stage()
                 if continuous:
-                    self._publisher.start(self._crew)
+                    self._publisher.start(self._tasks)
             if checkpoint_due(self._config, rollout_id):
                 self._turn_to("save")
                 await self._checkpoint(rollout_id)
@@ -255,9 +255,9 @@ class Service:
                     await evaluation
                 else:
                     # On the same engines, while training goes on: its samples may span several versions.
-                    self._crew.spawn(f"evaluate-{rollout_id}", evaluation)
+                    self._tasks.spawn(f"evaluate-{rollout_id}", evaluation)
             if not prefetch and rollout_id < last:
-                batch = self._crew.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
+                batch = self._tasks.spawn(f"rollout-{rollout_id + 1}", self._next_batch(rollout, rollout_id + 1))
         if self._trained:
             # The run was stopped between two versions.
             await self._stage()
@@ -272,23 +272,23 @@ class Service:
     async def _stage(self) -> None:
         """What was trained since the last version becomes a new one."""
         self._turn_to("publish")
-        await self._publisher.stage(self.books.trainer_version + 1, self._trained)
+        await self._publisher.stage(self.run_state.trainer_version + 1, self._trained)
         self._trained = []
 
     async def _checkpoint(self, rollout_id: int) -> None:
         """Copied between two steps, written while the next ones are taken unless `async_save` is off; one at a time."""
         if self._checkpoint_written is not None:
             await self._checkpoint_written
-        progress = progress_of(rollout_id, self.books, self._ports.data)
+        progress = progress_of(rollout_id, self.run_state, self._ports.data)
         await self._ports.learner.copy_state(rollout_id)
         writing = self._ports.learner.write_state(rollout_id, progress)
-        self._checkpoint_written = self._crew.spawn(f"checkpoint-{rollout_id}", writing)
+        self._checkpoint_written = self._tasks.spawn(f"checkpoint-{rollout_id}", writing)
         if not self._config.learner.async_save:
             await self._checkpoint_written
-        self.books.progressed()
+        self.run_state.progressed()
 
     def _turn_to(self, what: str) -> None:
-        self._ports.events.emit(TrainerTurned(time=self._ports.clock.now(), to=what))
+        self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.now(), to=what))
 
     async def _devices_to_learner(self) -> None:
         """Colocated, the engines leave their memory to the learner for its step; nothing is generated meanwhile."""
@@ -325,17 +325,17 @@ class Service:
 
     async def _only_fresh(self, rollout_id: int, groups: list[Group]) -> list[Group]:
         """The batch with what grew too old since its drain recycled and replaced: topped up, never shrunk."""
-        while missing := len(groups) - len(fresh := self._drain.refuse_stale(groups)):
+        while missing := len(groups) - len(fresh := self._collector.refuse_stale(groups)):
             if self._producer.is_open:
-                groups = fresh + await self._drain.stream(rollout_id, missing)
+                groups = fresh + await self._collector.stream(rollout_id, missing)
             else:
-                groups = fresh + await self._drain.batch(rollout_id, missing, missing)
+                groups = fresh + await self._collector.batch(rollout_id, missing, missing)
         return groups
 
     async def _next_batch(self, rollout: RolloutFunction, rollout_id: int) -> list[Group]:
-        before = self.books.leased
+        before = self.run_state.leased
         groups = await rollout(rollout_id, self._source)
-        self.books.take_over(groups, before)
+        self.run_state.take_over(groups, before)
         return groups
 
     async def _unless_stopped(self, batch: asyncio.Task[list[Group]]) -> list[Group] | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Changed:
+class ChangeSignal:
     """Whoever changes what others wait for calls `notify`; the waiters' conditions are then looked at again.
 
     Looking happens once per turn of the loop, after everything that notified in it is done, and a waiter's task wakes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_async.pipeline.drain import Choose, Drain
+from miles_async.pipeline.collect import BatchCollector, Choose
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.ports import DataSource
 from miles_async.types import Group
@@ -14,29 +14,29 @@ from miles_async.types import Group
 class RolloutSource:
     """A `DataSource` that can also collect. Users' functions that only know slime's two methods need nothing more."""
 
-    def __init__(self, data: DataSource, drain: Drain, evaluator: Evaluator) -> None:
+    def __init__(self, data: DataSource, drain: BatchCollector, evaluator: Evaluator) -> None:
         self._data = data
-        self._drain = drain
+        self._collector = drain
         self._evaluator = evaluator
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        books = self._evaluator.books
-        with books.lending:
+        run_state = self._evaluator.run_state
+        with run_state.lending:
             groups = self._data.get_samples(num_samples)
-            books.lend(groups)
+            run_state.lend(groups)
         return groups
 
     def add_samples(self, samples: Sequence[Group]) -> None:
-        books = self._evaluator.books
-        with books.lending:
+        run_state = self._evaluator.run_state
+        with run_state.lending:
             self._data.add_samples(samples)
-            books.took_back(samples)
+            run_state.took_back(samples)
 
     def discard(self, group: Group, reason: str) -> None:
         """Account for a finished group that somebody else generated and that is not to be trained."""
-        books = self._evaluator.books
-        books.adopt(group)
-        books.filtered(group, reason)
+        run_state = self._evaluator.run_state
+        run_state.adopt(group)
+        run_state.filtered(group, reason)
 
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()
@@ -47,11 +47,11 @@ class RolloutSource:
     @property
     def live_version(self) -> int:
         """Newest weight version on every routed engine."""
-        return self._evaluator.books.live_version
+        return self._evaluator.run_state.live_version
 
     async def drain_stream(self, rollout_id: int, size: int) -> list[Group]:
         """A batch of `size` groups from the persistent producer, which the first call starts."""
-        return await self._drain.stream(rollout_id, size)
+        return await self._collector.stream(rollout_id, size)
 
     async def collect_batch(
         self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None
@@ -60,7 +60,7 @@ class RolloutSource:
 
         With `choose` all of them are finished, and the first `size` of the order it gives them are the batch.
         """
-        return await self._drain.batch(rollout_id, size, over_sampling, choose)
+        return await self._collector.batch(rollout_id, size, over_sampling, choose)
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
         """Rewards and truncation flags on the held-out problems, by data set."""

@@ -8,20 +8,20 @@ from itertools import chain
 from math import isfinite
 
 from miles_async.config.schema import RunConfig
-from miles_async.core.ledger import State
-from miles_async.core.staleness import StalenessGate, staleness
-from miles_async.errors import Fatal
-from miles_async.observability.events import StepEnded, StepStarted
-from miles_async.pipeline.books import Books
+from miles_async.errors import FatalError
+from miles_async.events import StepEnded, StepStarted
+from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DeadLetters, Learner
+from miles_async.scheduling.ledger import GroupState
+from miles_async.scheduling.staleness import StalenessGate, staleness
 from miles_async.types import DropReason, Group, Sample
 
 
 class Training:
     def __init__(
-        self, books: Books, learner: Learner, dead_letters: DeadLetters, gate: StalenessGate, config: RunConfig
+        self, run_state: RunState, learner: Learner, dead_letters: DeadLetters, gate: StalenessGate, config: RunConfig
     ) -> None:
-        self._books = books
+        self._run_state = run_state
         self._learner = learner
         self._dead_letters = dead_letters
         self._gate = gate
@@ -34,19 +34,19 @@ class Training:
 
         Raises Fatal where batches are not finite again and again.
         """
-        books = self._books
-        version = books.trainer_version
+        run_state = self._run_state
+        version = run_state.trainer_version
         ages = [staleness(group.oldest_version, version) for group in groups]
         if any(self._gate.too_old(group.oldest_version, version) for group in groups):
-            raise Fatal(
+            raise FatalError(
                 f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug"
             )
         if self._config.rollout.shuffle_rewards:
             shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
         samples = [sample for group in groups for sample in group]
-        books.events.emit(
+        run_state.events.emit(
             StepStarted(
-                time=books.clock.now(),
+                time=run_state.clock.now(),
                 rollout=rollout_id,
                 version=version,
                 staleness=ages,
@@ -54,10 +54,10 @@ class Training:
             )
         )
         report = await self._learner.train(rollout_id, groups)
-        books.progressed()
-        books.events.emit(
+        run_state.progressed()
+        run_state.events.emit(
             StepEnded(
-                time=books.clock.now(),
+                time=run_state.clock.now(),
                 rollout=rollout_id,
                 started=report.started,
                 ended=report.ended,
@@ -69,7 +69,7 @@ class Training:
             )
         )
         if report.finite:
-            books.advance(groups, State.TRAINED)
+            run_state.advance(groups, GroupState.TRAINED)
             self._not_finite = []
         else:
             self._skip(rollout_id, groups)
@@ -77,15 +77,15 @@ class Training:
 
     def _skip(self, rollout_id: int, groups: list[Group]) -> None:
         for group in groups:
-            self._books.drop(group, DropReason.NONFINITE)
+            self._run_state.drop(group, DropReason.NONFINITE)
         self._not_finite.append(groups)
         times = len(self._not_finite)
         if times < self._config.learner.max_nonfinite_batches:
             return
         sentence = f"loss or gradient was not finite in {times} batches in a row, up to rollout {rollout_id}"
         for group in chain.from_iterable(self._not_finite):
-            self._dead_letters.bury(group, DropReason.NONFINITE, sentence)
-        raise Fatal(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
+            self._dead_letters.dead_letter(group, DropReason.NONFINITE, sentence)
+        raise FatalError(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
 
 
 def mean_reward(samples: Sequence[Sample]) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.core.loading import load_function
+from miles_async.config.user_functions import load_function
 from miles_async.types import Sample
 
 

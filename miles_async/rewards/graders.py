@@ -20,7 +20,7 @@ LONGEST_LINE = 1 << 26
 """Bytes of one answer at most."""
 
 
-class GraderFailed(Exception):
+class GraderError(Exception):
     """The grader raised, was late or died; the message says which."""
 
 
@@ -41,16 +41,16 @@ class Graders:
     _all: set[Process] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._places = asyncio.Semaphore(self.processes)
+        self._permits = asyncio.Semaphore(self.processes)
 
     async def grade(self, work: Sample | Sequence[Sample]) -> Any:
-        """Raises GraderFailed; a process that failed to answer is gone by then."""
-        async with self._places:
+        """Raises GraderError; a process that failed to answer is gone by then."""
+        async with self._permits:
             process = self._idle.pop() if self._idle else await self._launch()
             answer = await self._ask(process, work, self.timeout_seconds)
             self._idle.append(process)
         if "error" in answer:
-            raise GraderFailed(f"raised {answer['error']}")
+            raise GraderError(f"raised {answer['error']}")
         return answer["reward"]
 
     async def close(self) -> None:
@@ -79,12 +79,12 @@ class Graders:
             # Also when the group is given up meanwhile: what the process answers next would be another's.
             self._end(process)
             if isinstance(error, TimeoutError):
-                raise GraderFailed(
+                raise GraderError(
                     f"took longer than {seconds:g} s (reward_timeout_seconds); its process was ended"
                 ) from None
             raise
         if not line:
-            raise GraderFailed(f"ended its process with code {await process.wait()}")
+            raise GraderError(f"ended its process with code {await process.wait()}")
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
 

@@ -30,7 +30,7 @@ class RemoteReward:
     async def __call__(self, args: Any, sample: Sample) -> Any:
         """Raises RuntimeError with the server's own words when no reward can be had."""
         body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-        async with self._places:
+        async with self._permits:
             for attempt in range(self._retries + 1):
                 if attempt:
                     await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
@@ -53,5 +53,5 @@ class RemoteReward:
         return aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=self._concurrency))
 
     @cached_property
-    def _places(self) -> asyncio.Semaphore:
+    def _permits(self) -> asyncio.Semaphore:
         return asyncio.Semaphore(self._concurrency)

@@ -13,9 +13,9 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from miles_async.errors import BadTrajectory, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards.answers import last_boxed
-from miles_async.rewards.graders import GraderFailed
+from miles_async.rewards.graders import GraderError
 from miles_async.types import Group, Sample
 
 RewardFunction = Callable[..., Any]
@@ -63,12 +63,12 @@ class Rewarder:
             async with asyncio.timeout(self._timeout_seconds):
                 rewards = await self._rewards(group)
         except TimeoutError:
-            raise BadTrajectory(
+            raise TrajectoryError(
                 f"group {group.feed_index}: reward {self._name} took longer than {self._timeout_seconds:g} s "
                 "(reward_timeout_seconds)"
             ) from None
         if len(rewards) != len(group):
-            raise BadTrajectory(
+            raise TrajectoryError(
                 f"group {group.feed_index}: reward {self._name} returned {len(rewards)} rewards "
                 f"for {len(group)} samples"
             )
@@ -96,7 +96,7 @@ class Rewarder:
                 rewards = await _in_thread(lambda: self._function(self._args, seen))
             return list(rewards)
         except (Exception, SystemExit) as error:
-            raise BadTrajectory(f"group {group.feed_index}: reward {self._name} {_failure(error)}") from error
+            raise TrajectoryError(f"group {group.feed_index}: reward {self._name} {_failure(error)}") from error
 
     async def _await(self, sample: Sample) -> Any:
         try:
@@ -110,8 +110,8 @@ class Rewarder:
         except (Exception, SystemExit) as error:
             raise self._failed(sample, error) from error
 
-    def _failed(self, sample: Sample, error: BaseException) -> BadTrajectory:
-        return BadTrajectory(f"sample {sample.index}: reward {self._name} {_failure(error)}")
+    def _failed(self, sample: Sample, error: BaseException) -> TrajectoryError:
+        return TrajectoryError(f"sample {sample.index}: reward {self._name} {_failure(error)}")
 
     def _checked(self, sample: Sample, reward: Any) -> tuple[Any, str | None]:
         """The reward as it is kept, and the key of a dictionary's entry that counts."""
@@ -123,17 +123,17 @@ class Rewarder:
                 f"reward {self._name} returned a dictionary: set reward_key to one of {', '.join(map(str, reward))}"
             )
         if key not in reward:
-            raise BadTrajectory(f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)")
+            raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)")
         return {**reward, key: self._number(sample, reward[key])}, key
 
     def _number(self, sample: Sample, reward: Any) -> float:
         if not isinstance(reward, Real):
             kind = type(reward).__name__
-            raise BadTrajectory(
+            raise TrajectoryError(
                 f"sample {sample.index}: reward {self._name} returned {reward!r}, a {kind}, not a number"
             )
         if not math.isfinite(reward):
-            raise BadTrajectory(f"sample {sample.index}: reward {self._name} returned {reward}")
+            raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned {reward}")
         return float(reward)
 
 
@@ -142,7 +142,7 @@ def _boxed(sample: Sample) -> Sample:
 
 
 def _failure(error: BaseException) -> str:
-    return str(error) if isinstance(error, GraderFailed) else f"raised {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, GraderError) else f"raised {type(error).__name__}: {error}"
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

@@ -3,8 +3,8 @@
     async def generate(args, sample, sampling_params) -> Sample
 
 `sampling_params` is SGLang's dictionary. `args` has every setting, the router's address, and two ways to sample that
-keep tokens, log-probabilities and weight versions by themselves: `args.turns` (`adapters/sglang/turns.py`), one turn
-at a time, and `args.agents` (`adapters/openai/endpoint.py`), an OpenAI-compatible address for an agent. A function
+keep tokens, log-probabilities and weight versions by themselves: `args.turns` (`adapters/sglang/multi_turn.py`), one turn
+at a time, and `args.agents` (`adapters/agents/endpoint.py`), an OpenAI-compatible address for an agent. A function
 that talks to the router itself fills the sample itself; a sample it returns without spans counts as old as the version
 that was live when its generation began, and log-probabilities that it did not keep are asked of the engines afterwards.
 """
@@ -17,9 +17,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.sglang.turns import Turns
-from miles_async.core.loading import load_function
-from miles_async.errors import BadTrajectory, MilesError, UserError
+from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.config.user_functions import load_function
+from miles_async.errors import MilesError, TrajectoryError, UserError
 from miles_async.rollout.contract import Arguments, check_lengths, complete
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -45,7 +45,7 @@ class FunctionGenerator:
         args: Arguments,
         sampling: SamplingParams,
         engine: SGLangGenerator,
-        turns: Turns,
+        turns: MultiTurnSampler,
         *,
         live_version: Callable[[], int],
         timeout_seconds: float,
@@ -69,7 +69,7 @@ class FunctionGenerator:
         return self._engine.busy_seconds
 
     async def generate(self, group: Group) -> None:
-        """Raises BadTrajectory when the function raises or takes too long, UserError when it breaks the contract."""
+        """Raises TrajectoryError when the function raises or takes too long, UserError when it breaks the contract."""
         self._engine.tokenize(group)
         unfinished = [i for i, s in enumerate(group) if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
         tasks = [asyncio.create_task(self._one(group, place)) for place in unfinished]
@@ -121,7 +121,7 @@ class FunctionGenerator:
         if not isinstance(result, Sample):
             raise UserError(f"the generate function returned a {type(result).__name__}: return the sample")
         if result.status is SampleStatus.PENDING:
-            raise BadTrajectory(f"sample {sample.index}: the generate function left it unfinished; set its status")
+            raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if result.status is not SampleStatus.ABORTED:
             await complete(result, born, self._engine.rate)
             check_lengths(result, "the generate function returned")
@@ -133,7 +133,7 @@ class FunctionGenerator:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._function(self._args, sample, params)
         except TimeoutError:
-            raise BadTrajectory(
+            raise TrajectoryError(
                 f"sample {sample.index}: the generate function took longer than {self._timeout_seconds:g} s "
                 "(generate_timeout_seconds)"
             ) from None
@@ -141,4 +141,4 @@ class FunctionGenerator:
             raise
         except (Exception, SystemExit) as error:
             # The user's code may raise anything; it is this sample that failed.
-            raise BadTrajectory(f"sample {sample.index}: the generate function raised {error!r}") from error
+            raise TrajectoryError(f"sample {sample.index}: the generate function raised {error!r}") from error

@@ -18,7 +18,7 @@ from miles_async.rollout.contract import Arguments
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 
-class LessonTokenizer(Protocol):
+class SftTokenizer(Protocol):
     @property
     def end(self) -> str: ...
 
@@ -42,7 +42,7 @@ async def generate_rollout(
     return groups
 
 
-def learn(sample: Sample, tokenizer: LessonTokenizer, *, version: int) -> None:
+def learn(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> None:
     """Fill the sample with its lesson. `version` dates it: what no model sampled is as old as the model it meets.
 
     Raises UserError that names the sample where there is nothing to train.
@@ -64,7 +64,7 @@ def learn(sample: Sample, tokenizer: LessonTokenizer, *, version: int) -> None:
     sample.status = SampleStatus.COMPLETED
 
 
-def _pieces(sample: Sample, tokenizer: LessonTokenizer) -> Iterator[tuple[str, bool]]:
+def _pieces(sample: Sample, tokenizer: SftTokenizer) -> Iterator[tuple[str, bool]]:
     """The lesson's text, cut where training begins and ends. Pieces are encoded one by one, as in generation."""
     messages = sample.metadata.get("messages") or sample.prompt
     if isinstance(messages, str):
@@ -75,7 +75,7 @@ def _pieces(sample: Sample, tokenizer: LessonTokenizer) -> Iterator[tuple[str, b
 
 
 def chat_pieces(
-    messages: Sequence[dict[str, Any]], tokenizer: LessonTokenizer, tools: list[dict[str, Any]] | None = None
+    messages: Sequence[dict[str, Any]], tokenizer: SftTokenizer, tools: list[dict[str, Any]] | None = None
 ) -> Iterator[tuple[str, bool]]:
     """Raises UserError where the chat template changes earlier turns when later ones follow."""
     chat = list(messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from miles_async.core.loading import load_function
+from miles_async.config.user_functions import load_function
 from miles_async.pipeline.source import RolloutSource
 from miles_async.rollout.contract import Arguments
 

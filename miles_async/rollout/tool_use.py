@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from miles_async.adapters.sglang.turns import observations
+from miles_async.adapters.sglang.multi_turn import observations
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.types import Sample, SampleStatus

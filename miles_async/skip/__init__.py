@@ -7,15 +7,15 @@ class RewardSkip(BaseSkip): ...
 async def reward(args, sample): ...
 """
 
-from miles_async.core.skip import SkipAction
-from miles_async.skip.base import BaseSkip, CannotSkip, SkipWorld, register_skip
+from miles_async.recording import SkipAction
+from miles_async.skip.base import BaseSkip, CannotSkipError, SkipWorld, register_skip
 from miles_async.skip.manager import SkipManager
 from miles_async.skip.rollout_skip import AsyncRolloutSkip, RolloutSkip
 
 __all__ = [
     "AsyncRolloutSkip",
     "BaseSkip",
-    "CannotSkip",
+    "CannotSkipError",
     "RolloutSkip",
     "SkipAction",
     "SkipManager",

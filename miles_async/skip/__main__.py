@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from miles_async.adapters.recordings.store import size_of, steps_in
+from miles_async.adapters.storage.recording_store import size_of, steps_in
 from miles_async.config.schema import SkipRole
-from miles_async.core.skip import Steps
+from miles_async.recording import Steps
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import structlog
 
 from miles_async.config.schema import RunConfig, SkipRole
-from miles_async.core.skip import SkipAction, Steps
 from miles_async.errors import UserError
+from miles_async.recording import SkipAction, Steps
 
 Kind = TypeVar("Kind", bound="type[BaseSkip]")
 
@@ -20,7 +20,7 @@ REGISTERED: dict[str, type[BaseSkip]] = {}
 """Which class serves which role. Classes only: what a run needs to remember lives in its manager."""
 
 
-class CannotSkip(Exception):
+class CannotSkipError(Exception):
     """Raised by `warp_function`: there is nothing to replay after all, so the step runs as ever."""
 
 
@@ -83,7 +83,7 @@ class BaseSkip(ABC):
 
     @abstractmethod
     def warp_function(self, step: int, *args: Any, **kwargs: Any) -> Any:
-        """What the call returns instead of running. Raises CannotSkip when that cannot be had after all."""
+        """What the call returns instead of running. Raises CannotSkipError when that cannot be had after all."""
 
     @abstractmethod
     def prepare_data(self, result: Any, step: int, *args: Any, **kwargs: Any) -> None:

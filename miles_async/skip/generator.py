@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from miles_async.core.skip import GroupRecord, Recording, SkipAction, is_first_attempt
-from miles_async.observability.events import EventSink, GroupReplayed
+from miles_async.events import EventSink, GroupReplayed
 from miles_async.ports import Clock, Generator
-from miles_async.skip.base import CannotSkip
+from miles_async.recording import GroupRecord, Recording, SkipAction, is_first_attempt
+from miles_async.skip.base import CannotSkipError
 from miles_async.skip.identity import prompt_hash
 from miles_async.skip.manager import SkipManager
 from miles_async.skip.rollout_skip import RolloutSkip
@@ -173,7 +173,7 @@ class SkippingGenerator:
     async def _replay(self, group: Group, record: GroupRecord, began: float) -> None:
         try:
             self._role.compare_prompt(record.prompt, prompt_hash(group), group.feed_index)
-        except CannotSkip:
+        except CannotSkipError:
             await self._generate(group)
             return
         remaining = record.seconds - (self._clock.now() - began) if self._timed else 0.0

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
-from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkip, SkipWorld
+from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipWorld
 from miles_async.skip.identity import identity_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -91,7 +91,7 @@ class _Call:
         try:
             if self.skip.meet_precondition(self.step, *self.args, **self.kwargs):
                 return self.skip.warp_function(self.step, *self.args, **self.kwargs)
-        except CannotSkip:
+        except CannotSkipError:
             pass
         return _MISS
 

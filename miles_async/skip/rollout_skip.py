@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_async.adapters.recordings.store import Damaged, RecordingStore, StoreFull
+from miles_async.adapters.storage.recording_store import RecordingDamagedError, RecordingStore, StoreFullError
 from miles_async.config.schema import RunConfig, SkipRole
-from miles_async.core.skip import Recording, SkipAction, choose_step, differences, feed_step, is_first_attempt
 from miles_async.errors import UserError
-from miles_async.skip.base import BaseSkip, CannotSkip, SkipWorld, register_skip
+from miles_async.recording import Recording, SkipAction, choose_step, differences, feed_step, is_first_attempt
+from miles_async.skip.base import BaseSkip, CannotSkipError, SkipWorld, register_skip
 from miles_async.types import Group
 
 NEEDED_TO_REPEAT = ("tokenizer", "n_samples_per_prompt")
@@ -43,19 +43,19 @@ class RolloutSkip(BaseSkip):
         while (source := self._source(step)) is not None:
             try:
                 loaded = self.store.load(source)
-            except Damaged as damage:
+            except RecordingDamagedError as damage:
                 self.world.warn(f"recording {damage}; the step is generated anew")
                 continue
             self._compare(loaded.identity, f"the recording {self.store.path(source)}")
             return loaded.recording
-        raise CannotSkip
+        raise CannotSkipError
 
     def prepare_data(self, result: Recording, step: int, *args: Any, **kwargs: Any) -> None:
         if not result.groups:
             return
         try:
             self.store.save(step, result, self.world.identity)
-        except (OSError, StoreFull, TypeError) as error:
+        except (OSError, StoreFullError, TypeError) as error:
             self._warn_once(f"nothing more is recorded for skip.{self.role}: {error}; generation goes on", "save")
 
     def records(self, group: Group) -> bool:
@@ -95,7 +95,7 @@ class RolloutSkip(BaseSkip):
                 "(make skip-rm), or set --skip-mismatch generate"
             )
         self._warn_once(f"{sentence}; such steps are generated", " ".join(found))
-        raise CannotSkip
+        raise CannotSkipError
 
     def _check_folder(self) -> None:
         """Raises UserError where nothing can ever be recorded."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.errors import EngineLostError, TrajectoryError
 from miles_async.types import EngineLoad, Group, SampleStatus, VersionSpan, WriteOutcome
 from tests.sim.virtual_time import VirtualClock
 
@@ -62,7 +62,7 @@ class Engines:
         self._clock = clock
         self._latency = latency
         self._model = model
-        self._places = model.places or 1 << 60
+        self._permits = model.places or 1 << 60
         self._rng = random.Random(seed)
         self._tickets: dict[int, _Ticket] = {}
         self._left: dict[str, list[float]] = {}
@@ -95,7 +95,7 @@ class Engines:
             lengths = [self._latency(group, self._rng) for _ in range(self._model.requests_per_group)]
         status, born = await self._serve(group, lengths)
         if status is SampleStatus.COMPLETED and fault < self._model.failure_rate + self._model.lost_rate:
-            raise BadTrajectory("injected") if fault < self._model.failure_rate else EngineLost("injected")
+            raise TrajectoryError("injected") if fault < self._model.failure_rate else EngineLostError("injected")
         versions = () if born is None else range(born, self.version + 1)
         start = before[-1].end if before else 0
         spans = [*before, *(VersionSpan(version, start + i, start + i + 1) for i, version in enumerate(versions))]
@@ -146,7 +146,7 @@ class Engines:
     def _fill(self) -> None:
         """Give free places to those first in line."""
         now = self._work_clock()
-        while self._line and self._taken < self._places:
+        while self._line and self._taken < self._permits:
             ticket = self._line[0]
             if not ticket.waiting:
                 self._line.popleft()
@@ -224,7 +224,7 @@ class Engines:
         return ["engine-0"]
 
     async def loads(self) -> Sequence[EngineLoad]:
-        return [EngineLoad(kv_usage=self._taken / self._places, queued=self.in_flight - self._taken)]
+        return [EngineLoad(kv_usage=self._taken / self._permits, queued=self.in_flight - self._taken)]
 
     async def pause(self, mode: str) -> None:
         self._stand_still()

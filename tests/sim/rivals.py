@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from miles_async.core.window import WindowedFIFOCollector
+from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import Group
 
 UNBOUNDED = 4096

@@ -20,8 +20,8 @@ from zlib import crc32
 import yaml
 
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.observability.events import Drained, Event, PublishEnded, StepEnded, StepStarted, encode
+from miles_async.events import BatchDrained, Event, PublishEnded, StepEnded, StepStarted, encode
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group
 from tests.sim.engines import EngineModel
 from tests.sim.latency import latency_of
@@ -69,7 +69,7 @@ class Tally:
 
     def emit(self, event: Event) -> None:
         match event:
-            case Drained():
+            case BatchDrained():
                 self.waited += event.waited if self.drains else 0.0
                 self.drains += 1
             case StepStarted():
@@ -150,7 +150,7 @@ def world_of(settings: Mapping[str, Any], seed: int, *sinks: Any) -> World:
     if window == "plain":
         built.keep = lambda group: True
         built.window = lambda size: PlainWindow(
-            size, keep, lambda group: built.service.books.drop(group, DropReason.FILTERED)
+            size, keep, lambda group: built.service.run_state.drop(group, DropReason.FILTERED)
         )
     if slots is not None:
         # Comparisons: the same slots whatever the policy, and no gate to hide what the policy lets through.

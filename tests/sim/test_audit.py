@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from miles_async.config.schema import Rollout, RunConfig
-from miles_async.core.ledger import State
-from miles_async.core.window import WindowedFIFOCollector
-from miles_async.pipeline.books import Books
 from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.run_state import RunState
+from miles_async.scheduling.ledger import GroupState
+from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import DropReason, Group
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
@@ -45,16 +45,16 @@ def test_a_window_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch):
-    advance = Books.advance
+    advance = RunState.advance
 
-    def frees_at_training(self: Books, groups: list[Group], state: State) -> None:
-        if state is State.PUBLISHED:
+    def frees_at_training(self: RunState, groups: list[Group], state: GroupState) -> None:
+        if state is GroupState.PUBLISHED:
             return
         advance(self, groups, state)
-        if state is State.TRAINED:
-            advance(self, groups, State.PUBLISHED)
+        if state is GroupState.TRAINED:
+            advance(self, groups, GroupState.PUBLISHED)
 
-    monkeypatch.setattr(Books, "advance", frees_at_training)
+    monkeypatch.setattr(RunState, "advance", frees_at_training)
     violations = World(config=CONFIG).run().audit.violations
     assert any("was freed before version" in violation for violation in violations)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.core.bounds import window_size
+from miles_async.scheduling.bounds import window_size
 from tests.sim.bias import experiment, kept_batch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_async.config.schema import Cluster, Rollout, RunConfig
-from miles_async.core.bounds import Schedule
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, StepReport
 from tests.sim.engines import Engines
 from tests.sim.world import Trainer, World
@@ -59,7 +59,11 @@ def test_engines_and_learner_take_turns_on_the_devices() -> None:
         rollout=Rollout(rollout_batch_size=4, num_rollout=5, n_samples_per_prompt=2), cluster=Cluster(colocate=True)
     )
     world = World(
-        config=settings, schedule=Schedule.TURNS, engine_kind=SharedEngines, trainer_kind=SharedTrainer, problems=3
+        config=settings,
+        schedule=Schedule.SYNCHRONOUS,
+        engine_kind=SharedEngines,
+        trainer_kind=SharedTrainer,
+        problems=3,
     ).run()
     assert sharing.handed_over == 5
     assert world.audit.violations == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from miles_async.config.schema import Engine, Rollout, RunConfig
-from miles_async.observability.events import AdmissionBlocked, Drained, GroupMoved
+from miles_async.events import AdmissionBlocked, BatchDrained, GroupMoved
 from miles_async.types import DropReason, Group, SampleStatus
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.world import World
@@ -54,7 +54,7 @@ def test_a_salvaged_head_that_grew_too_old_is_regenerated():
     ).run()
     assert drops(world, DropReason.STALE) == ["sample_0_40"]
     assert world.audit.greatest_age <= 3
-    drains = world.trace.of(Drained)
+    drains = world.trace.of(BatchDrained)
     assert [event.rollout for event in drains] == list(range(40)), "seen as it left the queue"
     assert sum(event.recycled for event in drains) == 1
     assert "sample_0_40" in {feed_index for batch in world.trainer.batches for feed_index in batch}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 from miles_async.pipeline.lease import Lease
 from tests.sim.virtual_time import run_virtual
 
@@ -23,7 +23,7 @@ def test_an_owner_that_hangs_is_named_and_others_go_on() -> None:
         await asyncio.sleep(1.0)
         async with lease.held_by("engine-1, which joins"):
             assert asyncio.get_running_loop().time() == 900.0
-        with pytest.raises(Fatal, match="the publish of version 7 has held the staging buffer for 900 s"):
+        with pytest.raises(FatalError, match="the publish of version 7 has held the staging buffer for 900 s"):
             await hanging
 
     run_virtual(story())

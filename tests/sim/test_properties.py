@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from miles_async.config.schema import Rollout, RunConfig, Weights
-from miles_async.core.window import WindowedFIFOCollector
-from miles_async.observability.events import StepStarted
+from miles_async.events import StepStarted
+from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import Group
 from tests.sim.engines import EngineModel
 from tests.sim.world import World

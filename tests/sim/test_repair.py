@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from miles_async.config.schema import Cluster, Engine, Rollout, RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.errors import EngineLost, Fatal
-from miles_async.observability.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
+from miles_async.errors import EngineLostError, FatalError
+from miles_async.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, SampleStatus, WriteOutcome
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock
@@ -77,7 +77,7 @@ class MortalEngines(Engines):
         for ticket in [self._tickets[group] for group in server.holds]:
             self._stop(ticket)
             if not ticket.done.done():
-                ticket.done.set_exception(EngineLost(f"{name} died"))
+                ticket.done.set_exception(EngineLostError(f"{name} died"))
 
     def _hang(self, name: str) -> None:
         server = self.servers[name]
@@ -88,10 +88,10 @@ class MortalEngines(Engines):
     async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
         routed = [server for server in self.servers.values() if server.routed]
         if not routed:
-            raise EngineLost("the router has no engine")
+            raise EngineLostError("the router has no engine")
         server = min(routed, key=lambda each: len(each.holds))
         if not server.alive:
-            raise EngineLost("connection refused")
+            raise EngineLostError("connection refused")
         assert server.version == self.version, "a request reached an engine that does not hold the current weights"
         server.holds.add(id(group))
         try:
@@ -119,7 +119,7 @@ class MortalEngines(Engines):
     async def commit(self, engine: str, version: int) -> None:
         server = self.servers[engine]
         if not server.alive or server.hung:
-            raise EngineLost("no answer")
+            raise EngineLostError("no answer")
         server.version = self.version = version
 
     async def fence(self, engine: str, reason: str) -> None:
@@ -134,14 +134,14 @@ class MortalEngines(Engines):
         if server.hung:
             await self._clock.sleep(HEALTH_TIMEOUT)
         if not server.alive or server.hung:
-            raise EngineLost("it drew no token")
+            raise EngineLostError("it drew no token")
 
     async def restart(self, engine: str) -> None:
         self._die(engine)
         self.starts.append(engine)
         await self._clock.sleep(START_SECONDS)
         if self.fate.never_back:
-            raise EngineLost("no memory for it")
+            raise EngineLostError("no memory for it")
         self.servers[engine] = Server(routed=False)
 
     async def check_router(self) -> None: ...
@@ -171,7 +171,7 @@ def check_that_all_is_well(world: World) -> None:
     assert world.graveyard.buried == []
     trained = {prompt for batch in world.trainer.batches for prompt in batch}
     assert len(trained) == 40 * 8, "no prompt is trained twice"
-    owed = {group.feed_index for group in world.service.books.live_groups} | world.returned
+    owed = {group.feed_index for group in world.service.run_state.live_groups} | world.returned
     assert set(lost(world)) <= trained | owed, "no group is lost"
 
 
@@ -228,7 +228,7 @@ def test_an_evaluation_outlives_the_loss_of_the_only_engine():
 def test_a_run_whose_last_engine_cannot_be_started_ends_with_the_cause():
     fate = Fate(engines=1, kills=[(20.3, "engine-0")], never_back=True)
     with pytest.raises(
-        Fatal, match=r"no engine is left: engine engine-0 could not .* \(3 attempts\): no memory for it"
+        FatalError, match=r"no engine is left: engine engine-0 could not .* \(3 attempts\): no memory for it"
     ):
         play(fate)
 
@@ -268,7 +268,7 @@ def test_a_colocated_engine_is_started_anew_only_while_the_learner_is_off_the_de
 
     settings = config(num_rollout=4).model_copy(update={"cluster": Cluster(colocate=True)})
     world = World(
-        config=settings, schedule=Schedule.TURNS, engine_kind=Sharing, trainer_kind=Guest, train_seconds=30
+        config=settings, schedule=Schedule.SYNCHRONOUS, engine_kind=Sharing, trainer_kind=Guest, train_seconds=30
     ).run()
     assert len(world.trace.of(StepEnded)) == 4
     assert world.audit.violations == []

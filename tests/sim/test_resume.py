@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import Learner, Rollout, RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.errors import Fatal
-from miles_async.observability.events import StepStarted
-from miles_async.pipeline.books import Books
+from miles_async.errors import FatalError
+from miles_async.events import StepStarted
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.progress import progress_of, resume
+from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.source import RolloutSource
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, VersionSpan
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Feed, Trace, World
@@ -84,9 +84,9 @@ def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
 class Grabbed(Feed):
     """While its place is noted down, a rollout function in another thread takes a prompt out of it."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, run_state: RunState) -> None:
         super().__init__()
-        source = RolloutSource(self, None, Evaluator(books, None, [], lambda: True))  # type: ignore[arg-type]
+        source = RolloutSource(self, None, Evaluator(run_state, None, [], lambda: True))  # type: ignore[arg-type]
         self.taker = threading.Thread(target=source.get_samples, args=(1,))
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,9 +97,9 @@ class Grabbed(Feed):
 
 def test_a_prompt_that_is_taken_while_a_checkpoint_is_noted_is_in_the_data_or_owed() -> None:
     async def story() -> None:
-        books = Books(VirtualClock(), Trace())
-        feed = Grabbed(books)
-        noted = progress_of(0, books, feed)
+        run_state = RunState(VirtualClock(), Trace())
+        feed = Grabbed(run_state)
+        noted = progress_of(0, run_state, feed)
         feed.taker.join()
         assert noted["data"]["next"] == len(noted["owed"])
 
@@ -118,7 +118,7 @@ def test_training_goes_on_while_a_checkpoint_is_written() -> None:
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause() -> None:
     saving = World(config=config(save="anywhere", save_interval=5), save_error="the disk is full")
-    with pytest.raises(Fatal, match="the disk is full"):
+    with pytest.raises(FatalError, match="the disk is full"):
         saving.run()
     assert len(saving.trace.of(StepStarted)) < 9, "within the seconds that writing takes"
 

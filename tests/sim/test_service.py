@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
-from miles_async.core.bounds import Schedule
-from miles_async.core.ledger import State
-from miles_async.errors import EngineLost, Fatal, PromptTooLong, UserError
-from miles_async.observability.events import (
+from miles_async.errors import EngineLostError, FatalError, PromptTooLongError, UserError
+from miles_async.events import (
     Evaluated,
     GroupFiltered,
     GroupMoved,
@@ -23,6 +21,8 @@ from miles_async.observability.events import (
 )
 from miles_async.pipeline.source import RolloutSource
 from miles_async.rollout import external_rollout
+from miles_async.scheduling.bounds import Schedule
+from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample, Verdict, VersionSpan
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.world import World
@@ -38,7 +38,7 @@ def ages(world: World) -> list[int]:
 
 
 def test_taking_turns_trains_on_fresh_groups_only():
-    world = World(config=config(), schedule=Schedule.TURNS).run()
+    world = World(config=config(), schedule=Schedule.SYNCHRONOUS).run()
     assert set(ages(world)) == {0}
     assert world.audit.violations == []
 
@@ -90,7 +90,7 @@ def test_failed_groups_are_retried_and_buried_after_their_last_attempt():
 
 def test_a_lost_engine_costs_a_prompt_none_of_its_attempts():
     world = World(config=config(max_attempts=1), engines=EngineModel(lost_rate=0.3)).run()
-    assert world.service.books.ledger.dropped[DropReason.ENGINE_LOST] > 0
+    assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] > 0
     assert world.graveyard.buried == []
 
 
@@ -98,12 +98,12 @@ def test_a_prompt_under_which_every_engine_dies_is_buried_at_last():
     class Brittle(Engines):
         async def generate(self, group):
             if group.feed_index == "sample_0_3":
-                raise EngineLost("it ended")
+                raise EngineLostError("it ended")
             await super().generate(group)
 
     world = World(config=config(), engine_kind=Brittle).run()
     assert world.graveyard.buried == [("sample_0_3", DropReason.ENGINE_LOST, "its engine was lost 10 times: it ended")]
-    assert world.service.books.ledger.dropped[DropReason.ENGINE_LOST] == 10
+    assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] == 10
     assert world.audit.violations == []
 
 
@@ -144,7 +144,7 @@ def test_a_filter_that_drops_most_groups_does_not_stop_the_run():
 
 def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots():
     world = World(config=config(num_rollout=10), finite=lambda rollout_id: rollout_id % 2 == 0).run()
-    assert world.service.books.ledger.dropped[DropReason.NONFINITE] == 5 * 8
+    assert world.service.run_state.ledger.dropped[DropReason.NONFINITE] == 5 * 8
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3, 4, 5]
     assert world.audit.violations == []
 
@@ -154,21 +154,21 @@ def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit
     run = config(num_rollout=20)
     run = run.model_copy(update={"learner": Learner(max_nonfinite_batches=limit)})
     world = World(config=run, finite=lambda rollout_id: rollout_id < 5)
-    with pytest.raises(Fatal, match=f"not finite in {limit} batches in a row, up to rollout {4 + limit}"):
+    with pytest.raises(FatalError, match=f"not finite in {limit} batches in a row, up to rollout {4 + limit}"):
         world.run()
     assert world.graveyard.prompts == set(chain.from_iterable(world.trainer.batches[-limit:])), "of all those batches"
     assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.NONFINITE}
 
 
 def test_over_sampling_keeps_the_first_and_gives_the_rest_back():
-    world = World(config=config(over_sampling_batch_size=16, num_rollout=5), schedule=Schedule.TURNS).run()
+    world = World(config=config(over_sampling_batch_size=16, num_rollout=5), schedule=Schedule.SYNCHRONOUS).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
-    assert world.service.books.ledger.dropped[DropReason.ABORTED] > 0
+    assert world.service.run_state.ledger.dropped[DropReason.ABORTED] > 0
     trained = [feed_index for batch in world.trainer.batches for feed_index in batch]
     assert len(set(trained)) == len(trained)
 
 
-@pytest.mark.parametrize("schedule", [Schedule.TURNS, Schedule.ONE_STEP_OFF])
+@pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.ONE_STEP_OFF])
 def test_an_over_sampling_filter_chooses_among_all_that_were_generated(schedule):
     offered = []
 
@@ -182,33 +182,33 @@ def test_an_over_sampling_filter_chooses_among_all_that_were_generated(schedule)
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
     assert world.trainer.batches[0] == [f"sample_0_{place}" for place in range(4, 12)]
     dropped = [event for event in world.trace.of(GroupFiltered) if event.reason == "over_sampling"]
-    assert len(dropped) == world.service.books.ledger.dropped[DropReason.FILTERED] == 20
+    assert len(dropped) == world.service.run_state.ledger.dropped[DropReason.FILTERED] == 20
     assert world.audit.violations == []
 
 
 def test_an_over_sampling_filter_that_returns_too_few_is_named():
     settings = config(over_sampling_batch_size=12)
     with pytest.raises(UserError, match=r"returned 1 of the 12 groups it was given.*at least rollout_batch_size=8"):
-        World(config=settings, schedule=Schedule.TURNS, choose=lambda groups: [groups[0], groups[0]]).run()
+        World(config=settings, schedule=Schedule.SYNCHRONOUS, choose=lambda groups: [groups[0], groups[0]]).run()
 
 
 def test_a_filter_that_gives_its_reason_is_heard():
     odd = Verdict(False, "odd")
     world = World(config=config(num_rollout=5), keep=lambda group: odd if (group.sequence or 0) % 2 else True).run()
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"odd"}
-    assert world.service.books.ledger.dropped[DropReason.FILTERED] == len(world.trace.of(GroupFiltered))
+    assert world.service.run_state.ledger.dropped[DropReason.FILTERED] == len(world.trace.of(GroupFiltered))
 
 
 def test_a_prompt_that_is_too_long_is_buried_at_its_first_attempt():
     class Choosy(Engines):
         async def generate(self, group):
             if group.feed_index == "sample_0_3":
-                raise PromptTooLong("its prompt has 9 tokens")
+                raise PromptTooLongError("its prompt has 9 tokens")
             await super().generate(group)
 
     world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
     assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
-    assert world.service.books.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
+    assert world.service.run_state.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
     assert world.audit.violations == []
 
 
@@ -221,7 +221,7 @@ def test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups():
         )
         return World(
             config=settings,
-            schedule=Schedule.TURNS,
+            schedule=Schedule.SYNCHRONOUS,
             latency=lambda group, rng: 12.0 if group.feed_index == "sample_0_3" else 2.0,
         ).run()
 
@@ -274,7 +274,7 @@ def test_data_that_ends_with_the_last_batch_is_enough():
 
 def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
     world = World(config=config(), latency=lambda group, rng: 1e6)
-    with pytest.raises(Fatal, match=r"nothing moved for 600s .* 8 requests in flight"):
+    with pytest.raises(FatalError, match=r"nothing moved for 600s .* 8 requests in flight"):
         world.run()
     warnings = world.trace.of(Stalled)
     assert [round(event.seconds) for event in warnings[:2]] == [30, 60]
@@ -296,7 +296,7 @@ def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_ba
     world = Discarding(config=config(num_rollout=20), schedule=schedule, latency=lambda group, rng: 1.0).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 20
     assert world.audit.violations == []
-    assert world.service.books.ledger.counts[State.LEASED] == 0
+    assert world.service.run_state.ledger.counts[GroupState.LEASED] == 0
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"rollout_function"}
 
 
@@ -321,7 +321,7 @@ class Posted(World):
 
 
 def test_what_others_generated_and_is_too_old_is_left_out_and_counted():
-    world = Posted(config=config(num_rollout=4, max_weight_staleness=2), schedule=Schedule.TURNS).run()
+    world = Posted(config=config(num_rollout=4, max_weight_staleness=2), schedule=Schedule.SYNCHRONOUS).run()
     assert max(ages(world)) == 1
     discarded = world.trace.of(GroupFiltered)
     assert {event.reason for event in discarded} == {"too_old"}
@@ -349,7 +349,7 @@ class Doubling(World):
 
 @pytest.mark.parametrize("kind, steps", [(Forgetful, 1), (Doubling, 0)])
 def test_a_function_that_returns_a_group_twice_is_told_so_before_it_is_trained_twice(kind, steps):
-    world = kind(config=config(), schedule=Schedule.TURNS)
+    world = kind(config=config(), schedule=Schedule.SYNCHRONOUS)
     with pytest.raises(UserError, match=r"the rollout function returned group sample_0_\d+ a second time"):
         world.run()
     assert len(world.trainer.batches) == steps
@@ -364,7 +364,7 @@ def test_a_function_that_returns_a_group_twice_is_told_so_before_it_is_trained_t
     ],
 )
 def test_a_run_in_which_no_group_ever_comes_through_ends_and_says_where_they_went(trouble, cause):
-    with pytest.raises(Fatal, match=cause):
+    with pytest.raises(FatalError, match=cause):
         World(config=config(), latency=lambda group, rng: 5.0, **trouble).run()
 
 
@@ -379,7 +379,7 @@ def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it(interval,
     world = World(config=config(num_rollout=1000, weights=weights), finite=stopped_in_the_fourth)
     world.run()
     assert len(world.trainer.batches) == 4
-    assert world.service.books.ledger.counts[State.TRAINED] == 0
+    assert world.service.run_state.ledger.counts[GroupState.TRAINED] == 0
     assert world.trace.of(PublishEnded)[-1].version == version
 
 

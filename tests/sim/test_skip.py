@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import Rollout, RunConfig, Skip, SkipAsyncRollout, SkipRollout
-from miles_async.core.bounds import Schedule
 from miles_async.errors import UserError
-from miles_async.observability.events import GroupGenerated, GroupMoved, GroupReplayed, Queue, StepStarted
+from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueChanged, StepStarted
 from miles_async.pipeline.source import RolloutSource
 from miles_async.ports import Generator
+from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import DropReason, Group
@@ -79,7 +79,7 @@ class SkippingWorld(World):
             stream=self.schedule is Schedule.FULLY_ASYNC,
             clock=clock,
             events=self,
-            live_version=lambda: self.service.books.live_version,
+            live_version=lambda: self.service.run_state.live_version,
         )
         return self.skipping
 
@@ -131,7 +131,7 @@ def began(world: World) -> list[float]:
 
 
 def queue_over_time(world: World) -> list[tuple[float, int, int]]:
-    return [(round(event.time, 6), event.depth, event.blocked) for event in world.trace.of(Queue)]
+    return [(round(event.time, 6), event.depth, event.blocked) for event in world.trace.of(QueueChanged)]
 
 
 def trained(world: World) -> set[str]:
@@ -234,7 +234,7 @@ def test_a_run_without_recordings_is_not_changed_by_recording_it(tmp_path: Path)
     assert ages(plain) == ages(play(tmp_path / "again"))
 
 
-@pytest.mark.parametrize("schedule", [Schedule.TURNS, Schedule.ONE_STEP_OFF])
+@pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.ONE_STEP_OFF])
 def test_batch_functions_replay_whole_batches_by_trainer_step(tmp_path: Path, schedule: Schedule) -> None:
     first = play(tmp_path, schedule=schedule)
     assert steps_on_disk(tmp_path) == list(range(ROLLOUTS))
@@ -248,14 +248,14 @@ def test_batch_functions_replay_whole_batches_by_trainer_step(tmp_path: Path, sc
 
 def test_an_over_sampled_batch_ends_its_replay_with_the_groups_it_had(tmp_path: Path) -> None:
     """What was aborted when the recorded batch was complete is aborted again instead of being generated."""
-    settings = {"schedule": Schedule.TURNS, "over_sampling_batch_size": 12}
+    settings = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
     first, second = play(tmp_path, **settings), play(tmp_path, seed=1, **settings)
     assert second.live.asked == []
     assert second.trainer.batches == first.trainer.batches
 
 
 def test_a_batch_that_needs_more_than_was_recorded_generates_the_rest(tmp_path: Path) -> None:
-    settings = {"schedule": Schedule.TURNS, "over_sampling_batch_size": 12}
+    settings = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
     play(tmp_path, **settings)
     second = play(tmp_path, seed=1, refuse=5, **settings)
     assert len(second.trainer.batches) == ROLLOUTS
@@ -263,7 +263,7 @@ def test_a_batch_that_needs_more_than_was_recorded_generates_the_rest(tmp_path: 
 
 
 def test_repeat_generates_the_first_step_and_replays_it_for_all_others(tmp_path: Path) -> None:
-    world = play(tmp_path, schedule=Schedule.TURNS, role={"action": "repeat"})
+    world = play(tmp_path, schedule=Schedule.SYNCHRONOUS, role={"action": "repeat"})
     assert asked(world) == {f"sample_0_{i}" for i in range(8)}
     assert steps_on_disk(tmp_path) == [0]
     assert len({str(sorted(world.tokens[name] for name in batch)) for batch in world.trainer.batches}) == 1

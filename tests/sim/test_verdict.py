@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import Rollout, RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.observability.events import BottleneckFound, Event, RunEnded, Silent, TrainerTurned
-from miles_async.observability.verdict import KNOBS, Bottleneck, Verdicts
+from miles_async.events import Event, ProcessSilent, RunEnded, TrainerPhaseChanged, VerdictChanged
+from miles_async.observability.diagnosis.verdict import KNOBS, Bottleneck, Verdicts
+from miles_async.scheduling.bounds import Schedule
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 
@@ -20,7 +20,7 @@ class Judging:
 
     def __init__(self) -> None:
         self.verdicts = Verdicts()
-        self.announced: list[BottleneckFound] = []
+        self.announced: list[VerdictChanged] = []
 
     def emit(self, event: Event) -> None:
         self.verdicts.observe(event)
@@ -80,7 +80,7 @@ def test_the_cause_of_the_waiting_is_the_verdict(world: dict[str, Any], verdict:
 def test_where_two_take_turns_the_longer_turn_is_the_verdict(
     generation: float, training: float, verdict: Bottleneck
 ) -> None:
-    world = judged(Schedule.TURNS, latency=lambda group, rng: generation, train_seconds=training)
+    world = judged(Schedule.SYNCHRONOUS, latency=lambda group, rng: generation, train_seconds=training)
     assert world.verdicts.overall is verdict
 
 
@@ -90,22 +90,22 @@ def test_where_two_take_turns_the_longer_turn_is_the_verdict(
 )
 def test_a_process_that_does_not_answer_is_the_verdict_at_once(process: str, verdict: Bottleneck) -> None:
     judging = Judging()
-    judging.emit(TrainerTurned(time=100.0, to="publish"))
+    judging.emit(TrainerPhaseChanged(time=100.0, to="publish"))
     for second in range(1, 7):
         judging.verdicts.tick(100.0 + second)
-        judging.emit(Silent(time=100.0 + second, process=process, seconds=float(second)))
+        judging.emit(ProcessSilent(time=100.0 + second, process=process, seconds=float(second)))
     assert judging.announced[-1].verdict == verdict
     assert judging.announced[-1].why == f"{process} has not answered for 5s"
-    judging.emit(Silent(time=108.0, process=process, seconds=0.0))
+    judging.emit(ProcessSilent(time=108.0, process=process, seconds=0.0))
     assert judging.verdicts.finding.verdict is Bottleneck.PUBLISH
 
 
 def test_a_process_that_falls_silent_is_announced_even_where_the_verdict_stays_the_same() -> None:
     judging = Judging()
-    judging.emit(TrainerTurned(time=100.0, to="batch"))
+    judging.emit(TrainerPhaseChanged(time=100.0, to="batch"))
     for second in range(1, 20):
         judging.verdicts.tick(100.0 + second)
-        judging.emit(Silent(time=100.0 + second, process="engine-0", seconds=max(0.0, second - 8.0)))
+        judging.emit(ProcessSilent(time=100.0 + second, process="engine-0", seconds=max(0.0, second - 8.0)))
     assert [found.verdict for found in judging.announced] == [Bottleneck.ROLLOUT] * 2
     assert judging.announced[1].why == "engine-0 has not answered for 5s"
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import Rollout, RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.observability.events import PublishEnded, WriteFailed
-from miles_async.observability.metrics import Metrics
+from miles_async.events import PublishEnded, WriteFailed
+from miles_async.observability.metrics.recorder import Metrics
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import WriteOutcome
 from tests.sim.engines import Engines
 from tests.sim.world import World
@@ -25,7 +25,7 @@ class Trouble:
 
     failures: int
     """Writes that fail, from the first one on."""
-    ways: list[str] = field(default_factory=lambda: ["broadcast", "disk"])
+    transports: list[str] = field(default_factory=lambda: ["broadcast", "disk"])
     """To fall back to."""
     final: bool = False
     attempts: int = 0
@@ -47,7 +47,7 @@ def play(trouble: Trouble) -> World:
             return [WriteOutcome(engine="bad", seconds=0.1, bytes=1, error=error, final=trouble.final)]
 
         async def fall_back(self, engine: str) -> str | None:
-            return trouble.ways.pop(0) if trouble.ways else None
+            return trouble.transports.pop(0) if trouble.transports else None
 
         async def commit(self, engine: str, version: int) -> None:
             trouble.announced.append((engine, version))
@@ -65,7 +65,7 @@ def play(trouble: Trouble) -> World:
 def steps(world: World) -> list[tuple[str, str | None]]:
     failed = world.trace.of(WriteFailed)
     assert {(event.version, event.engine, event.error) for event in failed} <= {(VERSION, "bad", "torn")}
-    return [(event.then, event.way) for event in failed]
+    return [(event.then, event.transport) for event in failed]
 
 
 def test_a_torn_write_is_written_again() -> None:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Bounds, Schedule
-from miles_async.core.window import WindowedFIFOCollector
-from miles_async.errors import Fatal
-from miles_async.observability.audit import Audit
-from miles_async.observability.events import Event, RunStarted
+from miles_async.errors import FatalError
+from miles_async.events import Event, RunStarted
+from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline.progress import resume
 from miles_async.pipeline.service import EvaluationFunction, Ports, Service
 from miles_async.pipeline.source import RolloutSource
 from miles_async.ports import Generator
+from miles_async.scheduling.bounds import Bounds, Schedule
+from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import DropReason, Group, Sample, StepReport
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
@@ -117,7 +117,7 @@ class Trainer:
         assert self.copied == rollout_id
         await self.clock.sleep(self.save_seconds)
         if self.save_error is not None:
-            raise Fatal(self.save_error)
+            raise FatalError(self.save_error)
         self.saved[rollout_id] = json.loads(json.dumps(progress))
         self.copied = None
 
@@ -144,7 +144,7 @@ class Graveyard:
     def prompts(self) -> set[str]:
         return {feed_index for feed_index, _, _ in self.buried}
 
-    def bury(self, group: Group, reason: DropReason, error: str) -> None:
+    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
         self.buried.append((group.feed_index, reason, error))
 
 
@@ -241,7 +241,7 @@ class World:
                 problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
                 evaluate=self.evaluate,
             ),
-            take_turns=self.schedule is Schedule.TURNS,
+            synchronous=self.schedule is Schedule.SYNCHRONOUS,
             first_rollout=first_rollout,
         )
         if self.window is not None:
@@ -250,7 +250,7 @@ class World:
             RunStarted(
                 time=clock.now(),
                 run="sim",
-                entry="train.py" if self.schedule is Schedule.TURNS else "train_async.py",
+                entry="train.py" if self.schedule is Schedule.SYNCHRONOUS else "train_async.py",
                 rollouts=self.config.rollout.num_rollout,
                 groups_per_rollout=self.config.rollout.rollout_batch_size,
                 samples_per_group=self.config.rollout.n_samples_per_prompt,
@@ -260,7 +260,7 @@ class World:
             )
         )
         await self.service.run(self._rollout)
-        self.service.books.ledger.check_conservation()
+        self.service.run_state.ledger.check_conservation()
         self.seconds = clock.now()
 
     def _generator(self, clock: VirtualClock) -> Generator:

@@ -13,8 +13,8 @@ import ray
 
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
-from miles_async.observability.audit import Audit
-from miles_async.observability.events import Event
+from miles_async.events import Event
+from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.run_folder import RunFolder
 from workers.cluster import Cluster
 from workers.driver import run_started

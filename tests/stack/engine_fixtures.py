@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.config.schema import TinyModel

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import byte_tokenizer
-from miles_async.adapters.network_ports import free_port
+from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import RunConfig
 from miles_async.types import Group, Sample
 

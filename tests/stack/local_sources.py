@@ -26,18 +26,18 @@ class LocalSources:
         for source in self.all:
             await asyncio.to_thread(source.meet, engines)
 
-    async def reach(self, way: str, engine: str) -> None:
+    async def reach(self, transport: str, engine: str) -> None:
         for source in self.all:
-            await asyncio.to_thread(source.reach, way, engine)
+            await asyncio.to_thread(source.reach, transport, engine)
 
-    async def stage(self, version: int, ways: Sequence[str]) -> None:
+    async def stage(self, version: int, transports: Sequence[str]) -> None:
         for source in self.all:
             await asyncio.to_thread(source.stage, version, self._weights())
-            for way in ways:
-                await asyncio.to_thread(source.prepare, way)
+            for transport in transports:
+                await asyncio.to_thread(source.prepare, transport)
 
-    async def write(self, version: int, engine: str, way: str) -> list[WriteOutcome]:
-        return await asyncio.gather(*(asyncio.to_thread(one.write, version, engine, way) for one in self.all))
+    async def write(self, version: int, engine: str, transport: str) -> list[WriteOutcome]:
+        return await asyncio.gather(*(asyncio.to_thread(one.write, version, engine, transport) for one in self.all))
 
     def close(self) -> None:
         for source in self.all:

@@ -9,9 +9,9 @@ import sys
 import ray
 from ray.cluster_utils import Cluster
 
+from miles_async.config.device_plan import Demand, Plan
 from miles_async.config.schema import Cluster as ClusterConfig
 from miles_async.config.schema import RunConfig
-from miles_async.core.placement import Demand, Plan
 from miles_async.errors import UserError
 from workers.placement import reserve
 from workers.specs import ray_arguments

@@ -11,14 +11,14 @@ import pytest
 
 from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
-from miles_async.adapters.openai.endpoint import AgentEndpoint, Agents
-from miles_async.adapters.openai.trajectories import Trajectories
+from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.agents.trajectories import Trajectories
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.sglang.turns import Turns
 from miles_async.config.schema import RunConfig
-from miles_async.errors import BadTrajectory
+from miles_async.errors import TrajectoryError
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
@@ -46,7 +46,10 @@ def tell(serving: Stack, function: Any, story: Story) -> None:
             return answers
 
         engine._client.post = noting  # type: ignore[method-assign]
-        turns, endpoint = Turns(engine, CheckpointTokenizer(str(serving.checkpoint))), AgentEndpoint(Trajectories(1, 1))
+        turns, endpoint = (
+            MultiTurnSampler(engine, CheckpointTokenizer(str(serving.checkpoint))),
+            AgentEndpoint(Trajectories(1, 1)),
+        )
         await endpoint.start()
         generator = FunctionGenerator(
             function,
@@ -155,7 +158,7 @@ async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 def test_an_agent_that_rewrites_its_history_fails_with_the_place(serving: Stack) -> None:
     async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
-        with pytest.raises(BadTrajectory, match=r"messages\[1\] differs from what this conversation holds"):
+        with pytest.raises(TrajectoryError, match=r"messages\[1\] differs from what this conversation holds"):
             await generator.generate(group_of("Q"))
 
     tell(serving, rewrites, story)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.config.schema import TinyModel
 from tests.stack.job import Job, job
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.observability.events import EngineChanged, StepEnded
+from miles_async.events import EngineChanged, StepEnded
 from tests.stack.conftest import Stack
 
 pytestmark = pytest.mark.stack

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.errors import Fatal
-from miles_async.observability.events import (
+from miles_async.errors import FatalError
+from miles_async.events import (
     DataSkipped,
     Event,
     GroupFiltered,
@@ -88,7 +88,9 @@ def test_batches_with_a_reward_that_is_not_finite_are_skipped_until_there_are_to
     stack: Stack, tmp_path: Path
 ) -> None:
     events: list[Event] = []
-    with pytest.raises(Fatal, match="not finite in 2 batches in a row, up to rollout 1; their groups are in the dead"):
+    with pytest.raises(
+        FatalError, match="not finite in 2 batches in a row, up to rollout 1; their groups are in the dead"
+    ):
         stack.play(
             "train.py",
             *("--num-rollout", "5", "--rollout-batch-size", "4", "--max-nonfinite-batches", "2"),

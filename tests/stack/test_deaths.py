@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from miles_async.adapters.ray.ranks import of_all
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 from tests.stack.conftest import Stack
 from workers.cluster import _call
 
@@ -21,7 +21,7 @@ class Doomed:
 def test_the_process_that_died_is_named_with_its_log(stack: Stack) -> None:
     doomed = ray.remote(Doomed).options(name="learner-9", num_cpus=0).remote()
     sentence = r"^learner-9 died: .*logs/learner-9\.log in the run folder$"
-    with pytest.raises(Fatal, match=sentence):
+    with pytest.raises(FatalError, match=sentence):
         stack.do(of_all([doomed.die.remote()]))
-    with pytest.raises(Fatal, match=sentence):
+    with pytest.raises(FatalError, match=sentence):
         stack.do(_call(doomed.die))

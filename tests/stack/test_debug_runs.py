@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.adapters.rollout_file import load_groups
+from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.types import SampleStatus
 from tests.stack.job import ROOT, job
 

@@ -17,7 +17,7 @@ import pytest
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
-from miles_async.errors import BadTrajectory, EngineLost, UserError
+from miles_async.errors import EngineLostError, TrajectoryError, UserError
 from miles_async.types import SampleStatus
 from tests.stack.engine_stack import Stack, group_of
 
@@ -121,7 +121,7 @@ def test_the_engine_has_its_own_environment_which_wins(serving: Stack) -> None:
 
 def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        with pytest.raises(BadTrajectory, match="answered 400"):
+        with pytest.raises(TrajectoryError, match="answered 400"):
             await generator.generate(group_of([1] * 600))
 
     serving.run(story)
@@ -129,7 +129,7 @@ def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -
 
 def test_a_prompt_without_tokens_never_reaches_the_engine_which_it_would_end(serving: Stack) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        with pytest.raises(BadTrajectory, match=r"sample \d+ of group .* has no tokens"):
+        with pytest.raises(TrajectoryError, match=r"sample \d+ of group .* has no tokens"):
             await generator.generate(group_of("", samples=2))
         await generator.generate(group_of("1+1=", samples=2))
 
@@ -157,7 +157,7 @@ def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(serving: Stack) -
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         await fleet.fence("e0", "the test wants it out")
         assert fleet.routed() == ()
-        with pytest.raises(EngineLost, match="answered 503"):
+        with pytest.raises(EngineLostError, match="answered 503"):
             await generator.generate(group_of("1 + 1 ="))
         await fleet.admit("e0")
         assert fleet.routed() == ("e0",)

@@ -11,7 +11,7 @@ import pytest
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.weights.engine import meet
-from miles_async.errors import EngineLost
+from miles_async.errors import EngineLostError
 from tests.stack.engine_stack import Stack, group_of
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
@@ -51,7 +51,7 @@ def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving:
         fleet.introduce(serving.engine)
         os.kill(scheduler, signal.SIGSTOP)
         try:
-            with pytest.raises(EngineLost, match="it drew no token"):
+            with pytest.raises(EngineLostError, match="it drew no token"):
                 await fleet.check("e0")
         finally:
             os.kill(scheduler, signal.SIGCONT)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from miles_async.errors import BadTrajectory
+from miles_async.errors import TrajectoryError
 from miles_async.rewards import mathematics
-from miles_async.rewards.graders import GraderFailed, Graders
+from miles_async.rewards.graders import GraderError, Graders
 from miles_async.rewards.instructions import keeps
 from miles_async.types import Sample
 from tests.scoring import scored
@@ -51,7 +51,7 @@ def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sam
     async def play() -> tuple[str, float]:
         graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
         try:
-            with pytest.raises(GraderFailed) as failure:
+            with pytest.raises(GraderError) as failure:
                 await graders.grade(Sample(response="hang"))
             return str(failure.value), await graders.grade(Sample(response="fine"))
         finally:
@@ -63,7 +63,7 @@ def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sam
 
 
 def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(BadTrajectory, match=r"sample 0: reward .*\.die ended its process with code 3"):
+    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.die ended its process with code 3"):
         scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
 
 
@@ -96,7 +96,7 @@ def test_mathematics_is_right_by_value(response: str, label: Any, expected: floa
 
 def test_mathematics_is_checked_in_a_process_of_its_own() -> None:
     assert scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
-    with pytest.raises(BadTrajectory, match=r"sample 0: reward math raised TypeError: the label is \[\], a list"):
+    with pytest.raises(TrajectoryError, match=r"sample 0: reward math raised TypeError: the label is \[\], a list"):
         scored("4", label=[], rm_type="math")
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles_async.adapters.megatron.batch import rank_shares
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.batching.batch import rank_shares
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 from tests.stack.learning import learning, save_state, weights_of

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from miles_async.adapters.megatron.batch import rank_shares
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.batching.batch import rank_shares
 from miles_async.config.schema import RunConfig, TinyModel
 from tests.stack.learning import learning, save_state, weights_of
 from tests.stack.test_learner_settings import SMALL, batch, config, same

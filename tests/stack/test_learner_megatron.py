@@ -19,11 +19,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from miles_async.adapters.megatron import schedule
-from miles_async.adapters.megatron.batch import PackedBatch, TrainStep, policy_steps
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.model import Model, Reference
-from miles_async.adapters.megatron.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
+from miles_async.adapters.megatron.model.build import Model, Reference
+from miles_async.adapters.megatron.model.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
+from miles_async.adapters.megatron.training import passes as schedule
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.batching.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample, VersionSpan
 from tests.stack.learning import learning, weights_of
@@ -280,7 +280,7 @@ def test_metrics_tell_tokens_of_one_staleness_from_those_of_another(learner: Meg
 def reference_loss(model: torch.nn.Module, packed: PackedBatch) -> torch.Tensor:
     """The policy loss, sequence by sequence and token by token: minus weight times advantage times log-probability."""
     total = torch.zeros(())
-    targets = zip(packed.targets, packed.rollout_logprobs, packed.advantages, strict=True)
+    targets = zip(packed.targets, packed.rollout_log_probs, packed.advantages, strict=True)
     ends = packed.lengths.cumsum()
     for place, rollout, advantage in targets:
         start, end = next((end - length, end) for end, length in zip(ends, packed.lengths, strict=True) if place < end)
@@ -341,8 +341,8 @@ def test_a_saved_checkpoint_loads_in_transformers_with_its_tokenizer(learner: Me
 
 
 def test_greedy_decoding_repeats_what_supervised_steps_taught(learner: MegatronLearner) -> None:
-    lessons = {b"one": b"1", b"three": b"333"}
-    prompts, answers = [list(p) for p in lessons], [[*a, EOS_ID] for a in lessons.values()]
+    sft_examples = {b"one": b"1", b"three": b"333"}
+    prompts, answers = [list(p) for p in sft_examples], [[*a, EOS_ID] for a in sft_examples.values()]
     losses = [learner.supervised_step(prompts, answers, 5e-3) for _ in range(30)]
     assert losses[-1] < 0.1 < losses[0]
     assert learner.greedy(prompts, 6, EOS_ID) == answers

@@ -18,12 +18,12 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 
-from miles_async.adapters.megatron.batch import TrainStep, rank_shares
-from miles_async.adapters.megatron.cpu import cuda_means_cpu
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.network_ports import free_port
+from miles_async.adapters.megatron.model.cpu import cuda_means_cpu
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.batching.batch import TrainStep, rank_shares
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from tests.stack.job import ROOT
 from tests.stack.learning import create_experts, learning, save_state, uneven_groups, weights_of

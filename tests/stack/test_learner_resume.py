@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from miles_async.adapters.megatron.batch import rank_shares
-from miles_async.adapters.megatron.learner import MegatronLearner
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.batching.batch import rank_shares
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample

@@ -18,12 +18,12 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import CheckpointFunction
 
-from miles_async.adapters.megatron import model
-from miles_async.adapters.megatron.batch import rank_shares
-from miles_async.adapters.megatron.environment import ATTENTION, environment
-from miles_async.adapters.megatron.tiny_model import create_tiny_model
-from miles_async.adapters.megatron.warm_start import warm_start
-from miles_async.adapters.network_ports import free_port
+from miles_async.adapters.megatron.model import build as model
+from miles_async.adapters.megatron.model.environment import ATTENTION, environment
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.warm_start import warm_start
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.batching.batch import rank_shares
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
@@ -191,13 +191,13 @@ def test_transformer_engine_is_told_that_its_variables_are_others(monkeypatch: p
 
 def test_lessons_lower_their_negative_log_likelihood(tiny: Path) -> None:
     run = config(loss_type="sft_loss", lr=1e-2, num_rollout=6, num_steps_per_rollout=1)
-    lessons = batch(0)
+    sft_examples = batch(0)
     with learning(tiny, run) as learner:
-        sequences = [sample.tokens for group in lessons for sample in group]
+        sequences = [sample.tokens for group in sft_examples for sample in group]
         before = [logprob for row in learner.logprobs(sequences) for logprob in row[-4:]]
         losses = []
         for rollout in range(6):
-            [steps] = rank_shares(lessons, run, 1)
+            [steps] = rank_shares(sft_examples, run, 1)
             losses.append(learner.train(rollout, steps).metrics["loss"])
     assert losses[0] == pytest.approx(-sum(before) / len(before), abs=1e-4)
     assert losses[-1] < 0.8 * losses[0]

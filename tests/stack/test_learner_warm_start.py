@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles_async.adapters.megatron.warm_start import warm_start
-from miles_async.adapters.warm_starts import Problems, WarmStarted
+from miles_async.adapters.megatron.training.warm_start import warm_start
+from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
 from miles_async.config.schema import Learner, Model, RunConfig, TinyModel, WarmStart
 from miles_async.errors import UserError
 

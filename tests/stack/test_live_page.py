@@ -13,11 +13,11 @@ import pytest
 from msgspec.structs import replace
 from playwright.sync_api import Browser, expect
 
-from miles_async.observability.events import Event, GroupGenerated, GroupMoved, RunEnded, SampleShown, Silent, StepEnded
-from miles_async.observability.onlookers import Onlookers
-from miles_async.observability.perfetto import REQUESTS
-from miles_async.observability.report import main as make_report
+from miles_async.events import Event, GroupGenerated, GroupMoved, ProcessSilent, RunEnded, SampleDisplayed, StepEnded
+from miles_async.observability.page.report import main as make_report
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.subscribers import EventSubscribers
+from miles_async.observability.trace.perfetto import REQUESTS
 from tests.stack.browser import Visit, chromium
 from tests.stack.conftest import Played, Stack
 
@@ -45,68 +45,68 @@ def halves(played: Played) -> tuple[list[Event], list[Event]]:
 
 
 @pytest.fixture
-def onlookers(played: Played) -> Iterator[Onlookers]:
+def subscribers(played: Played) -> Iterator[EventSubscribers]:
     """As the driver has them, after the first half of the run."""
-    with Onlookers(played.config, RunFolder.create(played.config)) as onlookers:
-        onlookers.emit(*halves(played)[0])
-        yield onlookers
+    with EventSubscribers(played.config, RunFolder.create(played.config)) as subscribers:
+        subscribers.emit(*halves(played)[0])
+        yield subscribers
 
 
-def test_the_page_shows_the_run_and_follows_it(played: Played, onlookers: Onlookers, browser: Browser) -> None:
-    visit = Visit.to(browser, onlookers.page_url)
+def test_the_page_shows_the_run_and_follows_it(played: Played, subscribers: EventSubscribers, browser: Browser) -> None:
+    visit = Visit.to(browser, subscribers.page_url)
     page = visit.page
     expect(page.locator("h1")).to_have_text(played.folder.path.name)
     train = page.locator("#pipeline li", has=page.get_by_text("Train", exact=True))
     expect(train).to_contain_text(f"3 of {ROLLOUTS}")
     assert page.locator("#slots .slot").count() > 0
     assert "in the trainer's batch" in (page.locator("#slots").get_attribute("aria-label") or "")
-    onlookers.emit(*halves(played)[1])
+    subscribers.emit(*halves(played)[1])
     expect(train).to_contain_text(f"{ROLLOUTS} of {ROLLOUTS}")
-    onlookers.emit(RunEnded(time=played.events[-1].time, reason="done"))
+    subscribers.emit(RunEnded(time=played.events[-1].time, reason="done"))
     expect(page.locator("#verdict-name")).to_have_text("Ended: done")
     admitted = page.locator("#pipeline li", has_text="Data").locator(".big").inner_text()
     assert int(admitted.split()[0].replace(",", "")) >= len(played.of(GroupGenerated))
     page.click("text=whole run")
     expect(page.locator("#plot-reward svg")).to_have_attribute("aria-label", re.compile("now [0-9.]+, between"))
     assert visit.complaints == []
-    assert {url.split("/")[2] for url in visit.requests} == {onlookers.page_url.split("/")[2]}
+    assert {url.split("/")[2] for url in visit.requests} == {subscribers.page_url.split("/")[2]}
     page.close()
 
 
-def test_first_paint_is_quick(onlookers: Onlookers, browser: Browser) -> None:
+def test_first_paint_is_quick(subscribers: EventSubscribers, browser: Browser) -> None:
     """The figure is in benchmarks/page.py; here the margin is wide, as the machine may be busy."""
-    visit = Visit.to(browser, onlookers.page_url)
+    visit = Visit.to(browser, subscribers.page_url)
     assert visit.first_paint_ms < 1500
     visit.page.close()
 
 
 def test_there_is_a_page_before_there_is_anything_to_show(played: Played, browser: Browser) -> None:
-    with Onlookers(played.config, RunFolder.create(played.config)) as onlookers:
-        visit = Visit.to(browser, onlookers.page_url)
+    with EventSubscribers(played.config, RunFolder.create(played.config)) as subscribers:
+        visit = Visit.to(browser, subscribers.page_url)
         expect(visit.page.locator("#verdict-name")).to_contain_text("are starting")
-        onlookers.emit(played.events[0])
+        subscribers.emit(played.events[0])
         expect(visit.page.locator("h1")).to_have_text(played.folder.path.name)
         assert visit.complaints == []
         visit.page.close()
 
 
-def test_what_a_model_writes_is_shown_as_text(played: Played, onlookers: Onlookers, browser: Browser) -> None:
-    [*_, real] = played.of(SampleShown)
-    onlookers.emit(replace(real, response=HOSTILE))
-    visit = Visit.to(browser, onlookers.page_url)
+def test_what_a_model_writes_is_shown_as_text(played: Played, subscribers: EventSubscribers, browser: Browser) -> None:
+    [*_, real] = played.of(SampleDisplayed)
+    subscribers.emit(replace(real, response=HOSTILE))
+    visit = Visit.to(browser, subscribers.page_url)
     newest = visit.page.locator("#samples .sample").first
     expect(newest.locator(".response")).to_have_text(HOSTILE)
     assert newest.locator("img, script").count() == 0
     assert "owned" not in visit.page.title()
-    onlookers.emit(replace(real, response=HOSTILE + "again", sequence=real.sequence + 1))
+    subscribers.emit(replace(real, response=HOSTILE + "again", sequence=real.sequence + 1))
     expect(newest.locator(".response")).to_have_text(HOSTILE + "again")
     assert "owned" not in visit.page.title()
     assert visit.complaints == []
     visit.page.close()
 
 
-def test_it_works_in_a_narrow_window_and_without_a_mouse(onlookers: Onlookers, browser: Browser) -> None:
-    visit = Visit.to(browser, onlookers.page_url, width=320)
+def test_it_works_in_a_narrow_window_and_without_a_mouse(subscribers: EventSubscribers, browser: Browser) -> None:
+    visit = Visit.to(browser, subscribers.page_url, width=320)
     assert not visit.scrolls_sideways
     reached = visit.tab_through()
     assert reached.index("hold") > reached.index("plot-reward") > reached.index("plot-queue") >= 2
@@ -119,8 +119,8 @@ def test_it_works_in_a_narrow_window_and_without_a_mouse(onlookers: Onlookers, b
     visit.page.close()
 
 
-def test_a_screen_reader_hears_names_and_figures(onlookers: Onlookers, browser: Browser) -> None:
-    visit = Visit.to(browser, onlookers.page_url)
+def test_a_screen_reader_hears_names_and_figures(subscribers: EventSubscribers, browser: Browser) -> None:
+    visit = Visit.to(browser, subscribers.page_url)
     heard = visit.page.locator("body").aria_snapshot()
     for part in (
         'heading "Pipeline"',
@@ -135,25 +135,25 @@ def test_a_screen_reader_hears_names_and_figures(onlookers: Onlookers, browser: 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_light_and_dark(scheme: str, onlookers: Onlookers, browser: Browser) -> None:
-    visit = Visit.to(browser, onlookers.page_url, color_scheme=scheme)
+def test_text_can_be_read_in_light_and_dark(scheme: str, subscribers: EventSubscribers, browser: Browser) -> None:
+    visit = Visit.to(browser, subscribers.page_url, color_scheme=scheme)
     assert {name: ratio for name, ratio in visit.contrasts().items() if ratio < 4.0} == {}
     visit.page.close()
 
 
-def test_the_page_says_who_does_not_answer(played: Played, onlookers: Onlookers, browser: Browser) -> None:
-    visit = Visit.to(browser, onlookers.page_url)
-    onlookers.emit(Silent(time=time.time(), process="learner-0", seconds=7.0))
+def test_the_page_says_who_does_not_answer(played: Played, subscribers: EventSubscribers, browser: Browser) -> None:
+    visit = Visit.to(browser, subscribers.page_url)
+    subscribers.emit(ProcessSilent(time=time.time(), process="learner-0", seconds=7.0))
     expect(visit.page.locator("#silent")).to_contain_text("learner-0 has not answered for")
-    onlookers.emit(Silent(time=time.time(), process="learner-0", seconds=0.0))
+    subscribers.emit(ProcessSilent(time=time.time(), process="learner-0", seconds=0.0))
     expect(visit.page.locator("#silent")).not_to_contain_text("learner-0")
     visit.page.close()
 
 
 def test_the_page_says_that_the_run_is_gone(played: Played, browser: Browser) -> None:
-    with Onlookers(played.config, RunFolder.create(played.config)) as onlookers:
-        onlookers.emit(*halves(played)[0])
-        visit = Visit.to(browser, onlookers.page_url)
+    with EventSubscribers(played.config, RunFolder.create(played.config)) as subscribers:
+        subscribers.emit(*halves(played)[0])
+        visit = Visit.to(browser, subscribers.page_url)
         expect(visit.page.locator("#lost")).to_be_hidden()
     expect(visit.page.locator("#lost")).to_contain_text("does not answer any more")
     visit.page.close()
@@ -195,6 +195,6 @@ def test_the_trace_holds_requests_steps_and_every_group_that_ended(played: Playe
 
 def watched_to_its_end(played: Played) -> RunFolder:
     folder = RunFolder.create(played.config)
-    with Onlookers(played.config, folder) as onlookers:
-        onlookers.emit(*played.events, RunEnded(time=played.events[-1].time, reason="done"))
+    with EventSubscribers(played.config, folder) as subscribers:
+        subscribers.emit(*played.events, RunEnded(time=played.events[-1].time, reason="done"))
     return folder

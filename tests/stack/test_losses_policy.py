@@ -48,7 +48,7 @@ def inputs(n: int = 40) -> dict[str, torch.Tensor]:
         "logprobs": old + random.normal(0, 0.3, n),
         "entropy": random.exponential(1.0, n),
         "old_logprobs": old,
-        "rollout_logprobs": rollout,
+        "rollout_log_probs": rollout,
         "advantages": random.normal(0.0, 1.0, n),
         "shares": random.uniform(0.5, 1.5, n),
         "reference_logprobs": rollout + random.normal(0, 0.5, n),
@@ -82,7 +82,7 @@ def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> f
     objectives = np.minimum(ratio * a, np.clip(ratio, 0.8, 1.3) * a)
     if objective == "cispo":
         objectives = np.clip(ratio, 0.8, 1.3) * a * lp
-    off = np.exp(old - x["rollout_logprobs"])
+    off = np.exp(old - x["rollout_log_probs"])
     weight = {
         "none": np.ones_like(off),
         "tis": np.minimum(off, 2),
@@ -125,7 +125,7 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
             return free
         held = (still["logprobs"] - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
         moving = (logprobs.detach() - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
-        gap = tensors["old_logprobs"] - tensors["rollout_logprobs"]
+        gap = tensors["old_logprobs"] - tensors["rollout_log_probs"]
         weight, _ = importance_weights(gap, tensors["sequences"], how.correction)
         difference = weight * (held - moving) * tensors["advantages"] * logprobs * tensors["shares"]
         return free - difference.sum() / 12
@@ -150,7 +150,7 @@ def test_neither_old_logprobs_nor_the_importance_weight_carry_gradient() -> None
     none = torch.zeros(2, dtype=torch.int64)
     own = TokenColumns(
         old_logprobs=logprobs,
-        rollout_logprobs=torch.tensor([-1.5, -1.0]),
+        rollout_log_probs=torch.tensor([-1.5, -1.0]),
         advantages=torch.tensor([1.0, -1.0]),
         shares=torch.ones(2),
         sequences=none,

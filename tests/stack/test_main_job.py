@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.observability.events import (
-    Drained,
+from miles_async.events import (
+    BatchDrained,
     Evaluated,
     GroupGenerated,
     PublishEnded,
@@ -90,7 +90,7 @@ def test_a_publish_completes_while_the_queue_is_empty(fully_async: Played) -> No
 def test_a_publish_does_not_wait_for_the_next_batch(fully_async: Played) -> None:
     """The version of a step goes live while nothing of the next batch can be finished."""
     [live] = [event.time for event in fully_async.of(PublishEnded) if event.version == 1]
-    [drained] = [event.time for event in fully_async.of(Drained) if event.rollout == 1]
+    [drained] = [event.time for event in fully_async.of(BatchDrained) if event.rollout == 1]
     assert live < drained
 
 

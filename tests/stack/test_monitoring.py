@@ -22,10 +22,10 @@ from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
 from dashboards.prometheus import main as monitor
-from miles_async.observability.events import ClusterReady, EngineChanged, Event, Silent, TrainerTurned
-from miles_async.observability.onlookers import Onlookers
+from miles_async.events import ClusterReady, EngineChanged, Event, ProcessSilent, TrainerPhaseChanged
+from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottleneck, Verdicts
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.verdict import SILENT_SECONDS, Bottleneck, Verdicts
+from miles_async.observability.subscribers import EventSubscribers
 from tests.stack.conftest import Played, Stack, settings
 from workers.driver import run_started
 from workers.heartbeats import Heartbeats
@@ -102,7 +102,7 @@ class Monitored:
     folder: RunFolder
     """Of those who look on."""
     prometheus: Prometheus
-    onlookers: Onlookers
+    subscribers: EventSubscribers
 
 
 @pytest.fixture(scope="module")
@@ -111,23 +111,23 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with ExitStack() as until_the_end:
         config = settings(*RUN, "--run-dir", str(tmp_path_factory.mktemp("monitored")))
         folder = RunFolder.create(config)
-        onlookers = until_the_end.enter_context(Onlookers(config, folder))
+        subscribers = until_the_end.enter_context(EventSubscribers(config, folder))
         prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=3))
         heartbeats = Heartbeats(stack.cluster.questions)
         until_the_end.callback(heartbeats.close)
 
         def watch(event: Event) -> None:
             now = time.time()
-            onlookers.emit(event, *heartbeats.look(now))
-            onlookers.found_at(heartbeats.addresses)
-            onlookers.tick(now)
+            subscribers.emit(event, *heartbeats.look(now))
+            subscribers.found_at(heartbeats.addresses)
+            subscribers.tick(now)
 
         for engine in stack.cluster.surroundings.engines:
             watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
         watch(run_started(config, folder, RUN[0]))
         watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
         played = stack.play(*RUN, watch=watch)
-        yield Monitored(played, folder, prometheus, onlookers)
+        yield Monitored(played, folder, prometheus, subscribers)
 
 
 def test_prometheus_finds_driver_engine_and_router_of_the_run(monitored: Monitored) -> None:
@@ -136,11 +136,11 @@ def test_prometheus_finds_driver_engine_and_router_of_the_run(monitored: Monitor
 
 
 def test_every_panel_rule_and_alert_has_data(monitored: Monitored) -> None:
-    prometheus, onlookers = monitored.prometheus, monitored.onlookers
+    prometheus, subscribers = monitored.prometheus, monitored.subscribers
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (missing := empty(prometheus, asked())) and time.monotonic() < deadline:
         time.sleep(1)
-        onlookers.tick(time.time())
+        subscribers.tick(time.time())
     assert missing == []
 
 
@@ -163,7 +163,7 @@ def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> N
 
 def test_a_run_that_has_ended_shows_the_same(monitored: Monitored, tmp_path: Path) -> None:
     played = monitored.played
-    monitored.onlookers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
+    monitored.subscribers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
     ended = load_recorded(monitored.folder.path, tmp_path)
     with Prometheus(tmp_path, storage=tmp_path) as prometheus:
         (batches,) = prometheus.query("miles_async_rollout_batches", ended)
@@ -179,7 +179,7 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
     told = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
     for process, verdict in (("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT)):
         verdicts = Verdicts()
-        verdicts.observe(TrainerTurned(time=told[0].time, to="publish"))
+        verdicts.observe(TrainerPhaseChanged(time=told[0].time, to="publish"))
         for silent in told:
             if silent.process == process:
                 verdicts.observe(silent)
@@ -192,10 +192,10 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
     assert "run_actor_task" in learners or "Thread" in learners
 
 
-async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[Silent]:
+async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[ProcessSilent]:
     """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
     heartbeats = Heartbeats(stack.cluster.questions)
-    told: list[Silent] = []
+    told: list[ProcessSilent] = []
     try:
         os.killpg(engine, signal.SIGSTOP)
         _stop(learner)
@@ -218,5 +218,5 @@ def _stop(pid: int) -> None:
         time.sleep(0.01)
 
 
-def _silent_for(told: Sequence[Silent], seconds: float) -> set[str]:
+def _silent_for(told: Sequence[ProcessSilent], seconds: float) -> set[str]:
     return {silent.process for silent in told if silent.seconds > seconds}

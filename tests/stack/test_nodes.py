@@ -19,14 +19,14 @@ from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.channel import find_ways
-from miles_async.observability.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
+from miles_async.adapters.weights.channel import find_transports
+from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
 from tests.stack.conftest import Played, Stack, settings
 from workers.engine import Engine
 from workers.specs import engine_spec
 
 NODES = ("127.0.0.2", "127.0.0.3")
-WAYS = ("disk", "broadcast", "p2p")
+TRANSPORTS = ("disk", "broadcast", "p2p")
 """That reach both nodes; the run takes the last."""
 ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
 
@@ -46,9 +46,9 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
     try:
         first = stack.do(start_engine(parts))
         stack.do(withdrawn(before.router_url, usual))
-        ways = [stack.do(find_ways(sources, way, [first])) for way in WAYS]
+        transports = [stack.do(find_transports(sources, transport, [first])) for transport in TRANSPORTS]
         stack.cluster.surroundings = replace(
-            before, engines=[first], engine_actors={"engine-0": parts}, weight_ways=ways[-1]
+            before, engines=[first], engine_actors={"engine-0": parts}, weight_transports=transports[-1]
         )
         yield ray.get([part.info.remote() for part in parts])
         stack.do(withdrawn(before.router_url, stack.cluster.surroundings.engines[0]))

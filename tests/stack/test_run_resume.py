@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
-from miles_async.observability.events import GroupMoved, StepEnded
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, progress_in
+from miles_async.events import GroupMoved, StepEnded
 from tests.stack.conftest import Stack
 
 pytestmark = pytest.mark.stack

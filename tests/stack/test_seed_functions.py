@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
-from miles_async.adapters.megatron.tiny_model import byte_tokenizer
+from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Schedule
-from miles_async.core.loading import load_function
+from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from miles_async.pipeline.training import noted
-from miles_async.rewards.opening import open_rewarder
+from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import flat_args
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
 from tests.sim.world import Trace, World
 from workers.batches import Batches
@@ -60,7 +60,7 @@ def test_the_over_sampling_filter_with_its_tensors_chooses() -> None:
     rollout = {"rollout_batch_size": 4, "over_sampling_batch_size": 6, "num_rollout": 2, "n_samples_per_prompt": 2}
     world = World(
         config=RunConfig.model_validate({"rollout": rollout}),
-        schedule=Schedule.TURNS,
+        schedule=Schedule.SYNCHRONOUS,
         choose=lambda groups: function(None, groups),
     ).run()
     assert [len(batch) for batch in world.trainer.batches] == [4, 4]

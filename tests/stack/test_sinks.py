@@ -13,13 +13,13 @@ from pathlib import Path
 from tensorboardX.proto.event_pb2 import Event as Recorded
 
 from miles_async.config.schema import RunConfig
-from miles_async.observability.events import Drained, Evaluated, Event, StepEnded, StepStarted
+from miles_async.events import BatchDrained, Evaluated, Event, StepEnded, StepStarted
+from miles_async.observability.metrics.sinks import Sinks
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.sinks import Sinks
 
 PATIENCE_SECONDS = 20.0
 EVENTS: list[Event] = [
-    Drained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
+    BatchDrained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
     StepStarted(time=2.0, rollout=4, version=3, staleness=[0, 1, 2], groups=[5, 6, 7]),
     StepEnded(
         time=4.0,
@@ -85,7 +85,7 @@ def test_a_process_without_a_terminal_writes_lines_and_noise_into_its_files(tmp_
     program = """
 import os, sys, structlog
 from pathlib import Path
-from miles_async.observability.logging import configure_worker_logging
+from miles_async.observability.console.logging import configure_worker_logging
 configure_worker_logging(Path(sys.argv[1]), "learner-1", "r7")
 structlog.get_logger("workers.learner").info("stepped", rollout=3)
 print("library noise")

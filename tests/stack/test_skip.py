@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.adapters.recordings.store import RecordingStore
-from miles_async.adapters.rollout_file import load_groups
-from miles_async.observability.events import GroupGenerated, GroupMoved, GroupReplayed, StepEnded
+from miles_async.adapters.storage.recording_store import RecordingStore
+from miles_async.adapters.storage.rollout_file import load_groups
+from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, StepEnded
 from tests.stack.conftest import Played, Stack
 
 ROLLOUTS, BATCH = 4, 8

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.network_ports import free_port
-from miles_async.adapters.rollout_file import load_groups
-from miles_async.observability.events import Evaluated, GroupMoved, StepEnded, StepStarted
+from miles_async.adapters.storage.rollout_file import load_groups
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.events import Evaluated, GroupMoved, StepEnded, StepStarted
 from miles_async.types import Sample
 from tests.stack.conftest import Stack
 
@@ -96,14 +96,14 @@ def test_a_rollout_function_in_the_seeds_words_is_trained(stack: Stack) -> None:
 
 
 def test_of_lessons_only_what_the_assistant_says_is_trained_and_no_engine_is_started(tmp_path: Path) -> None:
-    lessons = tmp_path / "lessons.jsonl"
+    sft_examples = tmp_path / "lessons.jsonl"
     answer = [{"role": "assistant", "content": "3"}]
     chats = [[{"role": "user", "content": f"{n} mod 7?"}, *answer, {"role": "user", "content": "Sure?"}, *answer]
              for n in range(40)]  # fmt: skip
-    lessons.write_text(
+    sft_examples.write_text(
         "".join(json.dumps({"prompt": "", "label": "", "metadata": {"messages": chat}}) + "\n" for chat in chats)
     )
-    flags = ("--prompt-data", str(lessons), "--num-rollout", "3", "--run-dir", str(tmp_path / "runs"))
+    flags = ("--prompt-data", str(sft_examples), "--num-rollout", "3", "--run-dir", str(tmp_path / "runs"))
     command = [sys.executable, "train.py", "--config", "configs/sft-cpu.yaml", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

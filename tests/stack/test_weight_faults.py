@@ -9,7 +9,7 @@ from pathlib import Path
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SGLangGenerator
 from tests.stack.engine_stack import Stack
-from tests.stack.weight_faults import Told, publish_under_load
+from tests.stack.weight_faults import RunData, publish_under_load
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -18,7 +18,7 @@ def test_every_token_is_from_the_weights_that_its_span_names_whatever_happens_to
     serving: Stack, tmp_path: Path
 ) -> None:
     faults = cycle(["lost", None, "slow", "torn", "refused", None, "torn", None, None])
-    told: list[Told] = []
+    told: list[RunData] = []
 
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         told.append(

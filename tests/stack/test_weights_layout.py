@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from miles_async.adapters.sglang.engine_weights import apply_delta, machine, sums
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.delta import Base, changes
 from miles_async.adapters.weights.engine import Engine, Memory, Region
 from miles_async.adapters.weights.layout import place
-from miles_async.adapters.weights.memory import MemoryWay, _rest
 from miles_async.adapters.weights.source import _advice
 from miles_async.adapters.weights.staging import Staging, share
-from miles_async.errors import EngineLost, Fatal
+from miles_async.adapters.weights.transports.delta import Base, changes
+from miles_async.adapters.weights.transports.memory import MemoryTransport, _rest
+from miles_async.errors import EngineLostError, FatalError
 
 WIDTH, HEADS, VOCABULARY, EXPERTS = 8, 16, 10, 3
 LAYER = "model.layers.0"
@@ -105,7 +105,7 @@ def test_bfloat16_weights_reach_a_float32_engine_as_they_are() -> None:
     own = {name: tensor.bfloat16() for name, tensor in weights().items()}
     rank = Rank(engine_shapes(1), torch.float32)
     engine = engine_of([rank])
-    MemoryWay().write(staged(own, engine), engine)
+    MemoryTransport().write(staged(own, engine), engine)
     name = f"{LAYER}.self_attn.o_proj"
     assert rank[name].dtype is torch.float32
     assert torch.equal(rank[name], own[f"{name}.weight"].float())
@@ -124,7 +124,7 @@ def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
     engine = engine_of(there)
     shares = [staged(tensors, engine, source, sources) for source in range(sources)]
     for staging in shares:
-        MemoryWay().write(staging, engine)
+        MemoryTransport().write(staging, engine)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def part(name: str, dim: int, rank: int) -> Tensor:
@@ -155,7 +155,7 @@ def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
 def test_ranks_that_outnumber_the_key_heads_hold_the_same_ones() -> None:
     there = [Rank(engine_shapes(4, key_heads=2)) for _ in range(4)]
     tensors = weights()
-    MemoryWay().write(staged(tensors, engine_of(there)), engine_of(there))
+    MemoryTransport().write(staged(tensors, engine_of(there)), engine_of(there))
     keys = tensors[f"{LAYER}.self_attn.k_proj.weight"]
     for rank, held in enumerate(there):
         assert torch.equal(held[f"{LAYER}.self_attn.qkv_proj"][4:6], keys[rank // 2 * 2 :][:2])
@@ -178,7 +178,7 @@ def test_a_staged_tensor_can_be_had_as_it_was_and_in_buckets_of_any_size() -> No
 def test_a_byte_that_did_not_arrive_is_found_where_everything_is_compared() -> None:
     there = [Rank(engine_shapes(2)) for _ in range(2)]
     staging = staged(weights(), engine_of(there))
-    MemoryWay().write(staging, engine_of(there))
+    MemoryTransport().write(staging, engine_of(there))
     windows, expected = staging.windows(2, everything=True)
     assert [sums(rank, windows[number]) for number, rank in enumerate(there)] == expected
     there[1][f"{LAYER}.mlp.down_proj"].view(torch.uint8)[3, 5] ^= 1
@@ -204,7 +204,7 @@ def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_d
         (wider, r"down_proj\.weight has the shape \(8, 12\)"),
         (half, r"gate_up_proj\.weight has 192 elements there, and 96 in the learner"),
     ]:
-        with pytest.raises(Fatal, match=f"the engine serves another model: .*{sentence}"):
+        with pytest.raises(FatalError, match=f"the engine serves another model: .*{sentence}"):
             place(named(learner), [engine_shapes(1)])
 
 
@@ -212,7 +212,7 @@ def test_a_share_that_is_no_longer_exported_whole_is_not_staged() -> None:
     tensors = weights()
     staging = staged(tensors, engine_of([Rank(engine_shapes(1))]))
     del tensors[f"{LAYER}.mlp.up_proj.weight"]
-    with pytest.raises(Fatal, match=r"no longer exports model\.layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(FatalError, match=r"no longer exports model\.layers\.0\.mlp\.up_proj\.weight"):
         staging.fill(2, tensors.items())
     assert staging.version is None
 
@@ -227,15 +227,15 @@ def test_a_process_that_is_gone_cannot_be_written() -> None:
     engine = engine_of([Rank(engine_shapes(1))])
     staging = staged(weights(), engine)
     gone = Engine(engine.info, (Memory(2**22 - 1, machine(), engine.ranks[0].regions),))
-    with pytest.raises(EngineLost, match="its memory cannot be written: No such process"):
-        MemoryWay().write(staging, gone)
+    with pytest.raises(EngineLostError, match="its memory cannot be written: No such process"):
+        MemoryTransport().write(staging, gone)
 
 
 def test_another_machines_memory_is_out_of_reach() -> None:
     engine = engine_of([Rank(engine_shapes(1))])
     away = Engine(engine.info, (Memory(1, "another boot", engine.ranks[0].regions),))
-    with pytest.raises(EngineLost, match="is on another machine"):
-        MemoryWay().connect(away)
+    with pytest.raises(EngineLostError, match="is on another machine"):
+        MemoryTransport().connect(away)
 
 
 def test_changes_carry_the_bytes_that_changed_and_are_refused_by_another_base(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_changes_carry_the_bytes_that_changed_and_are_refused_by_another_base(tm
     engine = engine_of(there)
     tensors = weights()
     staging = staged(tensors, engine)
-    MemoryWay().write(staging, engine)
+    MemoryTransport().write(staging, engine)
     base = Base(staging.fills, 1, staging.buffer.clone())
     tensors[f"{LAYER}.mlp.down_proj.weight"][2, 7] *= 1.001
     staging.fill(2, tensors.items())

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
-from miles_async.adapters.weights.memory import MemoryWay
 from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.transports.memory import MemoryTransport
+from miles_async.batching.batch import rank_shares
 from miles_async.config.schema import Learner, RunConfig
-from miles_async.errors import EngineLost, Fatal
+from miles_async.errors import EngineLostError, FatalError
 from tests.stack.engine_stack import Stack, group_of
 from tests.stack.learning import create_experts, learning, uneven_groups
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
-WAYS = ["memory", "p2p", "broadcast", "disk", "disk_delta"]
+TRANSPORTS = ["memory", "p2p", "broadcast", "disk", "disk_delta"]
 PROMPT = [(7 * i) % 250 for i in range(120)]
 
 
@@ -46,21 +46,23 @@ def source(serving: Stack, tmp_path: Path) -> Iterator[Source]:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 @pytest.mark.parametrize("way", ["memory", "p2p", "broadcast", "disk"])
-def test_after_a_publish_nothing_is_drawn_from_old_weights(serving: Stack, source: Source, way: str, mode: str) -> None:
+def test_after_a_publish_nothing_is_drawn_from_old_weights(
+    serving: Stack, source: Source, transport: str, mode: str
+) -> None:
     """Cached prompts, requests in flight and new ones; under `in_place` running requests keep a mixed KV cache."""
 
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        source.reach(way, "e0")
+        source.reach(transport, "e0")
         await generator.generate(group_of(PROMPT), SamplingParams(max_new_tokens=8))
         serving.change_weights()
         version = next(serving.versions)
         source.stage(version, serving.named_tensors())
-        source.prepare(way)
+        source.prepare(transport)
         flying = group_of(PROMPT[:60], samples=16)
         running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=200)))
         await asyncio.sleep(0.2)
         await fleet.pause(mode)
-        outcome = await asyncio.to_thread(source.write, version, "e0", way)
+        outcome = await asyncio.to_thread(source.write, version, "e0", transport)
         assert outcome.error is None
         await fleet.commit("e0", version)
         await fleet.resume()
@@ -83,8 +85,8 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(serving: Stack, sourc
     serving.run(story)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: Source, way: str) -> None:
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: Source, transport: str) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         serving.change_weights()
         passing = [(name, tensor.clone()) for name, tensor in serving.named_tensors()]
@@ -92,7 +94,7 @@ def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: S
         source.stage(version, passing)
         for _, tensor in passing:
             tensor.fill_(torch.nan)
-        assert source.write(version, "e0", way).error is None
+        assert source.write(version, "e0", transport).error is None
         await fleet.commit("e0", version)
         group = group_of("2 + 2 =")
         await generator.generate(group)
@@ -104,28 +106,28 @@ def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: S
 def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(serving: Stack, source: Source) -> None:
     run = RunConfig(learner=Learner(precision="bf16", lr=1e-3))
     with learning(serving.checkpoint, run) as learner:
-        for way in WAYS:
+        for transport in TRANSPORTS:
             [steps] = rank_shares(uneven_groups(0), run, 1)
             assert learner.train(0, steps).finite
             version = next(serving.versions)
             source.stage(version, learner.weights())
-            assert source.write(version, "e0", way).error is None, way
+            assert source.write(version, "e0", transport).error is None, transport
             own = dict(learner.weights())
             with torch.no_grad():
                 for name, parameter in serving.named_tensors():
                     assert own[name].dtype is torch.bfloat16
                     parameter.copy_(own[name])
-            assert serving.error_of([version % 250, *PROMPT[:20]]) < 1e-5, way
+            assert serving.error_of([version % 250, *PROMPT[:20]]) < 1e-5, transport
 
 
 def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path) -> None:
     sources = [source_of(serving, tmp_path, rank=rank, sources=2) for rank in range(2)]
     serving.change_weights()
     version = next(serving.versions)
-    for way in WAYS:
+    for transport in TRANSPORTS:
         for one in sources:
             one.stage(version, serving.named_tensors())
-        outcomes = [one.write(version, "e0", way) for one in sources]
+        outcomes = [one.write(version, "e0", transport) for one in sources]
         assert [outcome.error for outcome in outcomes] == [None, None]
         shares = [outcome.bytes for outcome in outcomes]
         assert max(shares) < 1.2 * min(shares)
@@ -177,18 +179,18 @@ def test_a_torn_write_is_noticed(
     serving.change_weights()
     source.stage(2, serving.named_tensors())
     staging = source._staging
-    write = MemoryWay._copy
+    write = MemoryTransport._copy
 
-    def torn(way: MemoryWay, pid: int, copies: list[tuple[int, int, int]]) -> None:
+    def torn(transport: MemoryTransport, pid: int, copies: list[tuple[int, int, int]]) -> None:
         if everything:
             source, target, size = copies[3]
             copies = [*copies[:3], (source + 3, target + 3, size - 3), *copies[4:]]
         else:
             copies = [*copies[:3], *copies[4:]]
-        write(way, pid, copies)
+        write(transport, pid, copies)
 
     with monkeypatch.context() as patched:
-        patched.setattr(MemoryWay, "_copy", torn)
+        patched.setattr(MemoryTransport, "_copy", torn)
         error = source.write(2, "e0", "memory").error
     assert error is not None
     assert staging.placements[3].copies[0].parameter in error
@@ -198,14 +200,16 @@ def test_a_torn_write_is_noticed(
 
 
 @pytest.mark.parametrize("way", ["memory", "p2p"])
-def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(serving: Stack, tmp_path: Path, way: str) -> None:
+def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
+    serving: Stack, tmp_path: Path, transport: str
+) -> None:
     source = source_of(serving, tmp_path, timeout=1.0)
     source.stage(1, serving.named_tensors())
-    assert source.write(1, "e0", way).error is None
+    assert source.write(1, "e0", transport).error is None
     scheduler = source._engines["e0"].ranks[0].pid
     os.kill(scheduler, signal.SIGSTOP)
     try:
-        outcome = source.write(1, "e0", way)
+        outcome = source.write(1, "e0", transport)
     finally:
         os.kill(scheduler, signal.SIGCONT)
     assert outcome.final
@@ -220,12 +224,12 @@ def test_a_version_that_was_not_staged_is_not_written(serving: Stack, source: So
 
 
 def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(serving: Stack, source: Source, tmp_path: Path) -> None:
-    with pytest.raises(EngineLost, match=r"^http://127\.0\.0\.1:9/weights_checker: .*refused"):
+    with pytest.raises(EngineLostError, match=r"^http://127\.0\.0\.1:9/weights_checker: .*refused"):
         source.meet([EngineInfo("gone", "http://127.0.0.1:9", 0, 1)])
-    with pytest.raises(Fatal, match="is there twice; give every engine its own name and port"):
+    with pytest.raises(FatalError, match="is there twice; give every engine its own name and port"):
         source.meet([serving.engine, EngineInfo("again", serving.engine.url, 0, 1)])
     other = Source([("model.norm.weight", (7,))], tmp_path)
-    with pytest.raises(Fatal, match=r"^the engine serves another model: model\.norm\.weight has"):
+    with pytest.raises(FatalError, match=r"^the engine serves another model: model\.norm\.weight has"):
         other.meet([serving.engine])
 
 
@@ -240,14 +244,14 @@ def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving
         info = engine.start()
         two = Stack(info, serving.router_url, checkpoint, model)
         sources = [source_of(two, tmp_path / "weights", rank=rank, sources=2) for rank in range(2)]
-        for version, way in enumerate(WAYS, start=1):
+        for version, transport in enumerate(TRANSPORTS, start=1):
             two.change_weights()
             for one in sources:
                 one.stage(version, two.named_tensors())
-            assert [one.write(version, "e1", way).error for one in sources] == [None, None], way
+            assert [one.write(version, "e1", transport).error for one in sources] == [None, None], transport
             # A prompt that was not cached under the version before.
-            assert two.error_of([version, *PROMPT[:20]]) < 1e-4, way
-        with pytest.raises(EngineLost, match=r"engine e0 holds its weights in another layout than e1"):
+            assert two.error_of([version, *PROMPT[:20]]) < 1e-4, transport
+        with pytest.raises(EngineLostError, match=r"engine e0 holds its weights in another layout than e1"):
             sources[0].meet([info, serving.engine])
         for one in sources:
             one.close()

@@ -17,21 +17,21 @@ import torch
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.system_clock import SystemClock
+from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import Engine
 from miles_async.adapters.weights.source import Source
 from miles_async.adapters.weights.staging import Staging
-from miles_async.adapters.weights.way import Way
-from miles_async.errors import EngineLost
-from miles_async.observability.events import Event, WriteFailed
-from miles_async.pipeline.books import Books
+from miles_async.adapters.weights.transports.transport import Transport
+from miles_async.errors import EngineLostError
+from miles_async.events import Event, WriteFailed
 from miles_async.pipeline.publish import Publisher
+from miles_async.pipeline.run_state import RunState
 from miles_async.types import Sample, SampleStatus
 from tests.stack.engine_stack import Stack, group_of
 from tests.stack.local_sources import LocalSources
 
-WAYS = ("memory", "p2p", "broadcast", "disk")
+TRANSPORTS = ("memory", "p2p", "broadcast", "disk")
 PROMPTS = [[(7 * i + k) % 250 for i in range(60)] for k in range(4)]
 DELAY_SECONDS = 0.15
 
@@ -39,11 +39,16 @@ DELAY_SECONDS = 0.15
 class FaultyWay:
     """A way that does the next of `faults` at each write: `lost`, `torn`, `refused`, `slow`, `killed` or none."""
 
-    def __init__(self, way: Way, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
-        self._way = way
+    def __init__(self, transport: Transport, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
+        self._way = transport
         self._faults = faults
         self._kill = kill
-        self.connect, self.forget, self.stage, self.close = way.connect, way.forget, way.stage, way.close
+        self.connect, self.forget, self.stage, self.close = (
+            transport.connect,
+            transport.forget,
+            transport.stage,
+            transport.close,
+        )
 
     def write(self, staging: Staging, engine: Engine) -> int:
         match next(self._faults, None):
@@ -54,7 +59,7 @@ class FaultyWay:
                 half.placements = staging.placements[: len(staging.placements) // 2]
                 return self._way.write(half, engine)
             case "refused":
-                raise EngineLost("refused, as injected")
+                raise EngineLostError("refused, as injected")
             case "slow":
                 time.sleep(DELAY_SECONDS)
             case "killed":
@@ -63,7 +68,7 @@ class FaultyWay:
 
 
 @dataclass
-class Told:
+class RunData:
     """What came of it."""
 
     steps: list[WriteFailed] = field(default_factory=list)
@@ -103,13 +108,13 @@ def load(stack: Stack, parameters: Sequence[torch.Tensor]) -> None:
 def faulty(sources: LocalSources, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
     """Tamper with every way of sources that were not used yet."""
 
-    def tamper(source: Source, way: str) -> None:
-        make = source._make[way]
-        source._make[way] = lambda: FaultyWay(make(), faults, kill)
+    def tamper(source: Source, transport: str) -> None:
+        make = source._make[transport]
+        source._make[transport] = lambda: FaultyWay(make(), faults, kill)
 
     for source in sources.all:
-        for way in WAYS:
-            tamper(source, way)
+        for transport in TRANSPORTS:
+            tamper(source, transport)
 
 
 async def publish_under_load(
@@ -125,17 +130,17 @@ async def publish_under_load(
     new_tokens: int,
     kill: Callable[[str], None] = lambda engine: None,
     repair: Callable[[str], EngineInfo] | None = None,
-) -> Told:
+) -> RunData:
     """`kill` ends an engine, `repair` starts it anew where it is dead and tells where it is now."""
-    told = Told()
-    books = Books(SystemClock(), told)
+    told = RunData()
+    run_state = RunState(SystemClock(), told)
     known = {engine.name: engine for engine in engines}
     sources = LocalSources(stack.named_tensors, folder, timeout=10.0)
     faulty(sources, faults, kill)
-    channel = Channel(WAYS, sources, known.__getitem__)
+    channel = Channel(TRANSPORTS, sources, known.__getitem__)
     await channel.meet(list(known))
     publisher = Publisher(
-        books=books,
+        run_state=run_state,
         channel=channel,
         fleet=fleet,
         pause_mode="retract",
@@ -149,7 +154,7 @@ async def publish_under_load(
             group = group_of(PROMPTS[number % len(PROMPTS)], samples=2)
             try:
                 await generator.generate(group, SamplingParams(max_new_tokens=new_tokens))
-            except EngineLost:
+            except EngineLostError:
                 told.lost_requests += 1
             told.samples += [sample for sample in group if sample.status is not SampleStatus.PENDING]
 

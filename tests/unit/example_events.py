@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_async.observability.events import RunStarted
+from miles_async.events import RunStarted
 
 RUN = RunStarted(
     time=100.0,

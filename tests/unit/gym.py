@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.config.schema import RunConfig
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from miles_async.core.advantage import group_advantages, overlong_penalty, whitened
+from miles_async.batching.advantages import group_advantages, overlong_penalty, whitened
 
 
 def test_an_advantage_is_the_distance_from_the_groups_mean_reward() -> None:

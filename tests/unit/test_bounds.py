@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.core.bounds import Bounds, Schedule, window_size
-from miles_async.core.window import WindowedFIFOCollector
 from miles_async.errors import WindowError
+from miles_async.scheduling.bounds import Bounds, Schedule, window_size
+from miles_async.scheduling.window import WindowedFIFOCollector
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_queue_never_needs_more_room_than_there_are_slots():
     assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=20).room == 20
 
 
-@pytest.mark.parametrize("schedule, staleness", [(Schedule.ONE_STEP_OFF, 1), (Schedule.TURNS, 0)])
+@pytest.mark.parametrize("schedule, staleness", [(Schedule.ONE_STEP_OFF, 1), (Schedule.SYNCHRONOUS, 0)])
 def test_batch_schedules_have_a_fixed_staleness_and_need_no_slots(schedule, staleness):
     bounds = Bounds.derive(
         rollout_batch_size=8,

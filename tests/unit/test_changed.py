@@ -1,11 +1,11 @@
 import asyncio
 
-from miles_async.pipeline.signal import Changed
+from miles_async.pipeline.signal import ChangeSignal
 
 
 def test_a_waiter_wakes_when_its_condition_holds_and_not_before():
     async def story():
-        changed, facts, woken = Changed(), set(), []
+        changed, facts, woken = ChangeSignal(), set(), []
 
         async def wait_for(fact):
             await changed.until(lambda: fact in facts)
@@ -26,7 +26,7 @@ def test_a_waiter_wakes_when_its_condition_holds_and_not_before():
 
 def test_what_changes_after_the_notification_but_before_the_next_turn_counts():
     async def story():
-        changed, facts = Changed(), set()
+        changed, facts = ChangeSignal(), set()
         waiting = asyncio.create_task(changed.until(lambda: "late" in facts))
         await asyncio.sleep(0)
         changed.notify()
@@ -38,7 +38,7 @@ def test_what_changes_after_the_notification_but_before_the_next_turn_counts():
 
 def test_a_cancelled_waiter_leaves_the_others_waiting():
     async def story():
-        changed = Changed()
+        changed = ChangeSignal()
         gone, stays = (asyncio.create_task(changed.once()) for _ in range(2))
         await asyncio.sleep(0)
         gone.cancel()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.adapters.checkpoints import CheckpointFolder, progress_in
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, progress_in
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import UserError
 from workers.preflight import checkpoint_to_resume

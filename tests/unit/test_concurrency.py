@@ -1,4 +1,4 @@
-from miles_async.core.concurrency import AdaptiveConcurrency
+from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.types import EngineLoad
 
 IDLE = [EngineLoad(kv_usage=0.5, queued=0)]

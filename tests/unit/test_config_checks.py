@@ -5,8 +5,8 @@ from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of, schedule
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
-from miles_async.core.bounds import Schedule
 from miles_async.errors import UserError
+from miles_async.scheduling.bounds import Schedule
 
 RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
 ASYNC = {"rollout_function_path": FULLY_ASYNC_FUNCTION}
@@ -159,7 +159,7 @@ def test_a_window_beside_the_greedy_batch_function_is_noted_and_not_applied():
 @pytest.mark.parametrize(
     "entry, settings, schedule",
     [
-        ("train.py", ASYNC, Schedule.TURNS),
+        ("train.py", ASYNC, Schedule.SYNCHRONOUS),
         ("train_async.py", ASYNC, Schedule.FULLY_ASYNC),
         ("train_async.py", {}, Schedule.ONE_STEP_OFF),
         ("train_async.py", {"rollout_function_path": "mine.generate"}, Schedule.ONE_STEP_OFF),
@@ -313,9 +313,9 @@ def test_there_is_one_source_of_data():
 
 
 def test_lessons_need_the_supervised_loss_and_may_come_one_by_one():
-    lessons = {"rollout_function_path": "miles_async.rollout.sft_rollout.generate_rollout"}
-    assert refusal(**lessons).endswith("brings lessons and no rewards: set loss_type to sft_loss")
-    assert refusals(**lessons, loss_type="sft_loss", n_samples_per_prompt=1) == []
+    sft_examples = {"rollout_function_path": "miles_async.rollout.sft_rollout.generate_rollout"}
+    assert refusal(**sft_examples).endswith("brings lessons and no rewards: set loss_type to sft_loss")
+    assert refusals(**sft_examples, loss_type="sft_loss", n_samples_per_prompt=1) == []
 
 
 def test_a_search_corpus_that_is_not_there_is_named():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import RunConfig, Section
-from miles_async.core.loading import load_function
+from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from miles_async.ports import DataSource
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args

@@ -10,7 +10,7 @@ import pytest
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.rewards.opening import open_rewarder
+from miles_async.rewards.factory import open_rewarder
 from miles_async.types import Group, Sample
 from tests.unit.gym import CHAIN_SUM, open_gym
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.datasets import opening
-from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets import factory as opening
+from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError

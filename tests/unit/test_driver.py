@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 from workers import driver
 
 
@@ -36,7 +36,7 @@ class Watchdog:
     def look(self, now: float) -> None:
         self.looks += 1
         if self.looks == 3:
-            raise Fatal("the rollout worker has not answered")
+            raise FatalError("the rollout worker has not answered")
 
 
 def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monk
         watchdog: Any = Watchdog()
         await driver._follow(hung, nobody, watchdog, stop, "train_async.py")
 
-    with pytest.raises(Fatal, match="has not answered"):
+    with pytest.raises(FatalError, match="has not answered"):
         asyncio.run(follow())
     assert hung.asked_to_stop == 1
 
@@ -74,15 +74,15 @@ class Ended:
 def test_the_last_event_of_a_run_is_told() -> None:
     told: list[str] = []
 
-    class Onlookers:
+    class EventSubscribers:
         def emit(self, *events: str) -> None:
             told.extend(events)
 
     async def follow() -> None:
         ended: Any = Ended()
-        onlookers: Any = Onlookers()
+        subscribers: Any = EventSubscribers()
         watchdog: Any = Watchdog()
-        await driver._follow(ended, onlookers, watchdog, asyncio.Event(), "train_async.py")
+        await driver._follow(ended, subscribers, watchdog, asyncio.Event(), "train_async.py")
 
     asyncio.run(follow())
     assert told == ["the last event"]

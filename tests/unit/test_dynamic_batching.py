@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.core.dynamic_batching import dynamic_batches, partition, sort_and_shard, split_to_multiple
+from miles_async.batching.dynamic_batching import dynamic_batches, partition, sort_and_shard, split_to_multiple
 
 SEED = [7, 6, 8, 5, 1, 3, 8, 6]
 

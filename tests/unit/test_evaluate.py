@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_async.errors import BadTrajectory, EngineLost
-from miles_async.observability.events import Warned
-from miles_async.pipeline.books import Books
+from miles_async.errors import EngineLostError, TrajectoryError
+from miles_async.events import WarningRaised
 from miles_async.pipeline.evaluate import EvalSet, Evaluator
+from miles_async.pipeline.run_state import RunState
 from miles_async.types import Group, Sample, SampleStatus
 from tests.sim.virtual_time import VirtualClock, run_virtual
 from tests.sim.world import Trace
@@ -56,15 +56,15 @@ def aborted_after_a_token(group: Group) -> None:
 
 def conversation_aborted(group: Group) -> None:
     aborted_after_a_token(group)
-    raise BadTrajectory("the run took the sample back")
+    raise TrajectoryError("the run took the sample back")
 
 
 def engine_lost(group: Group) -> None:
-    raise EngineLost("gone")
+    raise EngineLostError("gone")
 
 
 def refused(group: Group) -> None:
-    raise BadTrajectory("prompt of 99 tokens")
+    raise TrajectoryError("prompt of 99 tokens")
 
 
 def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
@@ -74,14 +74,14 @@ def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
     rewards: list[float] = []
 
     async def story() -> None:
-        books = Books(VirtualClock(), trace)
+        run_state = RunState(VirtualClock(), trace)
         problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
         sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
-        scores = await Evaluator(books, Judge(), sets, lambda: True).evaluate(0)
+        scores = await Evaluator(run_state, Judge(), sets, lambda: True).evaluate(0)
         rewards.extend(scores["held_out"]["rewards"])
 
     run_virtual(story())
-    return rewards, generator.seen, [event.text for event in trace.of(Warned)]
+    return rewards, generator.seen, [event.text for event in trace.of(WarningRaised)]
 
 
 @pytest.mark.parametrize("times", [1, 100])

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_async.adapters.megatron.batch import Scored, pack_samples
-from miles_async.adapters.rollout_file import load_groups
+from miles_async.adapters.storage.rollout_file import load_groups
+from miles_async.batching.batch import ScoredSample, pack_samples
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+from miles_async.events import SamplesRemoved
 from miles_async.filters.dynamic_sampling import check_no_aborted, check_no_truncated, check_reward_nonzero_std
 from miles_async.filters.over_sampling import sort_by_reward_std
 from miles_async.filters.samples import mask_truncated
-from miles_async.observability.events import SamplesRemoved
 from miles_async.pipeline.training import noted
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
@@ -151,7 +151,7 @@ def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(mine: s
     [trained] = batches(mine, trace, [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.drop_first")
     assert [sample.remove_sample for sample in trained] == [True, False]
     assert [(event.rollout, event.samples) for event in trace.of(SamplesRemoved)] == [(4, 1)]
-    packed = pack_samples([Scored(trained[0], -1.0), Scored(trained[1], 1.0)])
+    packed = pack_samples([ScoredSample(trained[0], -1.0), ScoredSample(trained[1], 1.0)])
     assert len(packed.tokens) == 6
     assert packed.advantages.tolist() == [1.0, 1.0]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.core.flops import LayerSizes, training_flops
+from miles_async.batching.flops import LayerSizes, training_flops
 
 LLAMA_7B = LayerSizes(layers=32, hidden=4096, heads_width=4096, groups_width=4096, feed_forward=11008, vocabulary=32000)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.sglang.turns import Turns
+from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.config.schema import RunConfig
-from miles_async.errors import BadTrajectory, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
@@ -85,7 +85,7 @@ Story = Callable[[FunctionGenerator, Script], Awaitable[None]]
 def tell(function: Any, story: Story, *lines: str | None, timeout: float = 5.0, **args: Any) -> None:
     async def told() -> None:
         engine = Script(*lines)
-        turns = Turns(engine, Bytes())
+        turns = MultiTurnSampler(engine, Bytes())
         generator = FunctionGenerator(
             function,
             flat_args(RunConfig()).adding(turns=turns, **args),
@@ -209,7 +209,7 @@ def test_a_function_that_hangs_fails_its_group() -> None:
         return sample
 
     async def story(generator: FunctionGenerator, engine: Script) -> None:
-        with pytest.raises(BadTrajectory, match=r"sample 3: .* longer than 0\.05 s \(generate_timeout_seconds\)"):
+        with pytest.raises(TrajectoryError, match=r"sample 3: .* longer than 0\.05 s \(generate_timeout_seconds\)"):
             await generator.generate(one())
 
     tell(mine, story, timeout=0.05)
@@ -220,7 +220,7 @@ def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
         raise KeyError("page")
 
     async def story(generator: FunctionGenerator, engine: Script) -> None:
-        with pytest.raises(BadTrajectory, match=r"sample 3: the generate function raised KeyError\('page'\)"):
+        with pytest.raises(TrajectoryError, match=r"sample 3: the generate function raised KeyError\('page'\)"):
             await generator.generate(one())
 
     tell(mine, story)
@@ -231,7 +231,7 @@ def test_a_function_that_says_nothing_of_how_it_ended_fails_its_group() -> None:
         return sample
 
     async def story(generator: FunctionGenerator, engine: Script) -> None:
-        with pytest.raises(BadTrajectory, match="sample 3: the generate function left it unfinished; set its status"):
+        with pytest.raises(TrajectoryError, match="sample 3: the generate function left it unfinished; set its status"):
             await generator.generate(one())
 
     tell(mine, story)
@@ -249,7 +249,7 @@ def test_what_a_function_left_half_filled_is_not_taken_for_the_prompt_of_the_nex
 
     async def story(generator: FunctionGenerator, engine: Script) -> None:
         group = one()
-        with pytest.raises(BadTrajectory):
+        with pytest.raises(TrajectoryError):
             await generator.generate(group)
         [sample] = group
         assert (bytes(sample.tokens), sample.response_length, sample.loss_mask) == (b"Q", 0, None)
@@ -314,9 +314,9 @@ def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
             "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=4, engine_urls=list
         )
         try:
-            with pytest.raises(BadTrajectory, match="sample 3 of group sample_0_0: its prompt has no tokens"):
+            with pytest.raises(TrajectoryError, match="sample 3 of group sample_0_0: its prompt has no tokens"):
                 await engine.generate(one(""))
-            with pytest.raises(BadTrajectory, match="sample 4: its tokens hold no prompt"):
+            with pytest.raises(TrajectoryError, match="sample 4: its tokens hold no prompt"):
                 await engine.rate(Sample(index=4, tokens=[65], response_length=1))
         finally:
             await engine.close()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from miles_async.config.derived import learning_rate
+from miles_async.config.learning_rate import LearningRate
 from miles_async.config.schema import Learner, Rollout, RunConfig
-from miles_async.core.learning_rate import LearningRate
 
 
 def rates(steps: int, **settings: Any) -> list[float]:

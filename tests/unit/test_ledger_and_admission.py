@@ -1,16 +1,23 @@
 import pytest
 
-from miles_async.core.admission import Admission, Blocked
-from miles_async.core.ledger import Ledger, State
-from miles_async.core.queue import GroupQueue
-from miles_async.core.staleness import StalenessGate, staleness
 from miles_async.errors import LedgerError
+from miles_async.scheduling.admission import Admission, Blocked
+from miles_async.scheduling.ledger import GroupState, Ledger
+from miles_async.scheduling.queue import GroupQueue
+from miles_async.scheduling.staleness import StalenessGate, staleness
 from miles_async.types import DropReason
 
-WAY = (State.IN_FLIGHT, State.FINISHED, State.QUEUED, State.LEASED, State.TRAINED, State.PUBLISHED)
+WAY = (
+    GroupState.IN_FLIGHT,
+    GroupState.FINISHED,
+    GroupState.QUEUED,
+    GroupState.LEASED,
+    GroupState.TRAINED,
+    GroupState.PUBLISHED,
+)
 
 
-def walk(ledger: Ledger, until: State) -> int:
+def walk(ledger: Ledger, until: GroupState) -> int:
     sequence = ledger.feed().sequence
     for state in WAY[: WAY.index(until) + 1]:
         ledger.advance(sequence, state)
@@ -19,9 +26,9 @@ def walk(ledger: Ledger, until: State) -> int:
 
 def test_a_group_walks_from_fed_to_published_and_leaves():
     ledger = Ledger()
-    sequence = walk(ledger, State.PUBLISHED)
+    sequence = walk(ledger, GroupState.PUBLISHED)
     assert ledger.state(sequence) is None
-    assert ledger.counts[State.PUBLISHED] == 1
+    assert ledger.counts[GroupState.PUBLISHED] == 1
     ledger.check_conservation()
 
 
@@ -36,12 +43,12 @@ def test_a_group_cannot_skip_a_state():
     ledger = Ledger()
     sequence = ledger.feed().sequence
     with pytest.raises(LedgerError, match="cannot go from fed to queued"):
-        ledger.advance(sequence, State.QUEUED)
+        ledger.advance(sequence, GroupState.QUEUED)
 
 
 def test_a_trained_group_cannot_be_dropped():
     ledger = Ledger()
-    sequence = walk(ledger, State.TRAINED)
+    sequence = walk(ledger, GroupState.TRAINED)
     with pytest.raises(LedgerError, match="is trained"):
         ledger.drop(sequence, DropReason.STALE)
 
@@ -59,7 +66,7 @@ def test_a_group_ends_once():
 def test_admission_names_the_limit_it_waits_for():
     ledger = Ledger()
     assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is None
-    walk(ledger, State.IN_FLIGHT)
+    walk(ledger, GroupState.IN_FLIGHT)
     assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is Blocked.IN_FLIGHT
     assert Admission(max_in_flight=2, room=10, slots=1).blocked_by(ledger) is Blocked.SLOTS
     assert Admission(max_in_flight=2, room=1, slots=None).blocked_by(ledger) is Blocked.ROOM
@@ -74,17 +81,17 @@ def test_a_group_takes_its_place_when_it_is_fed_before_its_task_begins():
 def test_a_slot_is_held_until_the_weights_are_live():
     ledger = Ledger()
     admission = Admission(max_in_flight=5, room=5, slots=1)
-    sequence = walk(ledger, State.TRAINED)
+    sequence = walk(ledger, GroupState.TRAINED)
     assert admission.blocked_by(ledger) is Blocked.SLOTS
-    ledger.advance(sequence, State.PUBLISHED)
+    ledger.advance(sequence, GroupState.PUBLISHED)
     assert admission.blocked_by(ledger) is None
 
 
 def test_room_counts_what_is_under_way_so_that_a_put_never_meets_a_full_queue():
     ledger = Ledger()
-    for state in (State.IN_FLIGHT, State.FINISHED, State.QUEUED):
+    for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED):
         walk(ledger, state)
-    walk(ledger, State.LEASED)
+    walk(ledger, GroupState.LEASED)
     assert Admission(max_in_flight=9, room=3, slots=None).blocked_by(ledger) is Blocked.ROOM
     assert Admission(max_in_flight=9, room=4, slots=None).blocked_by(ledger) is None
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import structlog
 
-from miles_async.observability import sinks
-from miles_async.observability.events import Drained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
-from miles_async.observability.logging import configure_logging
-from miles_async.observability.noise import ERRORS_SHOWN, Noise
-from miles_async.observability.sinks import Aside, Curves, Point
-from miles_async.observability.steps import Steps
+from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
+from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
+from miles_async.observability.console.logging import configure_logging
+from miles_async.observability.console.step_lines import Steps
+from miles_async.observability.metrics import sinks
+from miles_async.observability.metrics.sinks import Aside, Curves, Point
 
 STEP: list[Event] = [
-    Drained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
+    BatchDrained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
     StepStarted(time=2.0, rollout=4, version=3, staleness=[0, 1, 2], groups=[5, 6, 7]),
     StepEnded(
         time=4.0,
@@ -81,7 +81,7 @@ def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(t
 
     (tmp_path / "learner-0.jsonl").write_text(says("info", "taught"))
     (tmp_path / "learner-1.jsonl").write_text(says("info", "taught") + says("warning", "slow"))
-    Noise(tmp_path).look(100.0)
+    LogTail(tmp_path).look(100.0)
     assert [(line["process"], line["event"], line["step"]) for line in logged()] == [
         ("learner-0", "taught", 3),
         ("learner-1", "slow", 3),
@@ -91,13 +91,13 @@ def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(t
 def test_errors_of_engines_and_router_surface_once_and_not_without_end(tmp_path: Path, logged: Any) -> None:
     engine = tmp_path / "engine-0.log"
     engine.write_text("INFO all is well\n[2026] ERROR out of memory\nERROR not yet wri")
-    noise = Noise(tmp_path)
-    noise.look(100.0)
+    log_tail = LogTail(tmp_path)
+    log_tail.look(100.0)
     assert [line["line"] for line in logged()] == ["[2026] ERROR out of memory"]
-    noise.look(100.5)
+    log_tail.look(100.5)
     with engine.open("a") as file:
         file.write("tten\n" + "ERROR again\n" * 50)
-    noise.look(102.0)
+    log_tail.look(102.0)
     lines = logged()
     assert lines[0]["line"] == "ERROR not yet written"
     assert len(lines) == ERRORS_SHOWN  # the four that were left, and the word that the rest is in the file

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from miles_async.errors import UserError
-from miles_async.observability.events import (
+from miles_async.events import (
     AdmissionBlocked,
     DataSkipped,
     EngineBusy,
@@ -23,22 +23,22 @@ from miles_async.observability.events import (
     GroupFiltered,
     GroupGenerated,
     GroupMoved,
+    ProcessSilent,
     PublishEnded,
     PublishStarted,
     Pulse,
-    Queue,
+    QueueChanged,
     RouterChanged,
     SamplesRemoved,
-    Silent,
     StepEnded,
     StepStarted,
 )
-from miles_async.observability.histogram import Histogram
-from miles_async.observability.metrics import Metrics
-from miles_async.observability.page import LivePage
-from miles_async.observability.server import MetricsServer
-from miles_async.observability.verdict import Bottleneck
-from miles_async.observability.view import View
+from miles_async.observability.diagnosis.verdict import Bottleneck
+from miles_async.observability.metrics.histogram import Histogram
+from miles_async.observability.metrics.recorder import Metrics
+from miles_async.observability.metrics.server import MetricsServer
+from miles_async.observability.page.document import LivePage
+from miles_async.observability.page.view import View
 from tests.unit.example_events import RUN
 
 
@@ -110,7 +110,7 @@ def test_every_metric_carries_the_prefix_and_a_help_text() -> None:
 
 
 def test_queue_and_group_gauges_follow_each_event() -> None:
-    watched = Watched(RUN, Queue(time=101.0, depth=7, blocked=2), moved("in_flight", in_flight=5, queued=7))
+    watched = Watched(RUN, QueueChanged(time=101.0, depth=7, blocked=2), moved("in_flight", in_flight=5, queued=7))
     assert watched("queue_depth_groups") == 7
     assert watched("queue_capacity_groups") == 1000
     assert watched("blocked_groups") == 2
@@ -208,7 +208,7 @@ def test_blocked_admission_is_counted_by_cause() -> None:
 
 
 def test_metrics_are_served_on_loopback_until_closed() -> None:
-    watched = Watched(RUN, Queue(time=101.0, depth=7, blocked=0))
+    watched = Watched(RUN, QueueChanged(time=101.0, depth=7, blocked=0))
     server = MetricsServer(watched.registry, LivePage(View()), port=0)
     try:
         with urlopen(server.url, timeout=5) as response:
@@ -325,7 +325,7 @@ def test_the_series_of_a_lost_engine_go_away() -> None:
     def engine(state: str) -> EngineChanged:
         return EngineChanged(time=101.0, engine="a", state=state, version=0, reason=None)
 
-    see = Watched(engine("routed"), Silent(time=102.0, process="a", seconds=3.0))
+    see = Watched(engine("routed"), ProcessSilent(time=102.0, process="a", seconds=3.0))
     assert see("process_silent_seconds", name="a") == 3.0
     see.observe(engine("fenced"))
     assert see("engine_routed", engine="a") == 0
@@ -333,9 +333,9 @@ def test_the_series_of_a_lost_engine_go_away() -> None:
     assert see("engine_routed", engine="a") is None
     assert see("engine_weight_version", engine="a") is None
     assert see("process_silent_seconds", name="a") is None
-    see.observe(Silent(time=103.0, process="a", seconds=0.0))  # what heartbeats say of one that was removed
+    see.observe(ProcessSilent(time=103.0, process="a", seconds=0.0))  # what heartbeats say of one that was removed
     assert see("process_silent_seconds", name="a") is None
-    see.observe(engine("routed"), Silent(time=104.0, process="a", seconds=0.0))
+    see.observe(engine("routed"), ProcessSilent(time=104.0, process="a", seconds=0.0))
     assert see("process_silent_seconds", name="a") == 0
 
 

@@ -18,30 +18,30 @@ from msgspec import structs
 
 from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
-from miles_async.errors import Fatal, UserError
-from miles_async.observability import run_folder
-from miles_async.observability.events import (
+from miles_async.errors import FatalError, UserError
+from miles_async.events import (
+    BatchDrained,
     ClusterReady,
-    Drained,
     EngineBusy,
     Evaluated,
     Event,
     GroupMoved,
     PublishEnded,
-    Queue,
+    QueueChanged,
     RouterChanged,
     RunEnded,
     Stalled,
     StepEnded,
     StepStarted,
 )
-from miles_async.observability.lines import Lines
-from miles_async.observability.logging import configure_logging
-from miles_async.observability.onlookers import Onlookers
-from miles_async.observability.progress import Progress
+from miles_async.observability import run_folder
+from miles_async.observability.console.logging import configure_logging
+from miles_async.observability.console.plain_lines import Lines
+from miles_async.observability.console.progress_bar import Progress
+from miles_async.observability.console.summary import Summary
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.summary import Summary
-from miles_async.observability.trace import TraceWriter, read_trace
+from miles_async.observability.subscribers import EventSubscribers
+from miles_async.observability.trace.writer import TraceWriter, read_trace
 from tests.unit import example_events
 
 
@@ -146,8 +146,8 @@ def summary_of(events: list[Event]) -> Summary:
     return summary
 
 
-def drained(recycled: int) -> Drained:
-    return Drained(time=1.0, rollout=0, depth=17, waited=0.1, recycled=recycled)
+def drained(recycled: int) -> BatchDrained:
+    return BatchDrained(time=1.0, rollout=0, depth=17, waited=0.1, recycled=recycled)
 
 
 def test_a_drain_prints_queue_size_and_the_staleness_of_what_is_trained() -> None:
@@ -175,7 +175,12 @@ def test_a_stall_prints_the_warning() -> None:
 def test_the_bar_shows_rollout_queue_staleness_and_reward_on_a_terminal() -> None:
     stream = Terminal()
     bar = Progress(stream, enabled=True)
-    for event in (RUN, Queue(time=1.0, depth=9, blocked=0), *step(0, 2.0, 3.0, [1, 2]), RunEnded(time=4.0, reason="")):
+    for event in (
+        RUN,
+        QueueChanged(time=1.0, depth=9, blocked=0),
+        *step(0, 2.0, 3.0, [1, 2]),
+        RunEnded(time=4.0, reason=""),
+    ):
         bar.observe(event)
     assert "1/2" in stream.getvalue()
     assert "queue=9, staleness=1.5, reward=0.250" in stream.getvalue()
@@ -324,15 +329,15 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.create(config_in(tmp_path))
-    with Onlookers(config_in(tmp_path, trace=True), folder) as onlookers:
-        onlookers.emit(*WHOLE_RUN[:-1])
-        onlookers.tick(time.time())
-        with urlopen(onlookers.metrics_url, timeout=5) as response:
+    with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
+        subscribers.emit(*WHOLE_RUN[:-1])
+        subscribers.tick(time.time())
+        with urlopen(subscribers.metrics_url, timeout=5) as response:
             assert "miles_async_eval_accuracy_ratio" in response.read().decode()
-        with urlopen(onlookers.page_url, timeout=5) as response:
+        with urlopen(subscribers.page_url, timeout=5) as response:
             assert RUN.run in response.read().decode()
         assert not folder.summary.exists()
-        onlookers.emit(WHOLE_RUN[-1])
+        subscribers.emit(WHOLE_RUN[-1])
     assert list(read_trace(folder.events)) == WHOLE_RUN
     assert any(entry["name"] == "rollout 1" for entry in json.loads(folder.trace.read_text())["traceEvents"])
     assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.6
@@ -347,8 +352,8 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
 ) -> None:
     folder = RunFolder.create(config_in(tmp_path))
     (folder.path / ".report.html").mkdir()
-    with Onlookers(config_in(tmp_path), folder) as onlookers:
-        onlookers.emit(*WHOLE_RUN)
+    with EventSubscribers(config_in(tmp_path), folder) as subscribers:
+        subscribers.emit(*WHOLE_RUN)
     assert folder.summary.exists()
     assert "no report" in "".join(capsys.readouterr())
 
@@ -356,9 +361,9 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
 def test_a_router_that_died_and_came_back_is_told_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Onlookers(config_in(tmp_path), RunFolder.create(config_in(tmp_path))) as onlookers:
-        onlookers.emit(RouterChanged(time=101.0, up=False, engines=0, healthy=0))
-        onlookers.emit(RouterChanged(time=102.0, up=True, engines=2, healthy=1))
+    with EventSubscribers(config_in(tmp_path), RunFolder.create(config_in(tmp_path))) as subscribers:
+        subscribers.emit(RouterChanged(time=101.0, up=False, engines=0, healthy=0))
+        subscribers.emit(RouterChanged(time=102.0, up=True, engines=2, healthy=1))
     told = "".join(capsys.readouterr())
     assert told.index("router does not answer") < told.index("router answers")
 
@@ -369,11 +374,11 @@ def test_a_full_disk_ends_the_run_with_one_sentence_and_its_summary_is_printed_a
     folder = RunFolder.create(config_in(tmp_path))
     folder.events.symlink_to("/dev/full")
     (folder.path / f".summary.json.{os.getpid()}").mkdir()
-    with Onlookers(config_in(tmp_path), folder) as onlookers:
-        onlookers.emit(*WHOLE_RUN[:-1])
-        with pytest.raises(Fatal, match=r"events\.jsonl cannot be written \(No space left on device\): make room"):
-            onlookers.tick(time.time())
-        onlookers.emit(WHOLE_RUN[-1])
+    with EventSubscribers(config_in(tmp_path), folder) as subscribers:
+        subscribers.emit(*WHOLE_RUN[:-1])
+        with pytest.raises(FatalError, match=r"events\.jsonl cannot be written \(No space left on device\): make room"):
+            subscribers.tick(time.time())
+        subscribers.emit(WHOLE_RUN[-1])
     told = "".join(capsys.readouterr())
     assert "0.200 before, 0.600 after" in told
     assert "no summary.json" in told

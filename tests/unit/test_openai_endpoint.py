@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from miles_async.adapters.network_ports import free_port
-from miles_async.adapters.openai.endpoint import AgentEndpoint
-from miles_async.adapters.openai.trajectories import Trajectories
-from miles_async.adapters.sglang.turns import Turns
-from miles_async.errors import BadTrajectory, UserError
+from miles_async.adapters.agents.endpoint import AgentEndpoint
+from miles_async.adapters.agents.trajectories import Trajectories
+from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.types import Sample, VersionSpan
 from tests.unit.test_generate_functions import Bytes, Script, masked
 
@@ -24,7 +24,9 @@ USER: dict[str, Any] = {"role": "user", "content": "1+1?"}
 class Agent:
     """Speaks HTTP to the endpoint; answers are `(status, body)`."""
 
-    def __init__(self, http: aiohttp.ClientSession, endpoint: AgentEndpoint, engine: Script, turns: Turns) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, endpoint: AgentEndpoint, engine: Script, turns: MultiTurnSampler
+    ) -> None:
         self._http, self.endpoint, self.engine, self.turns = http, endpoint, engine, turns
 
     async def post(self, url: str, body: Any) -> tuple[int, Any]:
@@ -41,7 +43,7 @@ class Agent:
 def tell(story: Callable[[Agent], Awaitable[None]], *lines: str | None, capacity: int = 2, size: int = 1) -> None:
     async def told() -> None:
         engine = Script(*lines)
-        turns, endpoint = Turns(engine, Bytes()), AgentEndpoint(Trajectories(capacity, size))
+        turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(Trajectories(capacity, size))
         await endpoint.start()
         endpoint.welcome(turns, PARAMS, live=lambda: True)
         try:
@@ -156,7 +158,7 @@ def test_an_agent_that_goes_away_in_the_middle_of_a_turn_leaves_nothing_that_wri
                 await asyncio.sleep(0.05)
                 asking.cancel()
 
-        with pytest.raises(BadTrajectory, match="sample 5: its agent asked the model for nothing"):
+        with pytest.raises(TrajectoryError, match="sample 5: its agent asked the model for nothing"):
             await leave()
         before = list(sample.tokens)
         agent.engine._ended.set()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.core.packing import fixed_size, pack, report_on, work
+from miles_async.batching.packing import fixed_size, pack, report_on, work
 
 lengths_of_samples = st.lists(st.integers(1, 100), min_size=4, max_size=200)
 

@@ -15,14 +15,14 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Gauge
 
-from miles_async.core.admission import Blocked
-from miles_async.core.ledger import LIVE
-from miles_async.observability.events import EventSink, SampleShown
-from miles_async.observability.page import SOURCES, LivePage
-from miles_async.observability.samples import CHARACTERS_SHOWN, Shown, readable
-from miles_async.observability.server import MetricsServer
-from miles_async.observability.verdict import Bottleneck
-from miles_async.observability.view import View
+from miles_async.events import EventSink, SampleDisplayed
+from miles_async.observability.diagnosis.verdict import Bottleneck
+from miles_async.observability.metrics.server import MetricsServer
+from miles_async.observability.page.document import SOURCES, LivePage
+from miles_async.observability.page.samples import CHARACTERS_SHOWN, SampleDisplay, readable
+from miles_async.observability.page.view import View
+from miles_async.scheduling.admission import Blocked
+from miles_async.scheduling.ledger import LIVE
 from miles_async.types import Group, Sample, VersionSpan
 from tests.unit.example_events import RUN
 
@@ -47,10 +47,10 @@ HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerr
 
 class Kept(EventSink):
     def __init__(self) -> None:
-        self.events: list[SampleShown] = []
+        self.events: list[SampleDisplayed] = []
 
     def emit(self, event: object) -> None:
-        assert isinstance(event, SampleShown)
+        assert isinstance(event, SampleDisplayed)
         self.events.append(event)
 
 
@@ -61,9 +61,9 @@ def group(response: str = "42", **fields: object) -> Group:
     return Group([sample], feed_index="sample_0_5", sequence=17)
 
 
-def told(offered: Group) -> SampleShown:
+def told(offered: Group) -> SampleDisplayed:
     sink = Kept()
-    Shown(sink, 5.0).offer(100.0, offered)
+    SampleDisplay(sink, 5.0).offer(100.0, offered)
     return sink.events[0]
 
 
@@ -76,7 +76,7 @@ def view_with(response: str) -> View:
 
 def test_a_sample_is_told_of_once_in_an_interval() -> None:
     sink = Kept()
-    shown = Shown(sink, 5.0)
+    shown = SampleDisplay(sink, 5.0)
     for second in range(12):
         shown.offer(100.0 + second, group())
     assert [event.time for event in sink.events] == [100.0, 105.0, 110.0]
@@ -85,7 +85,7 @@ def test_a_sample_is_told_of_once_in_an_interval() -> None:
 
 def test_no_interval_shows_no_samples() -> None:
     sink = Kept()
-    Shown(sink, None).offer(100.0, group())
+    SampleDisplay(sink, None).offer(100.0, group())
     assert sink.events == []
 
 
@@ -180,7 +180,7 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
 
 
 def test_a_client_that_says_nothing_does_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_async.observability.server._Handler.timeout", 0.05)
+    monkeypatch.setattr("miles_async.observability.metrics.server._Handler.timeout", 0.05)
     server = MetricsServer(CollectorRegistry(), LivePage(View()), 0)
     with socket.create_connection(("127.0.0.1", server.port)):
         begun = time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.observability.events import (
+from miles_async.events import (
     Event,
     GroupGenerated,
     GroupMoved,
@@ -19,10 +19,10 @@ from miles_async.observability.events import (
     RequestEnded,
     StepEnded,
     StepStarted,
-    TrainerTurned,
+    TrainerPhaseChanged,
 )
-from miles_async.observability.perfetto import GROUPS, REQUESTS, TRAINER, WEIGHTS, PerfettoTrace
-from miles_async.observability.trace_file import TraceFile
+from miles_async.observability.trace.json_array import TraceFile
+from miles_async.observability.trace.perfetto import GROUPS, REQUESTS, TRAINER, WEIGHTS, PerfettoTrace
 from tests.unit.example_events import RUN
 
 WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
@@ -31,9 +31,9 @@ WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published
 def life(sequence: int, start: float, *, end: str = "published", reason: str | None = None) -> list[Event]:
     """A group that changes its state every second."""
     events: list[Event] = []
-    way = [*WAY[: WAY.index(end)], end] if end in WAY else ["fed", "in_flight", end]
-    for place, state in enumerate(way):
-        before = way[place - 1] if place else None
+    transport = [*WAY[: WAY.index(end)], end] if end in WAY else ["fed", "in_flight", end]
+    for place, state in enumerate(transport):
+        before = transport[place - 1] if place else None
         events.append(
             GroupMoved(
                 time=start + place,
@@ -126,8 +126,8 @@ def test_slices_of_one_lane_never_overlap_but_by_lying_inside_each_other(tmp_pat
 def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) -> None:
     entries = traced(
         tmp_path,
-        TrainerTurned(time=101.0, to="batch"),
-        TrainerTurned(time=102.0, to="step"),
+        TrainerPhaseChanged(time=101.0, to="batch"),
+        TrainerPhaseChanged(time=102.0, to="step"),
         StepStarted(time=102.0, rollout=5, version=5, staleness=[1, 2], groups=[3, 4]),
         StepEnded(
             time=103.0,
@@ -140,7 +140,7 @@ def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) 
             response_length=3.0,
             metrics={},
         ),
-        TrainerTurned(time=103.0, to="publish"),
+        TrainerPhaseChanged(time=103.0, to="publish"),
         PublishStarted(time=103.5, version=6, queue=0),
         PublishEnded(
             time=104.0,
@@ -177,7 +177,7 @@ def test_the_file_is_valid_json_whenever_the_run_is_killed(tmp_path: Path) -> No
 def test_the_file_stays_within_its_size_and_steps_outlive_groups(tmp_path: Path) -> None:
     events: list[Event] = []
     for n in range(120):
-        turns = [TrainerTurned(time=101.0 + n, to="step"), TrainerTurned(time=101.5 + n, to="batch")]
+        turns = [TrainerPhaseChanged(time=101.0 + n, to="step"), TrainerPhaseChanged(time=101.5 + n, to="batch")]
         events += [*turns, *(event for k in range(4) for event in life(4 * n + k, 101.0 + n))]
     entries = traced(tmp_path, *events, max_bytes=1 << 16)
     assert (tmp_path / "trace.json").stat().st_size <= 1 << 16

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_async.core.permutation import Permutation
+from miles_async.adapters.datasets.permutation import Permutation
 
 
 @given(size=st.integers(1, 700), key=st.text(max_size=5))

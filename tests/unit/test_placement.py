@@ -7,10 +7,10 @@ import random
 import pytest
 
 from miles_async.config.derived import demand_of
+from miles_async.config.device_plan import Bundle, Demand, by_node, plan
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
-from miles_async.core.placement import Bundle, Demand, by_node, plan
 from miles_async.errors import UserError
 
 

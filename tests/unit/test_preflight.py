@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from miles_async.adapters.rollout_file import save_groups
+from miles_async.adapters.storage.rollout_file import save_groups
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
-from miles_async.errors import BadTrajectory, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
@@ -52,8 +52,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_a_run_that_is_in_order_passes_and_needs_no_lessons_without_a_warm_start() -> None:
-    lessons = preflight(config(), "train_async.py")
-    assert (lessons.problems, lessons.check) == ([], [])
+    sft_examples = preflight(config(), "train_async.py")
+    assert (sft_examples.problems, sft_examples.check) == ([], [])
 
 
 def test_a_run_that_only_trains_needs_neither_data_nor_a_reward_but_its_batches(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_a_filter_that_cannot_be_imported_is_named_with_its_setting(setting: str
 
 
 def test_a_warm_start_is_handed_what_it_learns_from_and_what_it_is_checked_on() -> None:
-    lessons = preflight(config(warm_start_max_steps=1), "train_async.py")
-    assert (len(lessons.check), len(lessons.problems)) == (512, 8192)
+    sft_examples = preflight(config(warm_start_max_steps=1), "train_async.py")
+    assert (len(sft_examples.check), len(sft_examples.problems)) == (512, 8192)
 
 
 def test_a_warm_start_teaches_prompts_in_the_form_that_training_gives_them() -> None:
@@ -145,7 +145,7 @@ def test_the_filter_that_is_named_decides_what_is_kept(user_module: str) -> None
 
 def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
     settings = config(dynamic_sampling_filter_path=f"{user_module}.broken")
-    with pytest.raises(BadTrajectory, match=r"group sample_0_0: filter preflight_mine\.broken raised IndexError"):
+    with pytest.raises(TrajectoryError, match=r"group sample_0_0: filter preflight_mine\.broken raised IndexError"):
         dynamic_filter(settings, flat_args(settings))(group(1.0))
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from miles_async.observability.events import (
-    BottleneckFound,
+from miles_async.events import (
     ClusterReady,
     Event,
-    Queue,
+    QueueChanged,
     RunEnded,
     RunStarted,
     StepEnded,
     StepStarted,
+    VerdictChanged,
     encode,
 )
-from miles_async.observability.report import main
+from miles_async.observability.page.report import main
 
 
 def run(folder: Path, *, reward: float = 0.5, limit: int = 2, steps: int = 3) -> Path:
@@ -41,12 +41,12 @@ def run(folder: Path, *, reward: float = 0.5, limit: int = 2, steps: int = 3) ->
             staleness_limit=limit,
         ),
         ClusterReady(time=110.0, weight_transfer="p2p", warm_start_seconds=1.0, warm_start_cached=True),
-        BottleneckFound(time=110.0, verdict="rollout-bound", why="the trainer waited", knob="more engines", shares={}),
+        VerdictChanged(time=110.0, verdict="rollout-bound", why="the trainer waited", knob="more engines", shares={}),
     ]
     for step in range(steps):
         begun = 111.0 + 2 * step
         events += [
-            Queue(time=begun, depth=step, blocked=0),
+            QueueChanged(time=begun, depth=step, blocked=0),
             StepStarted(time=begun, rollout=step, version=step, staleness=[0, 1, 1, 2], groups=[0, 1, 2, 3]),
             StepEnded(
                 time=begun + 1,

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from miles_async.config.schema import RunConfig
-from miles_async.errors import BadTrajectory, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.filters.dynamic_sampling import check_reward_nonzero_std
+from miles_async.rewards.factory import open_rewarder
 from miles_async.rewards.grader import graded
-from miles_async.rewards.opening import open_rewarder
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 
@@ -89,7 +89,7 @@ def test_a_plain_reward_may_block_without_stopping_the_loop() -> None:
     ],
 )
 def test_a_reward_that_goes_wrong_names_its_sample(reward: Callable[[Any, Sample], Any], complaint: str) -> None:
-    with pytest.raises(BadTrajectory, match=complaint):
+    with pytest.raises(TrajectoryError, match=complaint):
         scored(custom(reward), group_of("4"))
 
 
@@ -99,9 +99,9 @@ def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseE
         raise escape
 
     rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=True)
-    with pytest.raises(BadTrajectory, match=rf"group sample_0_3: .*{type(escape).__name__}"):
+    with pytest.raises(TrajectoryError, match=rf"group sample_0_3: .*{type(escape).__name__}"):
         scored(rewarder, group_of("4"))
-    with pytest.raises(BadTrajectory, match=type(escape).__name__):
+    with pytest.raises(TrajectoryError, match=type(escape).__name__):
         scored(custom(leave), group_of("4"))
 
 
@@ -111,7 +111,7 @@ def test_an_async_reward_that_would_end_the_process_fails_its_group_only(whole_g
         raise SystemExit(3)
 
     rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=whole_groups)
-    with pytest.raises(BadTrajectory, match="raised SystemExit: 3"):
+    with pytest.raises(TrajectoryError, match="raised SystemExit: 3"):
         scored(rewarder, group_of("4"))
 
 
@@ -149,7 +149,7 @@ def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
     async def story() -> list[Any]:
         stuck = custom(lambda args, sample: release.wait(20), timeout_seconds=0.05)
         failures = await asyncio.gather(*(stuck.score(group_of("a")) for _ in range(50)), return_exceptions=True)
-        assert all(isinstance(failure, BadTrajectory) for failure in failures)
+        assert all(isinstance(failure, TrajectoryError) for failure in failures)
         group = group_of("a")
         await custom(lambda args, sample: 1.0).score(group)
         release.set()
@@ -164,7 +164,7 @@ def test_an_async_reward_that_raises_names_its_sample() -> None:
             raise RuntimeError("judge is down")
         return 0.0
 
-    with pytest.raises(BadTrajectory, match=r"sample 8: reward my\.reward raised RuntimeError: judge is down"):
+    with pytest.raises(TrajectoryError, match=r"sample 8: reward my\.reward raised RuntimeError: judge is down"):
         scored(custom(reward), group_of("a", "b"))
 
 
@@ -173,7 +173,7 @@ def test_a_reward_that_never_comes_fails_the_group() -> None:
         await asyncio.Event().wait()
         return 0.0
 
-    with pytest.raises(BadTrajectory, match=r"group sample_0_3: .* longer than 0\.01 s \(reward_timeout_seconds\)"):
+    with pytest.raises(TrajectoryError, match=r"group sample_0_3: .* longer than 0\.01 s \(reward_timeout_seconds\)"):
         scored(custom(reward, timeout_seconds=0.01), group_of("a"))
 
 

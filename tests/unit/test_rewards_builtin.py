@@ -9,12 +9,12 @@ import pytest
 from aiohttp import web
 
 from miles_async.config.schema import RunConfig
-from miles_async.errors import BadTrajectory, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
 from miles_async.rewards.builtin import f1, gpqa
+from miles_async.rewards.factory import open_rewarder
 from miles_async.rewards.instructions import ifeval, keeps
-from miles_async.rewards.opening import open_rewarder
 from miles_async.types import Group, Sample
 from tests.scoring import scored
 
@@ -69,12 +69,12 @@ def test_gpqa_looks_for_the_letter(response: str, label: Any, expected: float) -
 
 @pytest.mark.parametrize("kind", ["exact", "f1"])
 def test_a_missing_label_is_no_answer_that_could_be_right(kind: str) -> None:
-    with pytest.raises(BadTrajectory, match=f"sample 0: reward {kind} raised TypeError: the label is None"):
+    with pytest.raises(TrajectoryError, match=f"sample 0: reward {kind} raised TypeError: the label is None"):
         scored("None", label=None, rm_type=kind)
 
 
 def test_a_label_of_the_wrong_type_names_its_sample() -> None:
-    with pytest.raises(BadTrajectory, match="sample 0: reward gpqa raised TypeError: the label None is neither"):
+    with pytest.raises(TrajectoryError, match="sample 0: reward gpqa raised TypeError: the label None is neither"):
         scored("A", label=None, rm_type="gpqa")
 
 
@@ -125,7 +125,7 @@ def test_an_instruction_is_kept_or_not(name: str, arguments: dict[str, Any], rig
 def test_ifeval_pays_the_share_of_instructions_kept_and_knows_no_unknown_ones() -> None:
     asked = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [None, {}]}
     assert ifeval(None, Sample(response="no title", metadata=asked)) == 0.5
-    with pytest.raises(BadTrajectory, match="instruction 'language:none' is unknown"):
+    with pytest.raises(TrajectoryError, match="instruction 'language:none' is unknown"):
         scored("x", metadata={"instruction_id_list": ["language:none"]}, rm_type="ifeval")
 
 
@@ -193,14 +193,16 @@ def test_a_remote_reward_whose_answer_breaks_off_is_asked_again() -> None:
 
 def test_a_remote_reward_that_refuses_is_not_asked_again() -> None:
     judge = Judge((422, "no label"))
-    with pytest.raises(BadTrajectory, match=r'sample 3: reward remote_rm raised .*answered 422: "no label" \(rm_url\)'):
+    with pytest.raises(
+        TrajectoryError, match=r'sample 3: reward remote_rm raised .*answered 422: "no label" \(rm_url\)'
+    ):
         judge.score()
     assert len(judge.asked) == 1
 
 
 def test_a_remote_reward_gives_up_after_its_tries() -> None:
     judge = Judge((500, "broken"))
-    with pytest.raises(BadTrajectory, match="answered 500"):
+    with pytest.raises(TrajectoryError, match="answered 500"):
         judge.score(remote_rm_retries=1)
     assert len(judge.asked) == 2
 
@@ -216,7 +218,7 @@ def test_at_most_so_many_requests_are_at_the_reward_server_at_once() -> None:
         ),
         args=None,
     )
-    assert rewarder._function._places._value == 2
+    assert rewarder._function._permits._value == 2
 
 
 def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
@@ -237,7 +239,7 @@ def test_a_group_reward_scores_all_samples_in_one_call() -> None:
 
 
 def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
-    with pytest.raises(BadTrajectory, match=r"group sample_0_0: .*too_few returned 1 rewards for 2 samples"):
+    with pytest.raises(TrajectoryError, match=r"group sample_0_0: .*too_few returned 1 rewards for 2 samples"):
         scored("a", "b", custom_rm_path=f"{__name__}.too_few", group_rm=True)
 
 
@@ -246,7 +248,7 @@ def test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts() -> None:
     assert scored("a", custom_rm_path=path, reward_key="style") == [{"acc": 1.0, "style": 0.5}]
     with pytest.raises(UserError, match="returned a dictionary: set reward_key to one of acc, style"):
         scored("a", custom_rm_path=path)
-    with pytest.raises(BadTrajectory, match="returned no 'wit'"):
+    with pytest.raises(TrajectoryError, match="returned no 'wit'"):
         scored("a", custom_rm_path=path, reward_key="wit")
     sample = Sample(reward={"acc": 1.0, "style": 0.5}, reward_key="style")
     assert sample.scalar_reward == 0.5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.adapters.rollout_file import load_groups, rollout_path, save_groups
+from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from workers.inspect_rollout import main

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.megatron.batch import TrainStep, laid_out_for_forward, rank_shares
-from miles_async.adapters.network_ports import free_port
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.batching.batch import TrainStep, laid_out_for_forward, rank_shares
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
-from miles_async.errors import BadTrajectory, Fatal, UserError
+from miles_async.errors import FatalError, TrajectoryError, UserError
 from miles_async.types import Group, Sample
 from tests.sim.engines import Engines
 from tests.sim.world import World
@@ -115,7 +115,7 @@ def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_pat
     server = ServerProcess(
         "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
     )
-    with pytest.raises(Fatal, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
+    with pytest.raises(FatalError, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
         server.start({}, None, timeout)
     assert not server.alive()
 
@@ -154,9 +154,9 @@ def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -
     ],
 )
 def test_lessons_need_engines_only_where_something_is_evaluated(settings: dict[str, Any], engines: int) -> None:
-    lessons = config(rollout_function_path=SFT_FUNCTION, **settings)
-    assert generates(lessons) is bool(engines)
-    rows = {line.split()[0]: line.split()[1] for line in table(lessons, "train.py").splitlines()}
+    sft_examples = config(rollout_function_path=SFT_FUNCTION, **settings)
+    assert generates(sft_examples) is bool(engines)
+    rows = {line.split()[0]: line.split()[1] for line in table(sft_examples, "train.py").splitlines()}
     assert rows["engines"] == str(engines)
 
 
@@ -255,7 +255,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine() -> N
             longest_prompt=config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
         )
         try:
-            with pytest.raises(BadTrajectory, match=r"sample 3 .* 5 tokens, more than rollout_max_prompt_len 4"):
+            with pytest.raises(TrajectoryError, match=r"sample 3 .* 5 tokens, more than rollout_max_prompt_len 4"):
                 await generator.generate(Group([Sample(index=3, prompt="12345")]))
         finally:
             await generator.close()

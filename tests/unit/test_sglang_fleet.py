@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from miles_async.adapters.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import EngineLost, UserError
+from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
+from miles_async.errors import EngineLostError, UserError
 
 
 class Server:
@@ -61,12 +61,12 @@ def test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused() -> 
         async with serving(told) as (url, _):
             fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.05)
             fleet.introduce(EngineInfo("e", url, 0, 1))
-            with pytest.raises(EngineLost, match=r"it drew no token: GET http.* no answer within 0\.05 s$"):
+            with pytest.raises(EngineLostError, match=r"it drew no token: GET http.* no answer within 0\.05 s$"):
                 await fleet.check("e")
             await fleet.pause("retract")
             await fleet.check("e")
             await fleet.resume()
-            with pytest.raises(EngineLost, match="it drew no token"):
+            with pytest.raises(EngineLostError, match="it drew no token"):
                 await fleet.check("e")
             await fleet.close()
 
@@ -95,7 +95,7 @@ def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_alone(
 def test_a_router_that_is_gone_and_not_ours_is_waited_for() -> None:
     async def story() -> None:
         fleet = SGLangFleet("http://127.0.0.1:1")
-        with pytest.raises(EngineLost, match="not ours to start; it is used again when it is back"):
+        with pytest.raises(EngineLostError, match="not ours to start; it is used again when it is back"):
             await fleet.check_router()
         await fleet.close()
 

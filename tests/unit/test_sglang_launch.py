@@ -11,7 +11,7 @@ import pytest
 from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec, Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess, cause
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 
 ALONE = Rendezvous("127.0.0.1", 30002, 30001)
 
@@ -103,5 +103,5 @@ def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monke
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
     project = Path(launch.__file__).parents[3]
-    with pytest.raises(Fatal, match=f"SystemError: {project}:{tmp_path} "):
+    with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
         server.start({}, None, timeout=30.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from miles_async.adapters.sglang.places import Places
+from miles_async.adapters.sglang.permits import Permits
 
 
-async def visit(places: Places, count: int, log: list[str], name: str, leave: asyncio.Event) -> None:
+async def visit(places: Permits, count: int, log: list[str], name: str, leave: asyncio.Event) -> None:
     async with places.take(count) as entered:
         log.append(f"{name} {'in' if entered else 'refused'}")
         await leave.wait()
@@ -15,7 +15,7 @@ async def visit(places: Places, count: int, log: list[str], name: str, leave: as
 
 def test_groups_enter_whole_and_in_order_of_arrival() -> None:
     async def story() -> None:
-        places, log, leave = Places(lambda: 4), [], asyncio.Event()
+        places, log, leave = Permits(lambda: 4), [], asyncio.Event()
         a = asyncio.create_task(visit(places, 3, log, "a", leave))
         b = asyncio.create_task(visit(places, 4, log, "b", asyncio.Event()))
         c = asyncio.create_task(visit(places, 1, log, "c", asyncio.Event()))
@@ -39,7 +39,7 @@ def test_groups_enter_whole_and_in_order_of_arrival() -> None:
 def test_there_are_more_places_as_engines_join_and_fewer_as_they_leave() -> None:
     async def story() -> None:
         engines, log = ["a"], []
-        places = Places(lambda: 2 * len(engines))
+        places = Permits(lambda: 2 * len(engines))
         stay = [asyncio.Event() for _ in range(4)]
         visits = [asyncio.create_task(visit(places, 2, log, str(n), stay[n])) for n in range(2)]
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ def test_there_are_more_places_as_engines_join_and_fewer_as_they_leave() -> None
 
 def test_a_closed_door_sends_away_who_waits_and_who_comes() -> None:
     async def story() -> None:
-        places, log, leave = Places(lambda: 1), [], asyncio.Event()
+        places, log, leave = Permits(lambda: 1), [], asyncio.Event()
         leave.set()
         stay = asyncio.Event()
         inside = asyncio.create_task(visit(places, 1, log, "inside", stay))
@@ -84,7 +84,7 @@ def test_a_closed_door_sends_away_who_waits_and_who_comes() -> None:
 
 def test_one_who_gives_up_waiting_takes_no_place() -> None:
     async def story() -> None:
-        places, log = Places(lambda: 1), []
+        places, log = Permits(lambda: 1), []
         inside = asyncio.create_task(visit(places, 1, log, "inside", asyncio.Event()))
         waiting = asyncio.create_task(visit(places, 1, log, "waiting", asyncio.Event()))
         await asyncio.sleep(0)
@@ -100,7 +100,7 @@ def test_one_who_gives_up_waiting_takes_no_place() -> None:
 
 def test_busy_time_counts_only_while_somebody_is_there() -> None:
     async def story() -> None:
-        places = Places(lambda: 2)
+        places = Permits(lambda: 2)
         assert places.busy_seconds == 0
         async with places.take(1):
             await asyncio.sleep(0.02)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.fake_engine import answer as fake_answer
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import BadTrajectory
+from miles_async.errors import TrajectoryError
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
 
@@ -69,7 +69,7 @@ def test_a_sample_aborted_before_its_first_token_carries_no_span() -> None:
 )
 def test_tokens_of_unknown_age_are_refused_and_the_sample_stays_as_it_was(versions: list[tuple[str, int, int]]) -> None:
     sample = Sample(tokens=[1, 2])
-    with pytest.raises(BadTrajectory, match="integer version"):
+    with pytest.raises(TrajectoryError, match="integer version"):
         extend(sample, answer([7, 8, 9], versions), decode)
     assert sample == Sample(tokens=[1, 2])
 
@@ -77,7 +77,7 @@ def test_tokens_of_unknown_age_are_refused_and_the_sample_stays_as_it_was(versio
 def test_tokens_without_log_probabilities_are_refused() -> None:
     short = answer([7, 8], [("3", 0, 2)])
     short["meta_info"]["output_token_logprobs"].pop()
-    with pytest.raises(BadTrajectory, match="2 tokens came with 1 log-probabilities"):
+    with pytest.raises(TrajectoryError, match="2 tokens came with 1 log-probabilities"):
         extend(Sample(tokens=[1]), short, decode)
 
 

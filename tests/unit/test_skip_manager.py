@@ -14,8 +14,8 @@ from miles_async.config.checks import notes
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
-from miles_async.core.skip import Steps, choose_step, differences, feed_step
 from miles_async.errors import UserError
+from miles_async.recording import Steps, choose_step, differences, feed_step
 from miles_async.skip import BaseSkip, SkipAction, SkipManager, SkipWorld, base, register_skip
 from miles_async.skip.identity import identity_of
 from miles_async.types import Sample

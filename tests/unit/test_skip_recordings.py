@@ -14,8 +14,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-from miles_async.adapters.recordings.store import BATCH, META, Damaged, RecordingStore, StoreFull
-from miles_async.core.skip import GroupRecord, Recording
+from miles_async.adapters.storage.recording_store import (
+    BATCH,
+    META,
+    RecordingDamagedError,
+    RecordingStore,
+    StoreFullError,
+)
+from miles_async.recording import GroupRecord, Recording
 from miles_async.skip.__main__ import main
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
@@ -68,7 +74,7 @@ def test_an_entry_cut_off_at_any_byte_is_never_used_and_is_set_aside(tmp_path: P
         for file, content in entry.items():
             (folder / "3" / file).write_bytes(content[:length] if file == name else content)
         store = RecordingStore(folder)
-        with pytest.raises(Damaged, match=r"3 is damaged \(.*\) and was set aside as 3\.damaged-"):
+        with pytest.raises(RecordingDamagedError, match=r"3 is damaged \(.*\) and was set aside as 3\.damaged-"):
             store.load(3)
         assert store.steps == RecordingStore(folder).steps == frozenset()
 
@@ -78,7 +84,7 @@ def test_an_entry_without_one_of_its_files_is_set_aside_and_can_be_recorded_anew
     store = RecordingStore(tmp_path)
     store.save(3, recording(), IDENTITY)
     (tmp_path / "3" / name).unlink()
-    with pytest.raises(Damaged):
+    with pytest.raises(RecordingDamagedError):
         store.load(3)
     store.save(3, recording(), IDENTITY)
     assert store.load(3).recording.groups == recording().groups
@@ -90,7 +96,7 @@ def test_a_batch_file_of_another_entry_is_noticed(tmp_path: Path) -> None:
     store.save(3, recording(sample(0)), IDENTITY)
     store.save(4, recording(sample(9)), IDENTITY)
     (tmp_path / "3" / BATCH).write_bytes((tmp_path / "4" / BATCH).read_bytes())
-    with pytest.raises(Damaged, match=r"the checksum of gen_batch\.safetensors does not match"):
+    with pytest.raises(RecordingDamagedError, match=r"the checksum of gen_batch\.safetensors does not match"):
         store.load(3)
 
 
@@ -100,7 +106,7 @@ def test_meta_that_was_edited_is_noticed(tmp_path: Path) -> None:
     meta = orjson.loads((tmp_path / "3" / META).read_bytes())
     meta["identity"]["model"] = "another"
     (tmp_path / "3" / META).write_bytes(orjson.dumps(meta))
-    with pytest.raises(Damaged, match=r"the checksum of meta\.json does not match"):
+    with pytest.raises(RecordingDamagedError, match=r"the checksum of meta\.json does not match"):
         store.load(3)
 
 
@@ -138,8 +144,8 @@ def test_of_several_writers_one_whole_entry_stays(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from miles_async.adapters.recordings.store import RecordingStore
-from miles_async.core.skip import GroupRecord, Recording
+from miles_async.adapters.storage.recording_store import RecordingStore
+from miles_async.recording import GroupRecord, Recording
 from miles_async.types import Sample
 samples = [Sample(index=i, tokens=list(range(2000)), response_length=1000, rollout_log_probs=[0.5] * 1000)
            for i in range(4)]
@@ -171,7 +177,7 @@ def test_what_a_killed_writer_leaves_is_whole_or_is_no_entry(tmp_path: Path) -> 
 def test_a_full_store_refuses_and_leaves_no_trace(tmp_path: Path) -> None:
     RecordingStore(tmp_path).save(0, recording(), IDENTITY)
     store = RecordingStore(tmp_path, max_bytes=500)
-    with pytest.raises(StoreFull, match="of at most 500"):
+    with pytest.raises(StoreFullError, match="of at most 500"):
         store.save(1, recording(), IDENTITY)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
@@ -180,7 +186,7 @@ def test_the_limit_counts_prompts_and_metadata_too(tmp_path: Path) -> None:
     long = sample(0)
     long.metadata = {"documents": "x" * 5_000}
     store = RecordingStore(tmp_path, max_bytes=5_000)
-    with pytest.raises(StoreFull, match="of at most 5000"):
+    with pytest.raises(StoreFullError, match="of at most 5000"):
         store.save(0, recording(long), IDENTITY)
     assert list(tmp_path.iterdir()) == []
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import Observability, RunConfig
-from miles_async.core.ledger import State
-from miles_async.core.stall import StallClock, dumps_stacks
-from miles_async.observability.events import ClusterReady, EngineChanged, GroupMoved, Pulse, Silent, TrainerTurned
+from miles_async.events import ClusterReady, EngineChanged, GroupMoved, ProcessSilent, Pulse, TrainerPhaseChanged
+from miles_async.observability.diagnosis.stall_report import StallReport
+from miles_async.observability.metrics.targets import Targets
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.stall import StallReport
-from miles_async.observability.targets import Targets
+from miles_async.scheduling.ledger import GroupState
+from miles_async.scheduling.stall import StallClock, dumps_stacks
 from workers.heartbeats import Heartbeats, Question
 
 READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
@@ -59,12 +59,12 @@ def test_a_stall_that_the_rollout_worker_cannot_tell_of_is_told_in_its_place() -
     for event in (READY, PULSE):
         report.observe(event)
     assert report.overdue(120.0) is None
-    report.observe(Silent(time=121.0, process="rollout", seconds=3.0))
+    report.observe(ProcessSilent(time=121.0, process="rollout", seconds=3.0))
     stalled = report.overdue(121.0)
     assert stalled is not None
     assert (stalled.seconds, stalled.queue, stalled.collected, stalled.wanted) == (21.0, 2, 1, 4)
     assert report.overdue(122.0) is None
-    report.observe(Silent(time=123.0, process="rollout", seconds=0.0))
+    report.observe(ProcessSilent(time=123.0, process="rollout", seconds=0.0))
     assert report.overdue(150.0) is None
 
 
@@ -74,10 +74,10 @@ def test_the_report_says_where_everything_stands() -> None:
     for event in (
         READY,
         EngineChanged(time=101.0, engine="engine-0", state="routed", version=2, reason=None),
-        GroupMoved(time=102.0, counts={State.IN_FLIGHT: 4, State.QUEUED: 2, State.LEASED: 0}, **moved),  # type: ignore[arg-type]
-        TrainerTurned(time=103.0, to="batch"),
+        GroupMoved(time=102.0, counts={GroupState.IN_FLIGHT: 4, GroupState.QUEUED: 2, GroupState.LEASED: 0}, **moved),  # type: ignore[arg-type]
+        TrainerPhaseChanged(time=103.0, to="batch"),
         PULSE,
-        Silent(time=111.0, process="engine-0", seconds=6.0),
+        ProcessSilent(time=111.0, process="engine-0", seconds=6.0),
     ):
         report.observe(event)
     facts = report.facts()

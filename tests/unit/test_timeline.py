@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.observability.board import SLOTS_SHOWN, Board
-from miles_async.observability.charts import Charts
-from miles_async.observability.events import (
-    BottleneckFound,
+from miles_async.events import (
     EngineChanged,
     Evaluated,
     GroupFiltered,
     GroupMoved,
+    ProcessSilent,
     PublishEnded,
     Pulse,
-    Queue,
+    QueueChanged,
     RouterChanged,
     RunEnded,
-    Silent,
     StepEnded,
     StepStarted,
-    TrainerTurned,
+    TrainerPhaseChanged,
+    VerdictChanged,
     WriteFailed,
 )
-from miles_async.observability.timeline import Timeline
+from miles_async.observability.page.charts import Charts
+from miles_async.observability.page.status import SLOTS_SHOWN, RunStatus
+from miles_async.observability.page.timeline import Timeline
 from tests.unit.example_events import RUN
 
 
@@ -47,8 +47,8 @@ def moved(
     )
 
 
-def verdict(time: float, name: str) -> BottleneckFound:
-    return BottleneckFound(time=time, verdict=name, why="because", knob="turn this", shares={})
+def verdict(time: float, name: str) -> VerdictChanged:
+    return VerdictChanged(time=time, verdict=name, why="because", knob="turn this", shares={})
 
 
 def test_a_held_value_counts_by_the_time_it_lasts_and_its_extremes_are_kept() -> None:
@@ -100,8 +100,8 @@ def test_a_figure_that_is_not_finite_is_a_gap() -> None:
 def test_the_trainers_time_is_told_up_to_this_moment() -> None:
     charts = Charts()
     charts.observe(RUN)
-    charts.observe(TrainerTurned(time=100.0, to="batch"))
-    charts.observe(TrainerTurned(time=101.0, to="step"))
+    charts.observe(TrainerPhaseChanged(time=100.0, to="batch"))
+    charts.observe(TrainerPhaseChanged(time=101.0, to="step"))
     assert charts.figures("whole", 103.0)["series"]["trainer:batch"]["mean"][:2] == [1.0, 1.0]
     assert sum(charts.figures("whole", 104.0)["series"]["trainer:step"]["mean"]) * 0.5 == pytest.approx(3.0)
 
@@ -140,14 +140,14 @@ def test_phases_name_the_verdict_that_held_for_most_of_the_time() -> None:
 
 
 def test_the_board_draws_live_groups_oldest_first_and_names_the_head() -> None:
-    board = Board()
-    board.observe(RUN)
+    status = RunStatus()
+    status.observe(RUN)
     for sequence in range(3):
-        board.observe(moved(sequence, None, "fed"))
+        status.observe(moved(sequence, None, "fed"))
     for before, after in (("fed", "in_flight"), ("in_flight", "finished"), ("finished", "queued")):
-        board.observe(moved(0, before, after, time=104.0))
-    board.observe(moved(2, "fed", "dropped", "stale"))
-    figures = board.figures(106.0)
+        status.observe(moved(0, before, after, time=104.0))
+    status.observe(moved(2, "fed", "dropped", "stale"))
+    figures = status.figures(106.0)
     assert figures["slots"]["live"] == [[0, "queued", 2.0, 0, "sample_0_0"], [1, "fed", 5.0, 0, "sample_0_1"]]
     assert figures["slots"]["head"] == 1
     assert figures["outcomes"] == {"stale": 1}
@@ -155,18 +155,18 @@ def test_the_board_draws_live_groups_oldest_first_and_names_the_head() -> None:
 
 
 def test_more_live_groups_than_fit_are_counted_and_not_drawn() -> None:
-    board = Board()
-    board.observe(RUN)
+    status = RunStatus()
+    status.observe(RUN)
     for sequence in range(SLOTS_SHOWN + 7):
-        board.observe(moved(sequence, None, "fed"))
-    slots = board.figures(102.0)["slots"]
+        status.observe(moved(sequence, None, "fed"))
+    slots = status.figures(102.0)["slots"]
     assert (len(slots["live"]), slots["counts"]) == (SLOTS_SHOWN, {"fed": SLOTS_SHOWN + 7})
 
 
 def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() -> None:
-    board = Board()
+    status = RunStatus()
     for name in ("engine-0", "engine-1"):
-        board.observe(EngineChanged(time=100.0, engine=name, state="routed", version=0, reason=None))
+        status.observe(EngineChanged(time=100.0, engine=name, state="routed", version=0, reason=None))
     publish = PublishEnded(
         time=101.0,
         version=5,
@@ -180,64 +180,64 @@ def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() 
         queue=0,
         fenced=["engine-1"],
     )
-    board.observe(publish)
-    board.observe(Silent(time=103.0, process="engine-1", seconds=2.0))
-    figures = board.figures(104.0)
+    status.observe(publish)
+    status.observe(ProcessSilent(time=103.0, process="engine-1", seconds=2.0))
+    figures = status.figures(104.0)
     assert [(engine.engine, engine.state, engine.version) for engine in figures["engines"]] == [
         ("engine-0", "routed", 5),
         ("engine-1", "fenced", None),
     ]
     assert figures["silent"] == {"engine-1": 3.0}
-    board.observe(Silent(time=105.0, process="engine-1", seconds=0.0))
-    assert board.figures(106.0)["silent"] == {}
+    status.observe(ProcessSilent(time=105.0, process="engine-1", seconds=0.0))
+    assert status.figures(106.0)["silent"] == {}
 
 
 def test_the_router_and_writes_that_failed_are_told() -> None:
-    board = Board()
-    board.observe(RUN)
-    board.observe(RouterChanged(time=101.0, up=True, engines=2, healthy=1))
-    failed = WriteFailed(time=102.0, version=4, engine="engine-1", error="timed out", then="fence", way=None)
-    board.observe(failed)
-    figures = board.figures(103.0)
+    status = RunStatus()
+    status.observe(RUN)
+    status.observe(RouterChanged(time=101.0, up=True, engines=2, healthy=1))
+    failed = WriteFailed(time=102.0, version=4, engine="engine-1", error="timed out", then="fence", transport=None)
+    status.observe(failed)
+    figures = status.figures(103.0)
     assert (figures["router"].engines, figures["router"].healthy) == (2, 1)
     assert figures["notices"] == [{"at": 2.0, "text": "version 4 did not arrive at engine-1 (timed out): fence"}]
 
 
 def test_ages_stand_still_once_the_run_has_ended() -> None:
-    board = Board()
-    board.observe(RUN)
-    board.observe(moved(0, None, "fed", time=101.0))
-    board.observe(RunEnded(time=103.0, reason="done"))
-    figures = board.figures(500.0)
+    status = RunStatus()
+    status.observe(RUN)
+    status.observe(moved(0, None, "fed", time=101.0))
+    status.observe(RunEnded(time=103.0, reason="done"))
+    figures = status.figures(500.0)
     assert (figures["elapsed"], figures["slots"]["live"][0][2], figures["ended"]) == (3.0, 2.0, "done")
 
 
 def test_the_board_keeps_the_first_and_the_last_score_of_a_data_set() -> None:
-    board = Board()
+    status = RunStatus()
     for rollout in (-1, 4, 9):
         score = Evaluated(
             time=100.0, name="math", rollout=rollout, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
         )
-        board.observe(score)
-    assert [score.rollout for score in board.figures(101.0)["scores"]["math"]] == [-1, 9]
+        status.observe(score)
+    assert [score.rollout for score in status.figures(101.0)["scores"]["math"]] == [-1, 9]
 
 
 def test_names_that_users_give_are_bounded_in_number() -> None:
-    board, charts = Board(), Charts()
+    status, charts = RunStatus(), Charts()
     charts.observe(RUN)
     for number in range(200):
-        board.observe(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
+        status.observe(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
         score = Evaluated(
             time=100.0, name=f"set {number}", rollout=0, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
         )
         charts.observe(score)
-    outcomes = board.figures(102.0)["outcomes"]
+    outcomes = status.figures(102.0)["outcomes"]
     assert (len(outcomes), outcomes["filtered: other"], sum(outcomes.values())) == (41, 160, 200)
     assert sum(name.startswith("eval:") for name in charts.figures("whole", 102.0)["series"]) == 24
 
 
 def test_a_run_that_has_told_nothing_can_be_drawn() -> None:
-    assert Board().figures(5.0)["elapsed"] == 0.0
+    assert RunStatus().figures(5.0)["elapsed"] == 0.0
     assert Charts().figures("recent", 5.0)["series"] == {}
     assert Charts().verdicts(5.0) == []
 
@@ -245,7 +245,7 @@ def test_a_run_that_has_told_nothing_can_be_drawn() -> None:
 def test_queue_and_head_are_drawn_from_what_the_rollout_side_tells() -> None:
     charts = Charts()
     charts.observe(RUN)
-    charts.observe(Queue(time=100.0, depth=7, blocked=2))
+    charts.observe(QueueChanged(time=100.0, depth=7, blocked=2))
     pulse = Pulse(
         time=100.0,
         generating=1,

@@ -4,9 +4,9 @@ from statistics import fmean
 
 import pytest
 
-from miles_async.adapters.megatron.batch import NO_VERSION, laid_out_for_forward, policy_steps, supervised_step
+from miles_async.batching.batch import NO_VERSION, laid_out_for_forward, policy_steps, supervised_step
 from miles_async.config.schema import Algorithm, Learner, RunConfig
-from miles_async.errors import BadTrajectory
+from miles_async.errors import TrajectoryError
 from miles_async.types import Group, Sample, VersionSpan
 
 
@@ -35,7 +35,7 @@ def test_each_trained_token_carries_its_place_its_engine_logprob_and_its_samples
     assert batch.tokens.tolist() == [100, 1, 0, 1, 2, 101, 1, 0, 1, 2]
     assert batch.lengths.tolist() == [5, 5]
     assert batch.targets.tolist() == [2, 4, 7, 8, 9]
-    assert batch.rollout_logprobs.tolist() == pytest.approx([-0.1, -0.3, -0.1, -0.2, -0.3])
+    assert batch.rollout_log_probs.tolist() == pytest.approx([-0.1, -0.3, -0.1, -0.2, -0.3])
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
     assert step.total_tokens == 5
 
@@ -98,12 +98,12 @@ def test_samples_that_do_not_divide_into_steps_are_refused() -> None:
 
 
 def test_a_sample_without_a_number_as_reward_is_named() -> None:
-    with pytest.raises(BadTrajectory, match="sample 7 has the reward None"):
+    with pytest.raises(TrajectoryError, match="sample 7 has the reward None"):
         steps_of(Group([sample(7, None)]))
 
 
 def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
-    with pytest.raises(BadTrajectory, match=r"sample 4: .* 2 mask entries"):
+    with pytest.raises(TrajectoryError, match=r"sample 4: .* 2 mask entries"):
         steps_of(Group([sample(4, mask=[1, 1])]))
 
 

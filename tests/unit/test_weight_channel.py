@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.channel import Channel, by_preference, find_ways
-from miles_async.errors import Fatal, UserError
+from miles_async.adapters.weights.channel import Channel, by_preference, find_transports
+from miles_async.errors import FatalError, UserError
 from miles_async.types import WriteOutcome
 
 ENGINES = [EngineInfo("a", "http://a", 1, 1), EngineInfo("b", "http://b", 2, 1)]
@@ -26,25 +26,30 @@ class TwoSources:
 
     async def meet(self, engines: Sequence[EngineInfo]) -> None: ...
 
-    async def reach(self, way: str, engine: str) -> None: ...
+    async def reach(self, transport: str, engine: str) -> None: ...
 
-    async def stage(self, version: int, ways: Sequence[str]) -> None:
-        self.staged.append((version, ways))
+    async def stage(self, version: int, transports: Sequence[str]) -> None:
+        self.staged.append((version, transports))
 
-    async def write(self, version: int, engine: str, way: str) -> list[WriteOutcome]:
-        self.written.append((engine, way))
-        await asyncio.sleep(self.seconds.get(way, 0))
-        error = None if way in self.seconds else f"no {way} here"
+    async def write(self, version: int, engine: str, transport: str) -> list[WriteOutcome]:
+        self.written.append((engine, transport))
+        await asyncio.sleep(self.seconds.get(transport, 0))
+        error = None if transport in self.seconds else f"no {transport} here"
         whole = WriteOutcome(engine=engine, seconds=0.1, bytes=30)
         return [whole, WriteOutcome(engine=engine, seconds=0.2, bytes=20, error=error)]
 
 
-def ways(sources: TwoSources, wanted: str) -> tuple[str, ...]:
-    return asyncio.run(find_ways(sources, wanted, ENGINES))
+def transports(sources: TwoSources, wanted: str) -> tuple[str, ...]:
+    return asyncio.run(find_transports(sources, wanted, ENGINES))
 
 
 def test_auto_takes_what_was_fastest_and_keeps_the_others_by_speed() -> None:
-    assert ways(TwoSources(memory=0.06, p2p=0.0, broadcast=0.03), "auto") == ("p2p", "broadcast", "memory", "disk")
+    assert transports(TwoSources(memory=0.06, p2p=0.0, broadcast=0.03), "auto") == (
+        "p2p",
+        "broadcast",
+        "memory",
+        "disk",
+    )
 
 
 def test_the_copy_within_a_machine_must_save_more_than_a_moment() -> None:
@@ -58,16 +63,16 @@ def test_p2p_wins_what_is_nearly_a_tie() -> None:
 
 
 def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
-    assert ways(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
-    assert ways(TwoSources(disk=0.0), "auto") == ("disk",)
-    with pytest.raises(Fatal, match="no way to move weights to the engines works; by disk: no disk here"):
-        ways(TwoSources(), "auto")
+    assert transports(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
+    assert transports(TwoSources(disk=0.0), "auto") == ("disk",)
+    with pytest.raises(FatalError, match="no way to move weights to the engines works; by disk: no disk here"):
+        transports(TwoSources(), "auto")
 
 
 def test_a_way_asked_for_by_name_comes_first_or_is_refused() -> None:
-    assert ways(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
+    assert transports(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
     with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here"):
-        ways(TwoSources(memory=0.0), "p2p")
+        transports(TwoSources(memory=0.0), "p2p")
 
 
 def test_an_engine_falls_back_alone_and_starts_over_when_it_was_started_anew() -> None:
@@ -105,7 +110,7 @@ def test_versions_only_rise() -> None:
         channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
         await channel.stage(3)
         await channel.stage(3)
-        with pytest.raises(Fatal, match="weight version 2 was to be staged after version 3; versions only rise"):
+        with pytest.raises(FatalError, match="weight version 2 was to be staged after version 3; versions only rise"):
             await channel.stage(2)
 
     asyncio.run(story())

@@ -1,7 +1,7 @@
 import pytest
 
-from miles_async.core.window import WindowedFIFOCollector
 from miles_async.errors import WindowError
+from miles_async.scheduling.window import WindowedFIFOCollector
 
 
 def complete(collector: WindowedFIFOCollector[int], *positions: int) -> list[int]:

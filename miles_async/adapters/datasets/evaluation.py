@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice, takewhile
 
-from miles_async.adapters.datasets.opening import open_data
+from miles_async.adapters.datasets.factory import open_data
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.types import Group
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.rows import Rows
-from miles_async.core.permutation import Permutation
-from miles_async.errors import BadRow, UserError
+from miles_async.errors import DataRowError, UserError
 
 Prompt = str | list[dict[str, Any]]
 CHECKED_AT_START = 1000
@@ -36,7 +36,7 @@ class Problems(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> Problem:
-        """Raises BadRow for one that cannot be used."""
+        """Raises DataRowError for one that cannot be used."""
         ...
 
 
@@ -54,14 +54,14 @@ class FileProblems:
     """`rows` as problems; `chats` says that prompts which are lists of messages are understood."""
 
     def __init__(self, rows: Rows, keys: Keys, *, chats: bool) -> None:
-        """Raises UserError for a broken row among the first; a later one is BadRow when it is met."""
+        """Raises UserError for a broken row among the first; a later one is DataRowError when it is met."""
         self._rows = rows
         self._keys = keys
         self._chats = chats
         for row in range(min(len(rows), CHECKED_AT_START)):
             try:
                 self[row]
-            except BadRow as error:
+            except DataRowError as error:
                 raise UserError(str(error)) from error
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class FileProblems:
         for row in order:
             try:
                 yield self[row]
-            except BadRow:
+            except DataRowError:
                 # It is counted when the feed meets it.
                 continue
 
@@ -115,8 +115,8 @@ class FileProblems:
             raise self._bad(row, f"{self._keys.prompt!r} is a list of messages: set apply_chat_template")
         return msgspec.json.encode(prompt).decode()
 
-    def _bad(self, row: int, complaint: str) -> BadRow:
-        return BadRow(f"{self._rows.where(row)}: {complaint}")
+    def _bad(self, row: int, complaint: str) -> DataRowError:
+        return DataRowError(f"{self._rows.where(row)}: {complaint}")
 
 
 class BlankProblems:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from miles_async.adapters.datasets.parquet import ParquetRows
-from miles_async.errors import BadRow, UserError
+from miles_async.errors import DataRowError, UserError
 
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BLOCK_BYTES = 1 << 24
@@ -26,7 +26,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Raises BadRow, which names file and line."""
+        """Raises DataRowError, which names file and line."""
         ...
 
     def where(self, row: int) -> str:
@@ -81,9 +81,9 @@ class JsonlRows:
         try:
             values = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadRow(f"{self.where(row)}: not valid JSON: {error}") from error
+            raise DataRowError(f"{self.where(row)}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
-            raise BadRow(f"{self.where(row)}: a {type(values).__name__} where a JSON object is expected")
+            raise DataRowError(f"{self.where(row)}: a {type(values).__name__} where a JSON object is expected")
         return values
 
     def where(self, row: int) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from miles_async.adapters.datasets.buffer import Buffer
+from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.problems import Problem, Problems
-from miles_async.core.permutation import Permutation
-from miles_async.errors import BadRow, UserError
+from miles_async.errors import DataRowError, UserError
 from miles_async.types import Group, Sample
 
 Render = Callable[[Problem], Any]
-"""A problem's prompt as the text that is generated from. Raises BadRow where it cannot be rendered."""
+"""A problem's prompt as the text that is generated from. Raises DataRowError where it cannot be rendered."""
 Report = Callable[[str, str], None]
 """`(reason, sentence)`: told of everything that is passed over, so that nothing is lost silently."""
 
@@ -82,7 +82,7 @@ class BufferedSource:
         for index, problem in enumerate(self._held_out):
             try:
                 sample = self._sample(index, problem, self._render(problem), f"eval_{index}")
-            except BadRow as error:
+            except DataRowError as error:
                 self._report("bad_row", str(error))
                 continue
             groups.append(Group([sample], feed_index=f"eval_{index}"))
@@ -99,7 +99,7 @@ class BufferedSource:
             try:
                 problem = self._warm_start[rows.randrange(len(self._warm_start))]
                 prompt = self._render(problem)
-            except BadRow:
+            except DataRowError:
                 # It is counted when the feed meets it.
                 continue
             if problem.question in self._held_out_questions:
@@ -156,7 +156,7 @@ class BufferedSource:
                 problem = self._problems[row]
                 if problem.question not in self._held_out_questions:
                     return problem, self._render(problem)
-            except BadRow as error:
+            except DataRowError as error:
                 self._report("bad_row", str(error))
         raise UserError(
             f"none of the {len(self._order)} rows of the data can be fed: all are broken, or held out for evaluation; "

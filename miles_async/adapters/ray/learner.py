@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from miles_async.adapters.checkpoints import CheckpointFolder
-from miles_async.adapters.megatron.batch import rank_shares
 from miles_async.adapters.ray.ranks import Rank, of_all
+from miles_async.adapters.storage.checkpoints import CheckpointFolder
+from miles_async.batching.batch import rank_shares
 from miles_async.config.derived import data_parallel_rank, hf_export
 from miles_async.config.schema import RunConfig
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 from miles_async.types import Group, StepReport
 
 T = TypeVar("T")
@@ -90,8 +90,8 @@ class RayLearner:
     async def _on_disk(self, rollout_id: int, work: Awaitable[T]) -> T:
         try:
             return await work
-        except (Fatal, OSError) as error:
-            raise Fatal(
+        except (FatalError, OSError) as error:
+            raise FatalError(
                 f"the checkpoint of rollout {rollout_id} could not be written to "
                 f"{self._config.learner.save or self._config.learner.save_hf}: {error}; the one before it is whole"
             ) from error

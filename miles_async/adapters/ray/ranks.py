@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles_async.adapters.ray.deaths import death_of
-from miles_async.errors import Fatal, MilesError
+from miles_async.adapters.ray.actor_errors import death_of
+from miles_async.errors import FatalError, MilesError
 
 Rank = Any
 """Handle of a `workers.learner.LearnerRank` actor."""
@@ -25,6 +25,6 @@ async def of_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     except RayTaskError as error:
         if isinstance(error.cause, MilesError):
             raise error.cause from None
-        raise Fatal(f"a learner rank failed: {type(error.cause).__name__}: {error.cause}") from error
+        raise FatalError(f"a learner rank failed: {type(error.cause).__name__}: {error.cause}") from error
     except RayActorError as error:
-        raise Fatal(death_of(error)) from error
+        raise FatalError(death_of(error)) from error

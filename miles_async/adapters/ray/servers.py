@@ -8,9 +8,9 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles_async.adapters.ray.deaths import death_of
+from miles_async.adapters.ray.actor_errors import death_of
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import EngineLost
+from miles_async.errors import EngineLostError
 
 Actor = Any
 """Handle of a `workers.engine.Engine` or `workers.router.Router` actor."""
@@ -47,15 +47,17 @@ class RayServers:
 
     async def restart_router(self) -> None:
         if self._router is None:
-            raise EngineLost("the router does not answer and is not ours to start; it is used again when it is back")
+            raise EngineLostError(
+                "the router does not answer and is not ours to start; it is used again when it is back"
+            )
         await self._answer("sglang-router", self._router.restart.remote())
 
     async def _answer(self, what: str, call: Any) -> Any:
         try:
             return await asyncio.wait_for(call, self._patience)
         except TimeoutError:
-            raise EngineLost(f"{what} was not started anew within {self._patience:.0f} s") from None
+            raise EngineLostError(f"{what} was not started anew within {self._patience:.0f} s") from None
         except RayTaskError as error:
-            raise EngineLost(" ".join(str(error.cause).split())) from error
+            raise EngineLostError(" ".join(str(error.cause).split())) from error
         except RayActorError as error:
-            raise EngineLost(death_of(error)) from error
+            raise EngineLostError(death_of(error)) from error

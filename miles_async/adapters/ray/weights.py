@@ -18,11 +18,11 @@ class RaySources:
     async def meet(self, engines: Sequence[EngineInfo]) -> None:
         await of_all(rank.meet.remote(list(engines)) for rank in self._ranks)
 
-    async def reach(self, way: str, engine: str) -> None:
-        await of_all(rank.reach.remote(way, engine) for rank in self._ranks)
+    async def reach(self, transport: str, engine: str) -> None:
+        await of_all(rank.reach.remote(transport, engine) for rank in self._ranks)
 
-    async def stage(self, version: int, ways: Sequence[str]) -> None:
-        await of_all(rank.stage.remote(version, list(ways)) for rank in self._ranks)
+    async def stage(self, version: int, transports: Sequence[str]) -> None:
+        await of_all(rank.stage.remote(version, list(transports)) for rank in self._ranks)
 
-    async def write(self, version: int, engine: str, way: str) -> list[WriteOutcome]:
-        return await of_all(rank.write.remote(version, engine, way) for rank in self._ranks)
+    async def write(self, version: int, engine: str, transport: str) -> list[WriteOutcome]:
+        return await of_all(rank.write.remote(version, engine, transport) for rank in self._ranks)

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from miles_async.errors import BadTrajectory, EngineLost
+from miles_async.errors import EngineLostError, TrajectoryError
 
 _TRY_ELSEWHERE = {408, 425, 429}
 """4xx answers that speak of the moment and not of the request."""
@@ -28,7 +28,7 @@ class JsonClient:
         return await self.request("GET", url, within=within)
 
     async def request(self, method: str, url: str, body: Any = None, *, within: float) -> Any:
-        """Raises EngineLost when nobody answered `within` seconds or the server failed (5xx), BadTrajectory
+        """Raises EngineLostError when nobody answered `within` seconds or the server failed (5xx), TrajectoryError
         when the server refused the request itself (4xx), which a second attempt would not change."""
         try:
             async with self._session.request(
@@ -40,11 +40,11 @@ class JsonClient:
             ) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineLost(f"{method} {url}: {str(error) or f'no answer within {within:g} s'}") from error
+            raise EngineLostError(f"{method} {url}: {str(error) or f'no answer within {within:g} s'}") from error
         if response.status >= 500 or response.status in _TRY_ELSEWHERE:
-            raise EngineLost(f"{method} {url} answered {response.status}: {_start(content)}")
+            raise EngineLostError(f"{method} {url} answered {response.status}: {_start(content)}")
         if response.status >= 400:
-            raise BadTrajectory(f"{method} {url} answered {response.status}: {_start(content)}")
+            raise TrajectoryError(f"{method} {url} answered {response.status}: {_start(content)}")
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError:

@@ -19,8 +19,8 @@ from typing import Protocol
 
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import BadTrajectory, EngineLost, UserError
-from miles_async.observability.events import EngineChanged, Event, RouterChanged
+from miles_async.errors import EngineLostError, TrajectoryError, UserError
+from miles_async.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
 
@@ -28,11 +28,11 @@ class Processes(Protocol):
     """Whoever owns the servers."""
 
     async def restart_engine(self, engine: str) -> EngineInfo:
-        """End what is left of it, start it anew. Raises EngineLost when it does not come up."""
+        """End what is left of it, start it anew. Raises EngineLostError when it does not come up."""
         ...
 
     async def restart_router(self) -> None:
-        """Start it anew at its old address. Raises EngineLost when it does not come up or is not ours."""
+        """Start it anew at its old address. Raises EngineLostError when it does not come up or is not ours."""
         ...
 
 
@@ -40,10 +40,10 @@ class Unowned:
     """`Processes` of somebody else."""
 
     async def restart_engine(self, engine: str) -> EngineInfo:
-        raise EngineLost(f"engine {engine} is not ours to start")
+        raise EngineLostError(f"engine {engine} is not ours to start")
 
     async def restart_router(self) -> None:
-        raise EngineLost("the router does not answer and is not ours to start; it is used again when it is back")
+        raise EngineLostError("the router does not answer and is not ours to start; it is used again when it is back")
 
 
 def _untold(event: Event) -> None: ...
@@ -137,7 +137,7 @@ class SGLangFleet:
         await self._all_or_fence(stop)
 
     async def commit(self, engine: str, version: int) -> None:
-        """Raises EngineLost when the engine kept its cache, or does not report `version` afterwards."""
+        """Raises EngineLostError when the engine kept its cache, or does not report `version` afterwards."""
         info = self._known[engine]
         # The hook in plugin.py lets this succeed while retracted requests wait.
         await self._post(info, "/flush_cache")
@@ -145,7 +145,7 @@ class SGLangFleet:
         await self._post(info, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         reported = (await self._client.get(f"{info.url}/model_info", within=self._timeout))["weight_version"]
         if reported != str(version):
-            raise EngineLost(f"engine {engine} reports weight version {reported} after being given {version}")
+            raise EngineLostError(f"engine {engine} reports weight version {reported} after being given {version}")
         self._versions[engine] = version
 
     async def resume(self) -> None:
@@ -180,14 +180,14 @@ class SGLangFleet:
             return
         self._changed(engine, "fenced", reason)
         # A router that is gone sends nobody anything; `check_router` looks again when it is back.
-        with suppress(EngineLost):
+        with suppress(EngineLostError):
             for worker in await self._workers():
                 if worker["url"] == info.url:
                     await self._drop(worker["id"])
             await self._until(lambda workers: info.url not in workers, f"did not drop engine {engine}")
 
     async def admit(self, engine: str) -> None:
-        """Let requests reach an engine that holds the current version. Raises EngineLost when the router refuses it."""
+        """Let requests reach an engine that holds the current version. Raises EngineLostError when the router refuses it."""
         info = self._joining[engine] = self._known[engine]
         try:
             # A second order for what it has could undo a later drop.
@@ -207,9 +207,9 @@ class SGLangFleet:
             return
         try:
             await self._client.get(f"{info.url}/health_generate", within=self._health_timeout)
-        except EngineLost as lost:
+        except EngineLostError as lost:
             if not self._paused and pauses == self._pauses:
-                raise EngineLost(f"it drew no token: {lost}") from lost
+                raise EngineLostError(f"it drew no token: {lost}") from lost
             # Nothing is drawn during a publish; its scheduler answers all the same.
             await self._load_of(info)
 
@@ -220,7 +220,7 @@ class SGLangFleet:
             info = await self._processes.restart_engine(engine)
             if engine in self._members:
                 self.introduce(info)
-        except EngineLost as lost:
+        except EngineLostError as lost:
             self._changed(engine, "lost", str(lost))
             raise
 
@@ -228,7 +228,7 @@ class SGLangFleet:
         """See `ports.Fleet.check_router`. A router that is not ours is only waited for."""
         try:
             workers = await self._workers()
-        except EngineLost:
+        except EngineLostError:
             self._router_seen(None)
             await self._processes.restart_router()
             workers = await self._workers()
@@ -246,7 +246,7 @@ class SGLangFleet:
         """How full each routed engine is; one that does not answer is left out, as it is somebody else's to fence."""
 
         async def ask(engine: EngineInfo) -> list[EngineLoad]:
-            with suppress(EngineLost):
+            with suppress(EngineLostError):
                 return await self._load_of(engine)
             return []
 
@@ -272,17 +272,17 @@ class SGLangFleet:
             self._tell(RouterChanged(time=time.time(), up=seen[0], engines=seen[1], healthy=healthy))
 
     async def _post(self, engine: EngineInfo, path: str, body: object = None) -> None:
-        """Raises EngineLost also where the engine refuses: it is not in the state that it should be in."""
+        """Raises EngineLostError also where the engine refuses: it is not in the state that it should be in."""
         try:
             await self._client.post(engine.url + path, body, within=self._timeout)
-        except BadTrajectory as refusal:
-            raise EngineLost(f"engine {engine.name}: {refusal}") from refusal
+        except TrajectoryError as refusal:
+            raise EngineLostError(f"engine {engine.name}: {refusal}") from refusal
 
     async def _all_or_fence(self, act: Callable[[EngineInfo], Awaitable[None]]) -> None:
         async def guarded(engine: EngineInfo) -> None:
             try:
                 await act(engine)
-            except EngineLost as lost:
+            except EngineLostError as lost:
                 await self.fence(engine.name, str(lost))
 
         await asyncio.gather(*[guarded(engine) for engine in self._routed.values()])
@@ -292,7 +292,7 @@ class SGLangFleet:
 
     async def _drop(self, worker: str) -> None:
         # Refused where somebody else dropped it first.
-        with suppress(BadTrajectory):
+        with suppress(TrajectoryError):
             await self._client.request("DELETE", f"{self._router}/workers/{worker}", within=self._timeout)
 
     async def _workers(self) -> list[dict[str, str]]:
@@ -306,4 +306,4 @@ class SGLangFleet:
             if reached({worker["url"]: bool(worker["is_healthy"]) for worker in await self._workers()}):
                 return
             await asyncio.sleep(0.05)
-        raise EngineLost(f"sglang-router {complaint} within {self._timeout:.0f} s")
+        raise EngineLostError(f"sglang-router {complaint} within {self._timeout:.0f} s")

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from miles_async.adapters.sglang.client import JsonClient
-from miles_async.adapters.sglang.places import Places
+from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import BadTrajectory, EngineLost, PromptTooLong
-from miles_async.observability.events import RequestEnded
+from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
+from miles_async.events import RequestEnded
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_PATIENCE_SECONDS = 30.0
@@ -121,7 +121,7 @@ class SGLangGenerator:
         self._priority = {"priority": priority} if priority else {}
         self._on_request = on_request
         self._client = JsonClient()
-        self._places = Places(limit)
+        self._permits = Permits(limit)
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._under_way: dict[int, _UnderWay] = {}
@@ -130,18 +130,18 @@ class SGLangGenerator:
     @property
     def in_flight(self) -> int:
         """Samples at the engines now."""
-        return self._places.taken
+        return self._permits.taken
 
     @property
     def busy_seconds(self) -> float:
         """Seconds in which at least one sample was at the engines."""
-        return self._places.busy_seconds
+        return self._permits.busy_seconds
 
     async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
         """Finish every unfinished sample of the group, in place; `sampling` replaces the run's own (evaluation).
 
-        Samples that hold response tokens already are continued behind them. Raises BadTrajectory for an answer that
-        cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLost when another attempt
+        Samples that hold response tokens already are continued behind them. Raises TrajectoryError for an answer that
+        cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLostError when another attempt
         may succeed.
         """
         chosen = sampling or self.sampling
@@ -150,7 +150,7 @@ class SGLangGenerator:
         for sample in unfinished:
             if not sample.tokens:
                 # One such request ends SGLang's scheduler, and with it whatever else the engine holds.
-                raise BadTrajectory(f"sample {sample.index} of group {group.feed_index}: its prompt has no tokens")
+                raise TrajectoryError(f"sample {sample.index} of group {group.feed_index}: its prompt has no tokens")
         under_way = self._under_way[id(group)] = _UnderWay(group.sequence)
         posts = [
             self._post(under_way, samples, chosen.body(budget))
@@ -168,14 +168,14 @@ class SGLangGenerator:
     async def abort(self, group: Group | None = None) -> None:
         """Stop one group, or all that is in flight or waits for a place; returns when it is stopped.
 
-        Raises EngineLost when it takes longer than 30 s.
+        Raises EngineLostError when it takes longer than 30 s.
         """
         if group is None:
-            self._places.close()
+            self._permits.close()
             try:
-                await self._abort_until(lambda: not self._places.taken, [{"abort_all": True}])
+                await self._abort_until(lambda: not self._permits.taken, [{"abort_all": True}])
             finally:
-                self._places.open()
+                self._permits.open()
         elif under_way := self._under_way.get(id(group)):
             under_way.aborted = True
             stops: list[dict[str, Any]] = [{"rid": rid} for rid in under_way.requests]
@@ -186,7 +186,7 @@ class SGLangGenerator:
 
         async def order(url: str, body: dict[str, Any]) -> None:
             # What a lost engine held ends with it.
-            with suppress(EngineLost):
+            with suppress(EngineLostError):
                 await self._client.post(f"{url}/abort_request", body, within=ABORT_PATIENCE_SECONDS)
 
         try:
@@ -195,17 +195,19 @@ class SGLangGenerator:
                     await asyncio.gather(*[order(url, body) for url in self._engine_urls() for body in orders])
                     await asyncio.sleep(0.02)
         except TimeoutError as late:
-            raise EngineLost(
-                f"{self._places.taken} requests did not end within {ABORT_PATIENCE_SECONDS:.0f} s of an abort"
+            raise EngineLostError(
+                f"{self._permits.taken} requests did not end within {ABORT_PATIENCE_SECONDS:.0f} s of an abort"
             ) from late
 
     async def rate(self, sample: Sample) -> None:
         """Set the log-probabilities of a response that somebody else sampled, as the engines' present weights see it.
 
-        Raises as `generate` does, and BadTrajectory where no prompt stands before it.
+        Raises as `generate` does, and TrajectoryError where no prompt stands before it.
         """
         if not sample.prompt_length:
-            raise BadTrajectory(f"sample {sample.index}: its tokens hold no prompt; put it first, or rollout_log_probs")
+            raise TrajectoryError(
+                f"sample {sample.index}: its tokens hold no prompt; put it first, or rollout_log_probs"
+            )
         body = {
             "input_ids": sample.tokens,
             "sampling_params": {"max_new_tokens": 0},
@@ -213,7 +215,7 @@ class SGLangGenerator:
             "logprob_start_len": sample.prompt_length - 1,
             **self._priority,
         }
-        async with self._places.take(1) as admitted:
+        async with self._permits.take(1) as admitted:
             if not admitted:
                 sample.status = SampleStatus.ABORTED
                 return
@@ -225,7 +227,7 @@ class SGLangGenerator:
         await self._client.close()
 
     def tokenize(self, group: Group) -> None:
-        """Give every sample without tokens those of its prompt. Raises BadTrajectory for a prompt that is too long."""
+        """Give every sample without tokens those of its prompt. Raises TrajectoryError for a prompt that is too long."""
         known: dict[str, list[int]] = {}
         for sample in group:
             if not sample.tokens:
@@ -234,7 +236,7 @@ class SGLangGenerator:
                     known[key] = self._tokenizer.encode(sample.prompt)
                 sample.tokens = list(known[key])
             if self._longest_prompt is not None and sample.prompt_length > self._longest_prompt:
-                raise PromptTooLong(
+                raise PromptTooLongError(
                     f"sample {sample.index} of group {group.feed_index}: its prompt has {sample.prompt_length} tokens, "
                     f"more than rollout_max_prompt_len {self._longest_prompt}"
                 )
@@ -254,7 +256,7 @@ class SGLangGenerator:
                 yield budget, alike[start : start + at_once]
 
     async def _post(self, under_way: _UnderWay, samples: list[Sample], sampling_params: dict[str, Any]) -> None:
-        async with self._places.take(len(samples)) as admitted:
+        async with self._permits.take(len(samples)) as admitted:
             if not admitted or under_way.aborted:
                 for sample in samples:
                     sample.status = SampleStatus.ABORTED

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from miles_async.adapters.network_ports import ClaimedPort, claim_port
-from miles_async.adapters.sglang.process import PortTaken, ServerProcess
-from miles_async.errors import Fatal, UserError
+from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
+from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
+from miles_async.errors import FatalError, UserError
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper bound of the KV cache where there is no device memory to measure."""
@@ -115,11 +115,11 @@ class EngineServer:
             )
             try:
                 self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout)
-            except PortTaken:
+            except PortTakenError:
                 continue
             self.info = EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp)
             return self.info
-        raise Fatal(
+        raise FatalError(
             f"engine {self.spec.name} found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})"
         )
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
 _PORT_TAKEN = re.compile(r"address already in use|port \S+ is (?:already )?(?:in use|not available)", re.IGNORECASE)
 
 
-class PortTaken(Exception):
+class PortTakenError(Exception):
     """Somebody took the port between our look and the server's bind; another one will do."""
 
 
@@ -31,7 +31,7 @@ class ServerProcess:
         self.name = name
         self.health_url = health_url
         self.log_path = log_path
-        self._command = [sys.executable, "-m", "miles_async.adapters.sglang.tied", module, *arguments]
+        self._command = [sys.executable, "-m", "miles_async.adapters.sglang.die_with_parent", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         """Where this process's part of the log begins: one that it replaces wrote the rest."""
@@ -39,7 +39,7 @@ class ServerProcess:
     def start(self, environment: Mapping[str, str], cpus: Sequence[int] | None, timeout: float) -> None:
         """Start and wait until healthy.
 
-        Raises PortTaken when the port was gone, Fatal with the cause and the log's path when the process died or was
+        Raises PortTakenError when the port was gone, Fatal with the cause and the log's path when the process died or was
         not healthy after `timeout` seconds; it is stopped then.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +101,8 @@ class ServerProcess:
     def _failure(self, what: str) -> Exception:
         log = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
         if _PORT_TAKEN.search(log):
-            return PortTaken(what)
-        return Fatal(f"{what}: {cause(log)} (log: {self.log_path})")
+            return PortTakenError(what)
+        return FatalError(f"{what}: {cause(log)} (log: {self.log_path})")
 
 
 def _as_imported() -> str:

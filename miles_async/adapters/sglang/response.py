@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miles_async.errors import BadTrajectory
+from miles_async.errors import TrajectoryError
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
@@ -14,17 +14,17 @@ _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "ab
 def extend(sample: Sample, answer: dict[str, Any], decode: Callable[[list[int]], str]) -> None:
     """Append the answer's tokens, log-probabilities and version spans to the sample, and set its text and status.
 
-    The sample is changed only when all of it is good. Raises BadTrajectory for an answer without log-probabilities for
+    The sample is changed only when all of it is good. Raises TrajectoryError for an answer without log-probabilities for
     every token, or without an integer weight version for every token: an unknown age must never pass for a fresh one.
     """
     meta = answer["meta_info"]
     ids: list[int] = answer["output_ids"]
     log_probs = [entry[0] for entry in meta["output_token_logprobs"]]
     if len(log_probs) != len(ids):
-        raise BadTrajectory(f"sample {sample.index}: {len(ids)} tokens came with {len(log_probs)} log-probabilities")
+        raise TrajectoryError(f"sample {sample.index}: {len(ids)} tokens came with {len(log_probs)} log-probabilities")
     status = _STATUS.get(meta["finish_reason"]["type"])
     if status is None:
-        raise BadTrajectory(f"sample {sample.index}: unknown finish reason {meta['finish_reason']}")
+        raise TrajectoryError(f"sample {sample.index}: unknown finish reason {meta['finish_reason']}")
     spans = _spans(sample, meta, len(ids))
 
     continued = sample.response_length > 0
@@ -54,7 +54,7 @@ def _spans(sample: Sample, meta: dict[str, Any], tokens: int) -> list[VersionSpa
             start = spans.pop().start
         spans.append(VersionSpan(int(version), start, end))
     if covered != tokens:
-        raise BadTrajectory(
+        raise TrajectoryError(
             f"sample {sample.index}: weight versions {meta.get('weight_versions')} do not name an integer version for "
             f"each of its {tokens} tokens; commit a version on the engine before admitting requests"
         )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from miles_async.adapters.network_ports import ClaimedPort, claim_port
-from miles_async.adapters.sglang.process import PortTaken, ServerProcess
-from miles_async.errors import Fatal, UserError
+from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
+from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
+from miles_async.errors import FatalError, UserError
 
 PORT_ATTEMPTS = 3
 
@@ -41,9 +41,9 @@ class RouterServer:
         for _ in range(PORT_ATTEMPTS):
             self._release_ports()
             self._ports = [claim_port(), claim_port()]
-            with suppress(PortTaken):
+            with suppress(PortTakenError):
                 return self._serve()
-        raise Fatal(f"sglang-router found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})")
+        raise FatalError(f"sglang-router found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})")
 
     def restart(self) -> str:
         """End what is left of it and start it anew at the address that all know. Raises Fatal as `start` does."""
@@ -51,8 +51,8 @@ class RouterServer:
             self._process.stop(grace=0)
         try:
             return self._serve()
-        except PortTaken as taken:
-            raise Fatal(f"sglang-router cannot have its old port back: {taken}") from taken
+        except PortTakenError as taken:
+            raise FatalError(f"sglang-router cannot have its old port back: {taken}") from taken
 
     def _serve(self) -> str:
         port, metrics_port = (claimed.number for claimed in self._ports)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from miles_async.errors import BadTrajectory, UserError
+from miles_async.errors import TrajectoryError, UserError
 
 
 class CheckpointTokenizer:
@@ -43,7 +43,7 @@ class CheckpointTokenizer:
     ) -> str:
         """Chat messages as text; with `answer_next`, up to where the model begins to answer.
 
-        Raises UserError where the checkpoint has no template, BadTrajectory where its template refuses these."""
+        Raises UserError where the checkpoint has no template, TrajectoryError where its template refuses these."""
         if self._chat.chat_template is None:
             raise UserError(
                 f"the tokenizer in {self._folder} has no chat template: agents that speak in messages need one"
@@ -54,7 +54,7 @@ class CheckpointTokenizer:
             )
         except Exception as error:
             # A template is code of the checkpoint's and may raise anything.
-            raise BadTrajectory(f"the chat template refused the messages: {error}") from error
+            raise TrajectoryError(f"the chat template refused the messages: {error}") from error
 
     def text_of(self, ids: list[int]) -> str:
         """Text with its special tokens."""

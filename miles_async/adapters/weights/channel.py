@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import EngineLost, Fatal, UserError
+from miles_async.errors import EngineLostError, FatalError, UserError
 from miles_async.types import WriteOutcome
 
 MEASURED = ("memory", "p2p", "broadcast")
@@ -34,13 +34,13 @@ class Sources(Protocol):
 
     async def meet(self, engines: Sequence[EngineInfo]) -> None: ...
 
-    async def reach(self, way: str, engine: str) -> None: ...
+    async def reach(self, transport: str, engine: str) -> None: ...
 
-    async def stage(self, version: int, ways: Sequence[str]) -> None:
+    async def stage(self, version: int, transports: Sequence[str]) -> None:
         """Set the learner's present weights aside and let `ways` prepare them."""
         ...
 
-    async def write(self, version: int, engine: str, way: str) -> list[WriteOutcome]:
+    async def write(self, version: int, engine: str, transport: str) -> list[WriteOutcome]:
         """One outcome per source."""
         ...
 
@@ -48,8 +48,8 @@ class Sources(Protocol):
 class Channel:
     """`ports.WeightChannel`. `ways` are the ways by preference; `address` tells where the engine of a name is now."""
 
-    def __init__(self, ways: Sequence[str], sources: Sources, address: Callable[[str], EngineInfo]) -> None:
-        self._ways = tuple(ways)
+    def __init__(self, transports: Sequence[str], sources: Sources, address: Callable[[str], EngineInfo]) -> None:
+        self._transports = tuple(transports)
         self._sources = sources
         self._address = address
         self._met: dict[str, EngineInfo] = {}
@@ -59,10 +59,10 @@ class Channel:
 
     @property
     def name(self) -> str:
-        return self._ways[0]
+        return self._transports[0]
 
     async def meet(self, engines: Sequence[str]) -> None:
-        """Raises EngineLost where one does not answer, cannot be reached or does not fit."""
+        """Raises EngineLostError where one does not answer, cannot be reached or does not fit."""
         infos = [self._address(engine) for engine in engines]
         await self._sources.meet(infos)
         # One that was started anew has done nothing wrong yet.
@@ -74,7 +74,9 @@ class Channel:
     async def stage(self, version: int) -> None:
         """Raises Fatal where versions would fall: an engine cannot tell new weights of an old number from old ones."""
         if self._staged is not None and version < self._staged:
-            raise Fatal(f"weight version {version} was to be staged after version {self._staged}; versions only rise")
+            raise FatalError(
+                f"weight version {version} was to be staged after version {self._staged}; versions only rise"
+            )
         await self._sources.stage(version, sorted({self.name, *map(self._way, self._falls)}))
         self._staged = version
 
@@ -83,10 +85,10 @@ class Channel:
 
     async def fall_back(self, engine: str) -> str | None:
         falls = self._falls.get(engine, 0) + 1
-        if falls >= len(self._ways):
+        if falls >= len(self._transports):
             return None
         self._falls[engine] = falls
-        return self._ways[falls]
+        return self._transports[falls]
 
     async def _write(self, version: int, engine: str) -> WriteOutcome:
         parts = await self._sources.write(version, engine, self._way(engine))
@@ -100,14 +102,14 @@ class Channel:
         )
 
     def _way(self, engine: str) -> str:
-        return self._ways[self._falls.get(engine, 0)]
+        return self._transports[self._falls.get(engine, 0)]
 
 
-async def find_ways(sources: Sources, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
+async def find_transports(sources: Sources, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
     """The ways that weights can take here, best first; the engines then hold the present weights as version 0.
 
     `wanted` is `auto` or a way's name. The engines must be idle. Raises UserError when a way that was asked for by name
-    does not work, with what to do about it; EngineLost or Fatal where an engine does not answer or fit.
+    does not work, with what to do about it; EngineLostError or Fatal where an engine does not answer or fit.
     """
     await sources.meet(engines)
     await sources.stage(0, [])
@@ -115,37 +117,40 @@ async def find_ways(sources: Sources, wanted: str, engines: Sequence[EngineInfo]
     if wanted != "auto":
         try:
             await _seconds(sources, wanted, known)
-        except EngineLost as failure:
+        except EngineLostError as failure:
             raise UserError(f"weight_transfer {wanted} does not work here: {failure}") from failure
-        return (wanted, *(way for way in LAST_RESORTS if way != wanted))
+        return (wanted, *(transport for transport in LAST_RESORTS if transport != wanted))
     took: dict[str, float] = {}
-    for way in MEASURED:
+    for transport in MEASURED:
         try:
-            took[way] = await _seconds(sources, way, known)
-        except EngineLost as failure:
-            _log.info(f"weights cannot travel by {way} here: {failure}")
+            took[transport] = await _seconds(sources, transport, known)
+        except EngineLostError as failure:
+            _log.info(f"weights cannot travel by {transport} here: {failure}")
     if not took:
         try:
             await _seconds(sources, "disk", known)
-        except EngineLost as failure:
-            raise Fatal(f"no way to move weights to the engines works; by disk: {failure}") from failure
-    _log.info("ways for weights, in milliseconds", **{way: round(1e3 * seconds, 1) for way, seconds in took.items()})
+        except EngineLostError as failure:
+            raise FatalError(f"no way to move weights to the engines works; by disk: {failure}") from failure
+    _log.info(
+        "ways for weights, in milliseconds",
+        **{transport: round(1e3 * seconds, 1) for transport, seconds in took.items()},
+    )
     return (*by_preference(took), "disk")
 
 
 def by_preference(took: Mapping[str, float]) -> list[str]:
     """The ways that `auto` tried, best first; `took` are their seconds."""
     handicap = {"p2p": (1.0, 0.0), "broadcast": (NEAR_TIE, 0.0), "memory": (NEAR_TIE, SHORTCUT_SECONDS)}
-    return sorted(took, key=lambda way: took[way] * handicap[way][0] + handicap[way][1])
+    return sorted(took, key=lambda transport: took[transport] * handicap[transport][0] + handicap[transport][1])
 
 
-async def _seconds(sources: Sources, way: str, engines: Mapping[str, EngineInfo]) -> float:
-    """What a write of the staged weights to all engines takes, the second time. Raises EngineLost where it fails."""
-    channel = Channel((way,), sources, engines.__getitem__)
+async def _seconds(sources: Sources, transport: str, engines: Mapping[str, EngineInfo]) -> float:
+    """What a write of the staged weights to all engines takes, the second time. Raises EngineLostError where it fails."""
+    channel = Channel((transport,), sources, engines.__getitem__)
     for _ in range(2):
         began = asyncio.get_running_loop().time()
         for outcome in await channel.write(0, list(engines)):
             if outcome.error is not None:
-                raise EngineLost(outcome.error)
+                raise EngineLostError(outcome.error)
         took = asyncio.get_running_loop().time() - began
     return took

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from miles_async.adapters.sglang.engine_weights import REGIONS, SUMS
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.layout import Shape
-from miles_async.errors import EngineLost
+from miles_async.errors import EngineLostError
 
 Window = tuple[str, int, int]
 """Parameter, first byte, bytes."""
@@ -62,7 +62,7 @@ class Engine:
 
 
 def meet(info: EngineInfo, *, timeout: float) -> Engine:
-    """Ask an engine where its weights lie. Raises EngineLost when it does not answer, or has no plugin of ours."""
+    """Ask an engine where its weights lie. Raises EngineLostError when it does not answer, or has no plugin of ours."""
     told = _ask(info, REGIONS, timeout=timeout)
     ranks = []
     for rank in told:
@@ -96,7 +96,7 @@ def address_towards(url: str) -> str:
 def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
     """POST `body`, or GET without one; the decoded answer.
 
-    Raises EngineLost when the engine does not answer within `timeout` seconds or answers with an error.
+    Raises EngineLostError when the engine does not answer within `timeout` seconds or answers with an error.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data=data, headers={"content-type": "application/json"})
@@ -106,7 +106,7 @@ def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, t
             return decoded
     except urllib.error.HTTPError as error:
         text = " ".join(error.read(300).decode(errors="replace").split())
-        raise EngineLost(f"{url}{path} answered {error.code}: {text}") from error
+        raise EngineLostError(f"{url}{path} answered {error.code}: {text}") from error
     except (OSError, HTTPException, json.JSONDecodeError) as error:
         # One that ends in the middle of its answer leaves half of it.
-        raise EngineLost(f"{url}{path}: {error}") from error
+        raise EngineLostError(f"{url}{path}: {error}") from error

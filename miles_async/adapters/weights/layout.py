@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 
 Shape = tuple[int, ...]
 
@@ -71,14 +71,14 @@ def place(tensors: Iterable[tuple[str, Shape]], ranks: Sequence[Mapping[str, Sha
         if target not in ranks[0]:
             if _VOCABULARY.fullmatch(name):
                 continue  # a tied output layer has no memory of its own in the engine
-            raise Fatal(f"the engine serves another model: it has no parameter {target} for {name}")
+            raise FatalError(f"the engine serves another model: it has no parameter {target} for {name}")
         columns, copies = _copies(name, shape, target, ranks, rows)
         placements.append(Placement(name, shape, columns, tuple(copies)))
         covered[target] += sum(copy.numel for copy in copies if copy.rank == 0)
     for target, filled in covered.items():
         whole = math.prod(ranks[0][target])
         if filled == 0:
-            raise Fatal(f"the engine serves another model: the learner has nothing for its parameter {target}")
+            raise FatalError(f"the engine serves another model: the learner has nothing for its parameter {target}")
         if filled != whole and not _VOCABULARY.fullmatch(target):
             raise _misfit(target, f"{whole} elements", f"{filled}")
     return placements
@@ -143,5 +143,5 @@ def _rows(name: str, total: int, there: int, rank: int, ranks: int, rows: Mappin
     return rank * there, there, 0
 
 
-def _misfit(target: str, engine: str, learner: str) -> Fatal:
-    return Fatal(f"the engine serves another model: {target} has {engine} there, and {learner} in the learner")
+def _misfit(target: str, engine: str, learner: str) -> FatalError:
+    return FatalError(f"the engine serves another model: {target} has {engine} there, and {learner} in the learner")

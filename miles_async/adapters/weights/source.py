@@ -11,15 +11,15 @@ from pathlib import Path
 from threading import Lock
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.broadcast import BroadcastWay
-from miles_async.adapters.weights.disk import DeltaWay, DiskWay
 from miles_async.adapters.weights.engine import Engine, meet, sums
 from miles_async.adapters.weights.layout import Shape, place
-from miles_async.adapters.weights.memory import MemoryWay
-from miles_async.adapters.weights.p2p import P2PWay
 from miles_async.adapters.weights.staging import NamedTensors, Staging, share
-from miles_async.adapters.weights.way import Way
-from miles_async.errors import EngineLost, Fatal
+from miles_async.adapters.weights.transports.broadcast import BroadcastTransport
+from miles_async.adapters.weights.transports.disk import DeltaTransport, DiskTransport
+from miles_async.adapters.weights.transports.memory import MemoryTransport
+from miles_async.adapters.weights.transports.p2p import P2PTransport
+from miles_async.adapters.weights.transports.transport import Transport
+from miles_async.errors import EngineLostError, FatalError
 from miles_async.types import WriteOutcome
 
 SIGN_OF_LIFE_SECONDS = 5.0
@@ -50,14 +50,14 @@ class Source:
         self._rank, self._sources = rank, sources
         self.bucket, self.everything, self.timeout = bucket, everything, timeout
         folder /= f"source_{rank}"
-        self._make: dict[str, Callable[[], Way]] = {
-            "memory": MemoryWay,
-            "p2p": lambda: P2PWay(bucket=bucket, timeout=timeout),
-            "broadcast": lambda: BroadcastWay(bucket=bucket, timeout=timeout, source=rank),
-            "disk": lambda: DiskWay(folder, bucket=bucket, timeout=timeout),
-            "disk_delta": lambda: DeltaWay(folder, bucket=bucket, timeout=timeout),
+        self._make: dict[str, Callable[[], Transport]] = {
+            "memory": MemoryTransport,
+            "p2p": lambda: P2PTransport(bucket=bucket, timeout=timeout),
+            "broadcast": lambda: BroadcastTransport(bucket=bucket, timeout=timeout, source=rank),
+            "disk": lambda: DiskTransport(folder, bucket=bucket, timeout=timeout),
+            "disk_delta": lambda: DeltaTransport(folder, bucket=bucket, timeout=timeout),
         }
-        self._ways: dict[str, Way] = {}
+        self._transports: dict[str, Transport] = {}
         self._engines: dict[str, Engine] = {}
         self._layout: Layout | None = None
         """Of the engines that were met."""
@@ -71,12 +71,14 @@ class Source:
     def meet(self, engines: Sequence[EngineInfo]) -> None:
         """These are the engines from now on; what is staged stays so while their layout does.
 
-        Raises EngineLost when one does not answer or holds its weights in another layout than the others, Fatal when
+        Raises EngineLostError when one does not answer or holds its weights in another layout than the others, Fatal when
         it serves another model.
         """
         for info in engines:
             if [other.name for other in engines].count(info.name) > 1 or [e.url for e in engines].count(info.url) > 1:
-                raise Fatal(f"engine {info.name} at {info.url} is there twice; give every engine its own name and port")
+                raise FatalError(
+                    f"engine {info.name} at {info.url} is there twice; give every engine its own name and port"
+                )
         wanted = {info.name: info for info in engines}
         for name, engine in list(self._engines.items()):
             if wanted.get(name) != engine.info:
@@ -85,46 +87,46 @@ class Source:
             if name not in self._engines:
                 self._engines[name] = self._fitting(meet(info, timeout=self.timeout))
 
-    def reach(self, way: str, name: str) -> None:
-        """Connect a way to an engine. Raises EngineLost with what to do about it."""
+    def reach(self, transport: str, name: str) -> None:
+        """Connect a way to an engine. Raises EngineLostError with what to do about it."""
         with self._preparing:
-            if (way, name) in self._reached:
+            if (transport, name) in self._reached:
                 return
             try:
-                if way not in self._ways:
-                    self._ways[way] = self._make[way]()
+                if transport not in self._transports:
+                    self._transports[transport] = self._make[transport]()
             except ImportError as failure:
-                raise EngineLost(_advice(failure)) from failure
-            self._ways[way].connect(self._engines[name])
-            self._reached.add((way, name))
+                raise EngineLostError(_advice(failure)) from failure
+            self._transports[transport].connect(self._engines[name])
+            self._reached.add((transport, name))
 
     def stage(self, version: int, named_tensors: NamedTensors) -> None:
         """Copy this rank's share aside as `version`; the tensors may change afterwards."""
         assert self._staging is not None, "meet() comes before stage()"
         self._staging.fill(version, named_tensors)
 
-    def prepare(self, way: str) -> None:
+    def prepare(self, transport: str) -> None:
         """Do what this way can do before the pause. A write does it where this was not called."""
         assert self._staging is not None, "meet() comes first"
         with self._preparing:
-            if way in self._ways and self._ready.get(way) != self._staging.fills:
-                self._ways[way].stage(self._staging)
-                self._ready[way] = self._staging.fills
+            if transport in self._transports and self._ready.get(transport) != self._staging.fills:
+                self._transports[transport].stage(self._staging)
+                self._ready[transport] = self._staging.fills
 
-    def write(self, version: int, name: str, way: str) -> WriteOutcome:
+    def write(self, version: int, name: str, transport: str) -> WriteOutcome:
         """Write the staged version to one engine and check it. Never raises for what happens to an engine."""
         assert self._staging is not None, "meet() comes before write()"
         started, size = time.perf_counter(), 0
         error = None
         try:
             if self._staging.version != version:
-                raise EngineLost(f"version {version} is not staged (version {self._staging.version} is)")
+                raise EngineLostError(f"version {version} is not staged (version {self._staging.version} is)")
             if self._staging.placements:  # there may be more sources than tensors
-                self.reach(way, name)
-                self.prepare(way)
-                size = self._ways[way].write(self._staging, self._engines[name])
+                self.reach(transport, name)
+                self.prepare(transport)
+                size = self._transports[transport].write(self._staging, self._engines[name])
                 self._check(self._engines[name])
-        except (EngineLost, Fatal) as failure:
+        except (EngineLostError, FatalError) as failure:
             error = f"engine {name}: {failure}"
         seconds = time.perf_counter() - started
         # Whatever waits for an engine gives up after the timeout, and may leave something behind that goes on.
@@ -132,15 +134,15 @@ class Source:
         return WriteOutcome(engine=name, seconds=seconds, bytes=size, error=error, final=final)
 
     def close(self) -> None:
-        for way in self._ways.values():
-            way.close()
-        self._ways, self._reached, self._ready = {}, set(), {}
+        for transport in self._transports.values():
+            transport.close()
+        self._transports, self._reached, self._ready = {}, set(), {}
 
     def _forget(self, name: str) -> None:
         del self._engines[name]
-        for way in self._ways.values():
-            way.forget(name)
-        self._reached = {(way, other) for way, other in self._reached if other != name}
+        for transport in self._transports.values():
+            transport.forget(name)
+        self._reached = {(transport, other) for transport, other in self._reached if other != name}
 
     def _fitting(self, engine: Engine) -> Engine:
         """The engine, once it is certain that what is staged, for it as for the others, fits it."""
@@ -148,7 +150,7 @@ class Source:
         if layout == self._layout:
             return engine
         if self._engines:
-            raise EngineLost(
+            raise EngineLostError(
                 f"engine {engine.name} holds its weights in another layout than {min(self._engines)}; start all with "
                 "the same model, dtype and tensor-parallel size"
             )
@@ -161,19 +163,19 @@ class Source:
         engine = self._engines[name]
         try:
             sums(engine, [[] for _ in engine.ranks], timeout=min(SIGN_OF_LIFE_SECONDS, self.timeout))
-        except EngineLost:
+        except EngineLostError:
             return False
         return True
 
     def _check(self, engine: Engine) -> None:
-        """Compare what stands in the engine's memory with what was sent. Raises EngineLost where it differs."""
+        """Compare what stands in the engine's memory with what was sent. Raises EngineLostError where it differs."""
         assert self._staging is not None, "meet() comes first"
         windows, expected = self._staging.windows(len(engine.ranks), everything=self.everything)
         found = sums(engine, windows, timeout=self.timeout)
         for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
             for (parameter, _, _), here, there in zip(windows[rank], ours, theirs, strict=True):
                 if here != there:
-                    raise EngineLost(f"{parameter} of rank {rank} differs from what was sent")
+                    raise EngineLostError(f"{parameter} of rank {rank} differs from what was sent")
 
 
 def _advice(failure: ImportError) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from miles_async.adapters.weights.engine import Window
 from miles_async.adapters.weights.layout import Placement
-from miles_async.errors import Fatal
+from miles_async.errors import FatalError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and full (unsharded) tensors."""
@@ -58,7 +58,7 @@ class Staging:
                 continue  # another source rank's
             columns = self._by_name[name].columns
             if tuple(tensor.shape) != self._by_name[name].shape:
-                raise Fatal(f"the learner's {name} changed its shape to {tuple(tensor.shape)}")
+                raise FatalError(f"the learner's {name} changed its shape to {tuple(tensor.shape)}")
             if columns == 1:
                 self._views[name].view(tensor.shape).copy_(tensor)
             else:
@@ -68,7 +68,7 @@ class Staging:
                     part.view(columns_of_it.shape).copy_(columns_of_it)
             missing.discard(name)
         if missing:
-            raise Fatal(f"the learner no longer exports {min(missing)}")
+            raise FatalError(f"the learner no longer exports {min(missing)}")
         self.version = version
 
     def start(self, name: str) -> int:

@@ -10,16 +10,16 @@ from miles_async.config.checks import models, rollouts, serving, sizes
 from miles_async.config.checks.notes import NOTES
 from miles_async.config.derived import bounds_of, schedule_of
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Schedule
+from miles_async.scheduling.bounds import Schedule
 
 
 def problems(config: RunConfig, entry: str) -> list[str]:
     """Why a run of `entry` would be refused; empty where it may start."""
     schedule = schedule_of(config, entry)
     found = [sentence for check in _CHECKS for sentence in check(config)]
-    if config.cluster.colocate and schedule is not Schedule.TURNS:
+    if config.cluster.colocate and schedule is not Schedule.SYNCHRONOUS:
         found.append("colocate is for train.py: what generates while it trains needs devices of its own; unset it")
-    if schedule is not Schedule.TURNS and config.rollout.max_weight_staleness == 0:
+    if schedule is not Schedule.SYNCHRONOUS and config.rollout.max_weight_staleness == 0:
         found.append(
             "max_weight_staleness 0 allows no overlap of generation and training: use train.py, which takes turns, "
             "or set it to 1 or more"

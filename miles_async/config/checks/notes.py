@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from miles_async.config.derived import GREEDY_FUNCTION, engines, schedule_of
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Schedule
+from miles_async.scheduling.bounds import Schedule
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:

@@ -13,8 +13,8 @@ BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1"
 
 
 def _supervised(config: RunConfig) -> Iterator[str]:
-    lessons = config.rollout.rollout_function_path == SFT_FUNCTION
-    if lessons and config.learner.loss_type != "sft_loss":
+    sft_examples = config.rollout.rollout_function_path == SFT_FUNCTION
+    if sft_examples and config.learner.loss_type != "sft_loss":
         yield f"{SFT_FUNCTION} brings lessons and no rewards: set loss_type to sft_loss"
 
 

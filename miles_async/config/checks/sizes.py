@@ -14,7 +14,7 @@ from miles_async.config.derived import (
     samples_per_step,
 )
 from miles_async.config.schema import RunConfig
-from miles_async.core.bounds import Bounds
+from miles_async.scheduling.bounds import Bounds
 
 
 def _batch_sizes(config: RunConfig) -> Iterator[str]:

@@ -1,0 +1,91 @@
+"""Stand-ins for the half of the stack that a run leaves out. They do nothing, and say that they did nothing.
+
+`--debug-rollout-only` has no learner: steps take no time and move no weight, so all versions are the same weights.
+`--debug-train-only` has no engines, nor have lessons that nothing is evaluated between: what is published goes nowhere,
+and asking for a token is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles_async.errors import FatalError
+from miles_async.types import EngineLoad, Group, StepReport, WriteOutcome
+
+
+class NullLearner:
+    """`ports.Learner` and `ports.WeightChannel`."""
+
+    name = "none"
+
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        now = time.time()
+        return StepReport(started=now, ended=now, tokens=0, finite=True)
+
+    async def copy_state(self, rollout_id: int) -> None: ...
+
+    async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None: ...
+
+    async def stage(self, version: int) -> None: ...
+
+    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+        return [WriteOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
+
+    async def meet(self, engines: Sequence[str]) -> None: ...
+
+    async def fall_back(self, engine: str) -> str | None:
+        return None
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+
+class NullEngines:
+    """`ports.Fleet`, `Generator` and `Rewarder`. It names one engine, so that publishes have somewhere to end."""
+
+    in_flight = 0
+    busy_seconds = 0.0
+
+    async def generate(self, group: Group) -> None:
+        raise FatalError(f"group {group.feed_index} was sent to the engines, and this run started none")
+
+    async def score(self, group: Group) -> None:
+        raise FatalError(f"group {group.feed_index} was sent to its reward in a run that only trains")
+
+    async def abort(self, group: Group | None = None) -> None: ...
+
+    def routed(self) -> Sequence[str]:
+        return ("no-engine",)
+
+    def members(self) -> Sequence[str]:
+        return ()
+
+    async def loads(self) -> Sequence[EngineLoad]:
+        return ()
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def commit(self, engine: str, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def fence(self, engine: str, reason: str) -> None: ...
+
+    async def admit(self, engine: str) -> None: ...
+
+    async def dismiss(self, engine: str) -> None: ...
+
+    async def check(self, engine: str) -> None: ...
+
+    async def restart(self, engine: str) -> None: ...
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+    async def check_router(self) -> None: ...
+
+    async def close(self) -> None: ...

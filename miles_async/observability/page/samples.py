@@ -1,0 +1,61 @@
+"""Samples for people to read: one every few seconds, shortened, and harmless wherever it is shown."""
+
+from __future__ import annotations
+
+from miles_async.events import EventSink, SampleDisplayed
+from miles_async.types import Group, Sample, SampleStatus
+
+CHARACTERS_SHOWN = 2000
+"""Of a text, half from its beginning and half from its end."""
+
+_CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+_CONTROLS |= {
+    code: f"<U+{code:04X}>" for code in (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070))
+}
+
+
+def readable(text: str) -> str:
+    """`text` with control characters as visible signs, what no encoding knows replaced, and its middle left out."""
+    if (more := len(text) - CHARACTERS_SHOWN) > 0:
+        half = CHARACTERS_SHOWN // 2
+        text = f"{text[:half]}\n[… {more} characters …]\n{text[-half:]}"
+    return text.encode("utf-8", "replace").decode().translate(_CONTROLS)
+
+
+class SampleDisplay:
+    """Offer it every finished group; it tells of one each `interval_seconds`, or of none."""
+
+    def __init__(self, events: EventSink, interval_seconds: float | None) -> None:
+        self._events = events
+        self._interval = interval_seconds
+        self._next = 0.0
+
+    def offer(self, now: float, group: Group) -> None:
+        """A group with its rewards; `now` in the event stream's time."""
+        if self._interval is None or now < self._next:
+            return
+        self._next = now + self._interval
+        sample = group[0]
+        versions = [span.version for span in sample.spans]
+        self._events.emit(
+            SampleDisplayed(
+                time=now,
+                sequence=group.sequence or 0,
+                feed_index=group.feed_index,
+                prompt=readable(_prompt(sample)),
+                response=readable(sample.response),
+                label=readable(str(sample.label)) if sample.label is not None else "",
+                reward=sample.scalar_reward,
+                rewards=[member.scalar_reward for member in group],
+                tokens=sample.response_length,
+                versions=(min(versions), max(versions)),
+                truncated=sample.status is SampleStatus.TRUNCATED,
+            )
+        )
+
+
+def _prompt(sample: Sample) -> str:
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in sample.prompt)

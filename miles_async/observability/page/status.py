@@ -1,0 +1,224 @@
+"""Where a run stands: the event stream folded into what the live page draws and the report repeats."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from miles_async.events import (
+    ClusterReady,
+    EngineBusy,
+    EngineChanged,
+    Evaluated,
+    Event,
+    GroupFiltered,
+    GroupMoved,
+    ProcessSilent,
+    PublishEnded,
+    PublishStarted,
+    Pulse,
+    QueueChanged,
+    RouterChanged,
+    RunEnded,
+    RunStarted,
+    SampleDisplayed,
+    Stalled,
+    StepEnded,
+    StepStarted,
+    TrainerPhaseChanged,
+    VerdictChanged,
+    WarningRaised,
+    WriteFailed,
+)
+from miles_async.scheduling.ledger import GroupState
+
+SAMPLES_KEPT = 12
+NOTICES_KEPT = 8
+OUTCOMES_KEPT = 40
+"""Names at most: filters give reasons in their own words."""
+SLOTS_SHOWN = 480
+"""More live groups than this are counted, not drawn."""
+ENDED = (GroupState.PUBLISHED, GroupState.DROPPED)
+
+
+@dataclass(slots=True)
+class _Slot:
+    sequence: int
+    feed_index: str
+    attempt: int
+    state: str
+    since: float
+
+
+class RunStatus:
+    """Feed every event to `observe`; `figures` says how things stand at `now` (wall-clock seconds)."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._run: RunStarted | None = None
+        self._cluster: ClusterReady | None = None
+        self._ended: RunEnded | None = None
+        self._slots: dict[int, _Slot] = {}
+        """Live groups in order of admission."""
+        self._fed = 0
+        self._outcomes: Counter[str] = Counter()
+        """Published, trained, and dropped by reason."""
+        self._staleness: Counter[int] = Counter()
+        self._queue: QueueChanged | None = None
+        self._pulse: Pulse | None = None
+        self._busy: EngineBusy | None = None
+        self._turned: TrainerPhaseChanged | None = None
+        self._verdict: VerdictChanged | None = None
+        self._step_started: StepStarted | None = None
+        self._step: StepEnded | None = None
+        self._publish_started: PublishStarted | None = None
+        self._publish: PublishEnded | None = None
+        self._engines: dict[str, EngineChanged] = {}
+        self._router: RouterChanged | None = None
+        self._silent: dict[str, float] = {}
+        """When each process that does not answer was last heard."""
+        self._scores: dict[str, list[Evaluated]] = {}
+        """First and last evaluation of every data set."""
+        self._samples: deque[SampleDisplayed] = deque(maxlen=SAMPLES_KEPT)
+        self._notices: deque[WarningRaised] = deque(maxlen=NOTICES_KEPT)
+
+    def observe(self, event: Event) -> None:
+        self._now = max(self._now, event.time)
+        match event:
+            case GroupMoved():
+                self._moved(event)
+            case QueueChanged():
+                self._queue = event
+            case Pulse():
+                self._pulse = event
+            case EngineBusy():
+                self._busy = event
+            case RunStarted():
+                self._run = event
+            case ClusterReady():
+                self._cluster = event
+            case TrainerPhaseChanged():
+                self._turned = event
+            case VerdictChanged():
+                self._verdict = event
+            case StepStarted():
+                self._step_started = event
+            case StepEnded():
+                self._step_ended(event)
+            case PublishStarted():
+                self._publish_started = event
+            case PublishEnded():
+                self._published(event)
+            case EngineChanged():
+                self._engines[event.engine] = event
+            case RouterChanged():
+                self._router = event
+            case ProcessSilent():
+                self._heard(event)
+            case Evaluated():
+                self._scores[event.name] = [*self._scores.get(event.name, [])[:1], event]
+            case GroupFiltered():
+                known = f"filtered: {event.reason}" in self._outcomes or len(self._outcomes) < OUTCOMES_KEPT
+                self._outcomes[f"filtered: {event.reason if known else 'other'}"] += 1
+            case SampleDisplayed():
+                self._samples.append(event)
+            case WarningRaised():
+                self._notices.append(event)
+            case WriteFailed():
+                text = f"version {event.version} did not arrive at {event.engine} ({event.error}): {event.then}"
+                self._notices.append(WarningRaised(time=event.time, text=text))
+            case Stalled():
+                self._notices.append(
+                    WarningRaised(time=event.time, text=f"no group was collected for {event.seconds:.0f} s")
+                )
+            case RunEnded():
+                self._ended = event
+            case _:
+                pass
+
+    def _moved(self, event: GroupMoved) -> None:
+        if event.before is None:
+            self._fed += 1
+            self._slots[event.sequence] = _Slot(
+                event.sequence, event.feed_index, event.attempt, event.after, event.time
+            )
+        elif event.after in ENDED:
+            self._slots.pop(event.sequence, None)
+            self._outcomes[event.reason or event.after] += 1
+        elif (slot := self._slots.get(event.sequence)) is not None:
+            slot.state, slot.since = event.after, event.time
+
+    def _step_ended(self, event: StepEnded) -> None:
+        self._step = event
+        if event.finite and self._step_started is not None:
+            self._staleness.update(self._step_started.staleness)
+
+    def _published(self, event: PublishEnded) -> None:
+        self._publish, self._publish_started = event, None
+        for name in event.fenced:
+            self._engines[name] = EngineChanged(
+                time=event.time, engine=name, state="fenced", version=None, reason="a weight write failed"
+            )
+        if event.live:
+            for name, engine in self._engines.items():
+                if engine.state == "routed":
+                    self._engines[name] = msgspec.structs.replace(engine, version=event.version)
+
+    def _heard(self, event: ProcessSilent) -> None:
+        if event.seconds:
+            self._silent[event.process] = event.time - event.seconds
+        else:
+            self._silent.pop(event.process, None)
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """Plain values for JSON. Times are seconds since the run began, ages seconds until `now` or the run's end."""
+        began = self._run.time if self._run is not None else now
+        now = self.until(now)
+        return {
+            "run": self._run,
+            "cluster": self._cluster,
+            "ended": self._ended.reason if self._ended is not None else None,
+            "began": began,
+            "elapsed": now - began,
+            "training_began": self._cluster.time - began if self._cluster is not None else None,
+            "verdict": self._verdict,
+            "trainer": self._turned and {"does": self._turned.to, "for": max(0.0, now - self._turned.time)},
+            "rollouts_done": self._step.rollout + 1 if self._step is not None else 0,
+            "fed": self._fed,
+            "requests": self._busy.in_flight if self._busy is not None else 0,
+            "queue": {"depth": self._queue.depth, "blocked": self._queue.blocked} if self._queue is not None else None,
+            "staleness_limit": self._run.staleness_limit if self._run is not None else None,
+            "pulse": self._pulse,
+            "pulse_age": max(0.0, now - self._pulse.time) if self._pulse is not None else None,
+            "outcomes": dict(self._outcomes.most_common()),
+            "staleness": {str(age): self._staleness[age] for age in sorted(self._staleness)},
+            "step": self._step,
+            "publish": self._publish,
+            "publishing": self._publish_started and self._publish_started.version,
+            "router": self._router,
+            "engines": [self._engines[name] for name in sorted(self._engines)],
+            "silent": {name: now - heard for name, heard in self._silent.items()},
+            "scores": self._scores,
+            "slots": self._window(now),
+            "samples": list(self._samples)[::-1],
+            "notices": [{"at": notice.time - began, "text": notice.text} for notice in self._notices][::-1],
+        }
+
+    def until(self, now: float) -> float:
+        """`now`, or the end of the run where that was before."""
+        return self._ended.time if self._ended is not None else now
+
+    def _window(self, now: float) -> dict[str, Any]:
+        """The live groups, oldest first, up to SLOTS_SHOWN."""
+        waiting = (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED)
+        return {
+            "head": next((s.sequence for s in self._slots.values() if s.state in waiting), None),
+            "counts": Counter(slot.state for slot in self._slots.values()),
+            "live": [
+                [slot.sequence, slot.state, round(max(0.0, now - slot.since), 1), slot.attempt, slot.feed_index]
+                for slot, _ in zip(self._slots.values(), range(SLOTS_SHOWN), strict=False)
+            ],
+        }
