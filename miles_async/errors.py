@@ -4,7 +4,8 @@
 - `DataRowError`: one row of the data is broken. It is skipped, named and counted; the run goes on.
 - `TrajectoryError`: one group went wrong. It is data: retried, then dead-lettered and counted; the run goes on.
 - `EngineLostError`: an engine stopped answering. The group is retried elsewhere, the engine is fenced and replaced.
-- `FatalError`: the run cannot go on (the learner, the producer or a disk broke). It stops within seconds, with its cause.
+- `FatalError`: the run cannot go on (the learner, the producer or a disk broke). It stops within seconds, with its
+  cause.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Generator(Protocol):
     async def generate(self, group: Group) -> None:
         """Fill tokens, log-probabilities, spans and status of every sample.
 
-        Raises TrajectoryError when this group cannot be generated (4xx, prompt too long), EngineLostError when the engine
-        went away and another attempt may succeed.
+        Raises TrajectoryError when this group cannot be generated (4xx, prompt too long), EngineLostError when the
+        engine went away and another attempt may succeed.
         """
         ...
 
@@ -170,7 +170,10 @@ class Fleet(Protocol):
         ...
 
     async def admit(self, engine: str) -> None:
-        """Let requests reach an engine that holds the current version. Raises EngineLostError when the router refuses it."""
+        """Let requests reach an engine that holds the current version.
+
+        Raises EngineLostError when the router refuses it.
+        """
         ...
 
     async def dismiss(self, engine: str) -> None:

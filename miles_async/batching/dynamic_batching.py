@@ -1,6 +1,7 @@
 """Dynamic batching as ROLL describes it (seed `dynamic-batching`): sort, shard, and pad within each micro-batch.
 
-Packing (`batching/packing.py`) is the default and pads nothing; this is for models or kernels that need rows of one length.
+Packing (`batching/packing.py`) is the default and pads nothing; this is for models or kernels that need rows of one
+length.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from dataclasses import replace
 
 from miles_async.errors import EngineLostError
 from miles_async.events import PublishEnded, PublishStarted, WriteFailed
-from miles_async.pipeline.lease import Lease
 from miles_async.pipeline.run_state import RunState
-from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.pipeline.tasks import Lease, TaskSupervisor
 from miles_async.ports import Fleet, WeightChannel
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group, WriteOutcome

@@ -8,7 +8,7 @@ from threading import Lock
 
 from miles_async.errors import LedgerError, UserError
 from miles_async.events import EventSink, GroupFiltered, GroupMoved
-from miles_async.pipeline.signal import ChangeSignal
+from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
 from miles_async.types import DropReason, Group

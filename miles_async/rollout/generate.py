@@ -3,8 +3,8 @@
     async def generate(args, sample, sampling_params) -> Sample
 
 `sampling_params` is SGLang's dictionary. `args` has every setting, the router's address, and two ways to sample that
-keep tokens, log-probabilities and weight versions by themselves: `args.turns` (`adapters/sglang/multi_turn.py`), one turn
-at a time, and `args.agents` (`adapters/agents/endpoint.py`), an OpenAI-compatible address for an agent. A function
+keep tokens, log-probabilities and weight versions by themselves: `args.turns` (`adapters/sglang/multi_turn.py`), one
+turn at a time, and `args.agents` (`adapters/agents/endpoint.py`), an OpenAI-compatible address for an agent. A function
 that talks to the router itself fills the sample itself; a sample it returns without spans counts as old as the version
 that was live when its generation began, and log-probabilities that it did not keep are asked of the engines afterwards.
 """

@@ -22,7 +22,7 @@ class Schedule(StrEnum):
     """A producer and a trainer, coupled by the queue and the slots alone."""
     ONE_STEP_OFF = "one_step_off"
     """The next batch is generated while this one trains."""
-    SYNCHRONOUS = "turns"
+    SYNCHRONOUS = "synchronous"
     """Generate, train, publish, and again."""
 
 

@@ -27,9 +27,9 @@ def pareto(mean: float, shape: float, longest: float = math.inf) -> Latency:
     return lambda group, rng: min(longest, shortest * rng.paretovariate(shape))
 
 
-def difficulty(mean: float, spread: float, log_tail: float) -> Latency:
+def difficulty(mean: float, spread: float, noise: float) -> Latency:
     """Hard prompts take longer in every attempt: a prompt's own factor, uniform in 1 ± `spread`, times noise."""
-    noisy = log_normal(mean, log_tail)
+    noisy = log_normal(mean, noise)
     return lambda group, rng: noisy(group, rng) * (1 + spread * (2 * hardness(group) - 1))
 
 

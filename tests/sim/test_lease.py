@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from miles_async.errors import FatalError
-from miles_async.pipeline.lease import Lease
+from miles_async.pipeline.tasks import Lease
 from tests.sim.virtual_time import run_virtual
 
 

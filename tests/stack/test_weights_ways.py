@@ -45,7 +45,7 @@ def source(serving: Stack, tmp_path: Path) -> Iterator[Source]:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-@pytest.mark.parametrize("way", ["memory", "p2p", "broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["memory", "p2p", "broadcast", "disk"])
 def test_after_a_publish_nothing_is_drawn_from_old_weights(
     serving: Stack, source: Source, transport: str, mode: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(
     serving.run(story)
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: Source, transport: str) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         serving.change_weights()
@@ -199,7 +199,7 @@ def test_a_torn_write_is_noticed(
     source.close()
 
 
-@pytest.mark.parametrize("way", ["memory", "p2p"])
+@pytest.mark.parametrize("transport", ["memory", "p2p"])
 def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
     serving: Stack, tmp_path: Path, transport: str
 ) -> None:

@@ -1,6 +1,6 @@
 import asyncio
 
-from miles_async.pipeline.signal import ChangeSignal
+from miles_async.pipeline.tasks import ChangeSignal
 
 
 def test_a_waiter_wakes_when_its_condition_holds_and_not_before():

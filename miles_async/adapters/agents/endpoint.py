@@ -74,8 +74,8 @@ class AgentEndpoint:
         """The base url of a new conversation that becomes `sample`.
 
         At the end, requests still under way are ended: nothing writes into the sample afterwards. Raises what broke
-        the conversation (TrajectoryError, EngineLostError), which says more than what the agent made of it, and TrajectoryError
-        where the agent asked for nothing.
+        the conversation (TrajectoryError, EngineLostError), which says more than what the agent made of it, and
+        TrajectoryError where the agent asked for nothing.
         """
         name, conversation = self._begin(sample, turns, sampling_params)
         try:

@@ -1,4 +1,6 @@
-"""Run a server that cannot outlive the process that started it: `python -m miles_async.adapters.sglang.die_with_parent MODULE …`.
+"""Run a server that cannot outlive the process that started it.
+
+    python -m miles_async.adapters.sglang.die_with_parent MODULE …
 
 The starter holds the write end of this process's standard input. However the starter ends, killed outright or not, the
 pipe closes, and the whole process group goes with it. A small process of its own watches for that: a thread would wait

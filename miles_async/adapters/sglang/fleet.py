@@ -187,7 +187,10 @@ class SGLangFleet:
             await self._until(lambda workers: info.url not in workers, f"did not drop engine {engine}")
 
     async def admit(self, engine: str) -> None:
-        """Let requests reach an engine that holds the current version. Raises EngineLostError when the router refuses it."""
+        """Let requests reach an engine that holds the current version.
+
+        Raises EngineLostError when the router refuses it.
+        """
         info = self._joining[engine] = self._known[engine]
         try:
             # A second order for what it has could undo a later drop.

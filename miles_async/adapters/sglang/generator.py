@@ -141,8 +141,8 @@ class SGLangGenerator:
         """Finish every unfinished sample of the group, in place; `sampling` replaces the run's own (evaluation).
 
         Samples that hold response tokens already are continued behind them. Raises TrajectoryError for an answer that
-        cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLostError when another attempt
-        may succeed.
+        cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLostError when another
+        attempt may succeed.
         """
         chosen = sampling or self.sampling
         self.tokenize(group)
@@ -227,7 +227,10 @@ class SGLangGenerator:
         await self._client.close()
 
     def tokenize(self, group: Group) -> None:
-        """Give every sample without tokens those of its prompt. Raises TrajectoryError for a prompt that is too long."""
+        """Give every sample without tokens those of its prompt.
+
+        Raises TrajectoryError for a prompt that is too long.
+        """
         known: dict[str, list[int]] = {}
         for sample in group:
             if not sample.tokens:

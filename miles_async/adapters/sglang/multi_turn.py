@@ -36,7 +36,8 @@ class MultiTurnSampler:
         """Continue `sample` by one turn and set its status; `max_new_tokens` bounds its whole response.
 
         COMPLETED: the model ended its turn or met a stop string. TRUNCATED: no room is left. ABORTED: the pipeline
-        wants the sample back as it is; return it. Raises TrajectoryError and EngineLostError as `SGLangGenerator.generate`.
+        wants the sample back as it is; return it. Raises TrajectoryError and EngineLostError as
+        `SGLangGenerator.generate`.
         """
         if id(sample) in self._stopped:
             sample.status = SampleStatus.ABORTED

@@ -39,8 +39,8 @@ class ServerProcess:
     def start(self, environment: Mapping[str, str], cpus: Sequence[int] | None, timeout: float) -> None:
         """Start and wait until healthy.
 
-        Raises PortTakenError when the port was gone, Fatal with the cause and the log's path when the process died or was
-        not healthy after `timeout` seconds; it is stopped then.
+        Raises PortTakenError when the port was gone, Fatal with the cause and the log's path when the process died
+        or was not healthy after `timeout` seconds; it is stopped then.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:

@@ -14,7 +14,8 @@ _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "ab
 def extend(sample: Sample, answer: dict[str, Any], decode: Callable[[list[int]], str]) -> None:
     """Append the answer's tokens, log-probabilities and version spans to the sample, and set its text and status.
 
-    The sample is changed only when all of it is good. Raises TrajectoryError for an answer without log-probabilities for
+    The sample is changed only when all of it is good. Raises TrajectoryError for an answer without log-probabilities
+    for
     every token, or without an integer weight version for every token: an unknown age must never pass for a fresh one.
     """
     meta = answer["meta_info"]

@@ -68,8 +68,8 @@ class RecordingStore:
     def save(self, step: int, recording: Recording, identity: Mapping[str, Any]) -> None:
         """Write an entry; where another writer was first, theirs stays.
 
-        Raises OSError when the folder cannot be written, StoreFullError beyond the limit, TypeError for metadata that JSON
-        has no form for.
+        Raises OSError when the folder cannot be written, StoreFullError beyond the limit, TypeError for metadata
+        that JSON has no form for.
         """
         content = describe(recording)
         self._refuse_beyond_limit(codec.size_of(content))

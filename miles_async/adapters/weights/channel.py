@@ -145,7 +145,10 @@ def by_preference(took: Mapping[str, float]) -> list[str]:
 
 
 async def _seconds(sources: Sources, transport: str, engines: Mapping[str, EngineInfo]) -> float:
-    """What a write of the staged weights to all engines takes, the second time. Raises EngineLostError where it fails."""
+    """What a write of the staged weights to all engines takes, the second time.
+
+    Raises EngineLostError where it fails.
+    """
     channel = Channel((transport,), sources, engines.__getitem__)
     for _ in range(2):
         began = asyncio.get_running_loop().time()

@@ -71,8 +71,8 @@ class Source:
     def meet(self, engines: Sequence[EngineInfo]) -> None:
         """These are the engines from now on; what is staged stays so while their layout does.
 
-        Raises EngineLostError when one does not answer or holds its weights in another layout than the others, Fatal when
-        it serves another model.
+        Raises EngineLostError when one does not answer or holds its weights in another layout than the others, Fatal
+        when it serves another model.
         """
         for info in engines:
             if [other.name for other in engines].count(info.name) > 1 or [e.url for e in engines].count(info.url) > 1:

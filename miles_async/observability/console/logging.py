@@ -41,8 +41,8 @@ def configure_logging(log_format: Literal["console", "json"], *, level: int = lo
 def configure_worker_logging(logs: Path, process: str, run: str, *, level: int = logging.INFO) -> None:
     """Of a process without a terminal: our lines as JSON into `<process>.jsonl`, all other output into `<process>.log`.
 
-    The other output is that of native code, too. The driver shows what matters of both (`log_tail.py`). Every line of ours
-    is bound to `run`.
+    The other output is that of native code, too. The driver shows what matters of both (`log_tail.py`). Every line
+    of ours is bound to `run`.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"{process}.log").open("ab", buffering=0) as log_tail:

@@ -34,7 +34,8 @@ class Link:
 
 
 class BroadcastTransport:
-    """Implements `Transport`; the collective runs in torch's own threads. `bucket` is in bytes, and bounds the engine's room.
+    """Implements `Transport`; the collective runs in torch's own threads. `bucket` is in bytes, and bounds the
+    engine's room.
 
     `source` tells this process' groups from those of other source ranks.
     """
