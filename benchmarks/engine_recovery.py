@@ -26,7 +26,7 @@ import psutil
 from benchmarks.records import record
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved
 from miles_async.observability.diagnosis.audit import Audit
-from miles_async.observability.trace.writer import read_trace
+from miles_async.observability.trace.event_log import read_events
 
 COMMAND = [
     *(sys.executable, "train_async.py", "--config", "configs/arithmetic-cpu.yaml", "--rollout-function-path"),
@@ -63,7 +63,7 @@ def _is_engine(process: psutil.Process) -> bool:
 
 def _events(folder: Path) -> Iterator[Event]:
     trace = folder / "runs" / "latest" / "events.jsonl"
-    return iter(read_trace(trace)) if trace.exists() else iter(())
+    return iter(read_events(trace)) if trace.exists() else iter(())
 
 
 def _generated(folder: Path) -> list[GroupGenerated]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.records import record
 from miles_async.events import BatchDrained, RunEnded, StepEnded, StepStarted
-from miles_async.observability.trace.writer import read_trace
+from miles_async.observability.trace.event_log import read_events
 
 CONFIG = "configs/arithmetic-cpu.yaml"
 FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -35,7 +35,7 @@ def play(entry: str, flags: list[str], rollouts: int) -> dict[str, float]:
         command = [sys.executable, entry, "--config", CONFIG, "--rollout-function-path", FULLY_ASYNC, *flags]
         command += ["--num-rollout", str(rollouts), "--eval-size", "0", "--run-dir", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        events = list(read_trace(Path(folder) / "latest" / "events.jsonl"))
+        events = list(read_events(Path(folder) / "latest" / "events.jsonl"))
     [ended] = [event for event in events if isinstance(event, RunEnded)]
     if ended.reason != "done":
         raise SystemExit(f"{entry} ended: {ended.reason}")

@@ -25,14 +25,14 @@ from benchmarks.records import record
 from miles_async.config.load import write_config
 from miles_async.config.schema import RunConfig
 from miles_async.events import ClusterReady, Event, RunEnded, RunStarted, SampleDisplayed
-from miles_async.observability.metrics.server import MetricsServer
+from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.report import write_report
-from miles_async.observability.page.samples import CHARACTERS_SHOWN
 from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.trace.event_log import EventLogWriter, read_events
 from miles_async.observability.trace.perfetto import PerfettoTrace
-from miles_async.observability.trace.writer import TraceWriter, read_trace
+from miles_async.pipeline.sample_display import CHARACTERS_SHOWN
 from tests.sim.latency import log_normal
 from tests.sim.world import Trace, World
 from tests.stack.browser import Visit, chromium
@@ -46,7 +46,7 @@ class Recorder:
     """An event sink that writes what a run's driver would write."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = TraceWriter(path)
+        self._writer = EventLogWriter(path)
         self.last = 0.0
 
     def emit(self, event: Event) -> None:
@@ -114,7 +114,7 @@ def follow(name: str, onlooker: View | PerfettoTrace, events: Iterable[Event]) -
 
 
 def paint(view: View) -> dict[str, float]:
-    server = MetricsServer(CollectorRegistry(), LivePage(view), 0)
+    server = HttpServer(CollectorRegistry(), LivePage(view), 0)
     try:
         with chromium() as browser:
             paints = []
@@ -151,7 +151,7 @@ def measure(hours: float) -> dict[str, float]:
 def of_last_hour(folder: RunFolder, hours: float) -> Iterator[Event]:
     """With the start of the run before them."""
     start = None
-    for event in read_trace(folder.events):
+    for event in read_events(folder.events):
         start = start or event.time
         if isinstance(event, RunStarted) or event.time - start > (hours - 1) * 3600:
             yield event

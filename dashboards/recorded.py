@@ -7,8 +7,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from miles_async.observability.diagnosis.verdict import Verdicts
-from miles_async.observability.metrics.recorder import Metrics
-from miles_async.observability.trace.writer import read_trace
+from miles_async.observability.metrics.recorder import MetricsRecorder
+from miles_async.observability.trace.event_log import read_events
 
 SAMPLES = 3000
 """Points in time at most: enough to plot a day."""
@@ -20,14 +20,14 @@ def write_openmetrics(run: Path, target: Path) -> tuple[float, float]:
     began, ended = _span(run)
     every = max(SHORTEST_SECONDS, (ended - began) / SAMPLES)
     registry = CollectorRegistry()
-    metrics, verdicts = Metrics(registry), Verdicts()
+    metrics, verdicts = MetricsRecorder(registry), Verdicts()
     families: dict[str, list[str]] = {}
     due = began
-    for event in read_trace(run / "events.jsonl"):
+    for event in read_events(run / "events.jsonl"):
         # Events of several processes arrive a little out of order; samples may not.
         while event.time >= due:
             verdicts.tick(due)
-            metrics.judged(verdicts.finding.verdict, verdicts.trainer_seconds)
+            metrics.set_verdict(verdicts.finding.verdict, verdicts.trainer_seconds)
             metrics.tick(due)
             _sample(registry, run.resolve().name, due, families)
             due += every
@@ -39,7 +39,7 @@ def write_openmetrics(run: Path, target: Path) -> tuple[float, float]:
 
 
 def _span(run: Path) -> tuple[float, float]:
-    times = [event.time for event in read_trace(run / "events.jsonl")]
+    times = [event.time for event in read_events(run / "events.jsonl")]
     if not times:
         raise SystemExit(f"{run}/events.jsonl holds no event: name the folder of a run")
     return min(times), max(times)

@@ -52,7 +52,7 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Raises Fatal when the rollout worker, who would end a stalled run itself, hangs for too long."""
         self._onlookers.emit(*self._heartbeats.look(now))
-        self._onlookers.found_at(self._heartbeats.addresses)
+        self._onlookers.update_scrape_targets(self._heartbeats.addresses)
         self._onlookers.tick(now)
         still = self._onlookers.stalled_for(now)
         if not still:

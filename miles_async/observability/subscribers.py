@@ -23,22 +23,20 @@ from miles_async.events import (
     WriteFailed,
 )
 from miles_async.observability.console.log_tail import LogTail
-from miles_async.observability.console.plain_lines import Lines
-from miles_async.observability.console.progress_bar import Progress
-from miles_async.observability.console.step_lines import Steps
-from miles_async.observability.console.summary import Summary
+from miles_async.observability.console.terminal import PlainLines, ProgressBar, StepLog
 from miles_async.observability.diagnosis.stall_report import StallReport
 from miles_async.observability.diagnosis.verdict import Verdicts
-from miles_async.observability.metrics.recorder import Metrics
-from miles_async.observability.metrics.server import MetricsServer
-from miles_async.observability.metrics.sinks import Sinks
-from miles_async.observability.metrics.targets import Targets
+from miles_async.observability.http_server import HttpServer
+from miles_async.observability.metrics.recorder import MetricsRecorder
+from miles_async.observability.metrics.scrape_targets import ScrapeTargets
+from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.report import RunData, flat, write
 from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.summary import RunSummary
+from miles_async.observability.trace.event_log import EventLogWriter
 from miles_async.observability.trace.perfetto import PerfettoTrace
-from miles_async.observability.trace.writer import TraceWriter
 
 PASSED_OVER_SHOWN = 10
 """Rows that are named on the terminal when they are passed over; a file that is broken throughout must not flood it."""
@@ -52,23 +50,23 @@ class EventSubscribers:
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         """Raises UserError when the metrics port cannot be had."""
         registry = CollectorRegistry()
-        self._metrics = Metrics(registry)
+        self._metrics = MetricsRecorder(registry)
         self._view = View()
-        self._server = MetricsServer(registry, LivePage(self._view), config.observability.metrics_port)
-        self._trace = TraceWriter(folder.events)
+        self._server = HttpServer(registry, LivePage(self._view), config.observability.metrics_port)
+        self._trace = EventLogWriter(folder.events)
         self._perfetto = (
             PerfettoTrace(folder.trace, config.observability.trace_max_bytes) if config.observability.trace else None
         )
-        self._summary = Summary()
+        self._summary = RunSummary()
         self._verdicts = Verdicts()
         self._stall = StallReport(config.observability.no_progress_warn_seconds)
-        self._steps = Steps()
+        self._steps = StepLog()
         self._log_tail = LogTail(folder.logs)
-        self._sinks = Sinks(config, folder)
-        self._targets = Targets(folder, self._server.url)
+        self._sinks = Trackers(config, folder)
+        self._targets = ScrapeTargets(folder, self._server.url)
         self._targets.write({})
-        self._lines = Lines(sys.stdout)
-        self._progress = Progress(sys.stderr, enabled=config.observability.progress_bar)
+        self._lines = PlainLines(sys.stdout)
+        self._progress = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
         self._config = config
         self._folder = folder
         self._passed_over = 0
@@ -161,7 +159,7 @@ class EventSubscribers:
         if self._passed_over == PASSED_OVER_SHOWN:
             log.warning("what else is passed over is only counted here", all_of_it=str(self._folder.events))
 
-    def found_at(self, addresses: Mapping[str, str]) -> None:
+    def update_scrape_targets(self, addresses: Mapping[str, str]) -> None:
         """Engines and router serve metrics of their own at these addresses."""
         self._targets.write(addresses)
 
@@ -171,14 +169,14 @@ class EventSubscribers:
 
     def tick(self, now: float) -> None:
         """Move on what grows with time alone."""
-        if stalled := self._stall.overdue(now):
+        if stalled := self._stall.unreported_stall(now):
             self._show(stalled)
         self._verdicts.tick(now)
-        if found := self._verdicts.announced(now):
+        if found := self._verdicts.take_change(now):
             self._show(found)
-        self._metrics.judged(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
+        self._metrics.set_verdict(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
         self._metrics.tick(now)
         self._trace.tick(now)
-        self._log_tail.look(now)
+        self._log_tail.poll(now)
         if self._perfetto is not None:
             self._perfetto.tick(now)

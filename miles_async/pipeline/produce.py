@@ -16,9 +16,9 @@ import structlog
 
 from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
 from miles_async.events import AdmissionBlocked, GroupFiltered, GroupGenerated, QueueChanged
-from miles_async.observability.page.samples import SampleDisplay
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, sequence_of
+from miles_async.pipeline.sample_display import SampleDisplay
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import DataSource, Generator, Rewarder
 from miles_async.scheduling.admission import Admission, Blocked

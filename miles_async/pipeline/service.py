@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from miles_async.config.derived import checkpoint_due
 from miles_async.config.schema import RunConfig
 from miles_async.events import EventSink, TrainerPhaseChanged
-from miles_async.observability.page.samples import SampleDisplay
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.evaluate import EvalSet, Evaluator, Scores
 from miles_async.pipeline.feedback import follow_engines
@@ -46,6 +45,7 @@ from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.repair import Repair
 from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.sample_display import SampleDisplay
 from miles_async.pipeline.source import RolloutSource
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.pipeline.training import Training

@@ -24,7 +24,7 @@ class Judging:
 
     def emit(self, event: Event) -> None:
         self.verdicts.observe(event)
-        if found := self.verdicts.announced(event.time):
+        if found := self.verdicts.take_change(event.time):
             self.announced.append(found)
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from miles_async.config.schema import Rollout, RunConfig
 from miles_async.events import PublishEnded, WriteFailed
-from miles_async.observability.metrics.recorder import Metrics
+from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import WriteOutcome
 from tests.sim.engines import Engines
@@ -101,7 +101,7 @@ def test_a_write_that_did_not_end_in_time_is_not_tried_again() -> None:
 
 def test_every_step_is_counted() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = MetricsRecorder(registry)
     for event in play(Trouble(failures=99)).trace.of(WriteFailed):
         metrics.observe(event)
     counted = {

@@ -119,7 +119,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         def watch(event: Event) -> None:
             now = time.time()
             subscribers.emit(event, *heartbeats.look(now))
-            subscribers.found_at(heartbeats.addresses)
+            subscribers.update_scrape_targets(heartbeats.addresses)
             subscribers.tick(now)
 
         for engine in stack.cluster.surroundings.engines:

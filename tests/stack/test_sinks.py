@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event as Recorded
 
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, StepEnded, StepStarted
-from miles_async.observability.metrics.sinks import Sinks
+from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.run_folder import RunFolder
 
 PATIENCE_SECONDS = 20.0
@@ -41,7 +41,7 @@ def written(folder: Path, **settings: object) -> RunFolder:
     values = {"observability": {"run_dir": str(folder), "experiment_name": "sums", **settings}}
     config = RunConfig.model_validate(values)
     run = RunFolder.create(config)
-    sinks = Sinks(config, run)
+    sinks = Trackers(config, run)
     for event in EVENTS:
         sinks.observe(event)
     sinks.close()

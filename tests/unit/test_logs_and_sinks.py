@@ -16,9 +16,9 @@ import structlog
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
-from miles_async.observability.console.step_lines import Steps
-from miles_async.observability.metrics import sinks
-from miles_async.observability.metrics.sinks import Aside, Curves, Point
+from miles_async.observability.console.terminal import StepLog
+from miles_async.observability.metrics import trackers
+from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
 
 STEP: list[Event] = [
     BatchDrained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
@@ -54,7 +54,7 @@ def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
 
 def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
-    steps = Steps()
+    steps = StepLog()
     for event in STEP:
         steps.observe(event)
     (line,) = logged()
@@ -68,7 +68,7 @@ def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
 
 
 def test_lines_after_a_step_began_are_bound_to_its_rollout_and_version(logged: Any) -> None:
-    steps = Steps()
+    steps = StepLog()
     steps.observe(STEP[1])
     structlog.get_logger("miles_async.x").warning("something")
     (line,) = logged()
@@ -81,7 +81,7 @@ def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(t
 
     (tmp_path / "learner-0.jsonl").write_text(says("info", "taught"))
     (tmp_path / "learner-1.jsonl").write_text(says("info", "taught") + says("warning", "slow"))
-    LogTail(tmp_path).look(100.0)
+    LogTail(tmp_path).poll(100.0)
     assert [(line["process"], line["event"], line["step"]) for line in logged()] == [
         ("learner-0", "taught", 3),
         ("learner-1", "slow", 3),
@@ -92,12 +92,12 @@ def test_errors_of_engines_and_router_surface_once_and_not_without_end(tmp_path:
     engine = tmp_path / "engine-0.log"
     engine.write_text("INFO all is well\n[2026] ERROR out of memory\nERROR not yet wri")
     log_tail = LogTail(tmp_path)
-    log_tail.look(100.0)
+    log_tail.poll(100.0)
     assert [line["line"] for line in logged()] == ["[2026] ERROR out of memory"]
-    log_tail.look(100.5)
+    log_tail.poll(100.5)
     with engine.open("a") as file:
         file.write("tten\n" + "ERROR again\n" * 50)
-    log_tail.look(102.0)
+    log_tail.poll(102.0)
     lines = logged()
     assert lines[0]["line"] == "ERROR not yet written"
     assert len(lines) == ERRORS_SHOWN  # the four that were left, and the word that the rest is in the file
@@ -105,7 +105,7 @@ def test_errors_of_engines_and_router_surface_once_and_not_without_end(tmp_path:
 
 
 def points(*events: Event, always_train_step: bool = False) -> list[Point]:
-    curves = Curves(2, always_train_step=always_train_step)
+    curves = PointBuilder(2, always_train_step=always_train_step)
     return [point for event in events for point in curves.points(event)]
 
 
@@ -158,7 +158,7 @@ POINT = Point("train/step", 1, {"train/loss": 1.0})
 
 def test_a_sink_gets_every_point_before_it_is_closed() -> None:
     kept = Kept()
-    aside = Aside("kept", lambda: kept)
+    aside = BackgroundTracker("kept", lambda: kept)
     for _ in range(100):
         aside.write(POINT)
     aside.close()
@@ -182,7 +182,7 @@ def test_a_sink_that_fails_is_one_warning_and_never_an_exception(breaks: str, lo
             if breaks == where:
                 raise OSError("no space left")
 
-    aside = Aside("broken", Broken)
+    aside = BackgroundTracker("broken", Broken)
     for _ in range(3):
         aside.write(POINT)
     aside.close()
@@ -191,15 +191,15 @@ def test_a_sink_that_fails_is_one_warning_and_never_an_exception(breaks: str, lo
 
 
 def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
-    monkeypatch.setattr(sinks, "WAITING_AT_MOST", 4)
-    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "MAX_QUEUED_POINTS", 4)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     for_ever = threading.Event()
 
     class Hangs(Kept):
         def write(self, point: Point) -> None:
             for_ever.wait()
 
-    aside = Aside("hangs", Hangs)
+    aside = BackgroundTracker("hangs", Hangs)
     began = time.monotonic()
     for _ in range(100):
         aside.write(POINT)

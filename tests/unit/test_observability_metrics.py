@@ -34,9 +34,9 @@ from miles_async.events import (
     StepStarted,
 )
 from miles_async.observability.diagnosis.verdict import Bottleneck
+from miles_async.observability.http_server import HttpServer
 from miles_async.observability.metrics.histogram import Histogram
-from miles_async.observability.metrics.recorder import Metrics
-from miles_async.observability.metrics.server import MetricsServer
+from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.view import View
 from tests.unit.example_events import RUN
@@ -47,7 +47,7 @@ class Watched:
 
     def __init__(self, *events: Event) -> None:
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
+        self.metrics = MetricsRecorder(self.registry)
         self.observe(*events)
 
     def observe(self, *events: Event) -> None:
@@ -209,7 +209,7 @@ def test_blocked_admission_is_counted_by_cause() -> None:
 
 def test_metrics_are_served_on_loopback_until_closed() -> None:
     watched = Watched(RUN, QueueChanged(time=101.0, depth=7, blocked=0))
-    server = MetricsServer(watched.registry, LivePage(View()), port=0)
+    server = HttpServer(watched.registry, LivePage(View()), port=0)
     try:
         with urlopen(server.url, timeout=5) as response:
             assert "miles_async_queue_depth_groups 7.0" in response.read().decode()
@@ -223,7 +223,7 @@ def test_a_port_in_use_is_one_sentence_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"metrics_port {port} .*set --metrics-port"):
-            MetricsServer(CollectorRegistry(), LivePage(View()), port)
+            HttpServer(CollectorRegistry(), LivePage(View()), port)
 
 
 def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -> None:
@@ -354,17 +354,17 @@ def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
 
 def test_the_verdict_is_one_and_the_trainers_time_never_falls() -> None:
     see = Watched(RUN)
-    see.metrics.judged(Bottleneck.WINDOW, {"window": 5.0, "step": 1.0})
+    see.metrics.set_verdict(Bottleneck.WINDOW, {"window": 5.0, "step": 1.0})
     assert [see("verdict", verdict=kind) for kind in Bottleneck].count(1.0) == 1
     assert see("verdict", verdict="window-bound") == 1
-    see.metrics.judged(Bottleneck.TRAINER, {"window": 4.0, "step": 3.0})
+    see.metrics.set_verdict(Bottleneck.TRAINER, {"window": 4.0, "step": 3.0})
     assert see("trainer_seconds_total", doing="window") == 5.0
     assert see("trainer_seconds_total", doing="step") == 3.0
 
 
 def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.CaptureFixture[str]) -> None:
     see = Watched(RUN)
-    server = MetricsServer(see.registry, LivePage(View()), port=0)
+    server = HttpServer(see.registry, LivePage(View()), port=0)
     stopping = threading.Event()
     outcomes: list[str] = []
 

@@ -36,12 +36,11 @@ from miles_async.events import (
 )
 from miles_async.observability import run_folder
 from miles_async.observability.console.logging import configure_logging
-from miles_async.observability.console.plain_lines import Lines
-from miles_async.observability.console.progress_bar import Progress
-from miles_async.observability.console.summary import Summary
+from miles_async.observability.console.terminal import PlainLines, ProgressBar
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
-from miles_async.observability.trace.writer import TraceWriter, read_trace
+from miles_async.observability.summary import RunSummary
+from miles_async.observability.trace.event_log import EventLogWriter, read_events
 from tests.unit import example_events
 
 
@@ -133,14 +132,14 @@ WHOLE_RUN: list[Event] = [
 
 def lines_of(*events: Event) -> list[str]:
     stream = io.StringIO()
-    lines = Lines(stream)
+    lines = PlainLines(stream)
     for event in events:
         lines.observe(event)
     return stream.getvalue().splitlines()
 
 
-def summary_of(events: list[Event]) -> Summary:
-    summary = Summary()
+def summary_of(events: list[Event]) -> RunSummary:
+    summary = RunSummary()
     for event in events:
         summary.observe(event)
     return summary
@@ -174,7 +173,7 @@ def test_a_stall_prints_the_warning() -> None:
 
 def test_the_bar_shows_rollout_queue_staleness_and_reward_on_a_terminal() -> None:
     stream = Terminal()
-    bar = Progress(stream, enabled=True)
+    bar = ProgressBar(stream, enabled=True)
     for event in (
         RUN,
         QueueChanged(time=1.0, depth=9, blocked=0),
@@ -188,7 +187,7 @@ def test_the_bar_shows_rollout_queue_staleness_and_reward_on_a_terminal() -> Non
 
 @pytest.mark.parametrize("stream, enabled", [(io.StringIO(), True), (Terminal(), False)])
 def test_the_bar_is_silent_without_a_terminal_or_when_switched_off(stream: io.StringIO, enabled: bool) -> None:
-    bar = Progress(stream, enabled=enabled)
+    bar = ProgressBar(stream, enabled=enabled)
     for event in WHOLE_RUN:
         bar.observe(event)
     bar.close()
@@ -254,36 +253,36 @@ def test_the_summary_text_shows_the_figures_and_the_file_holds_them_alone(tmp_pa
 
 
 def test_a_trace_reads_back_what_was_written(tmp_path: Path) -> None:
-    trace = TraceWriter(tmp_path / "events.jsonl")
+    trace = EventLogWriter(tmp_path / "events.jsonl")
     for event in WHOLE_RUN:
         trace.observe(event)
     trace.close()
-    assert list(read_trace(tmp_path / "events.jsonl")) == WHOLE_RUN
+    assert list(read_events(tmp_path / "events.jsonl")) == WHOLE_RUN
 
 
 def test_a_trace_reaches_the_disk_once_its_interval_is_over(tmp_path: Path) -> None:
-    trace = TraceWriter(tmp_path / "events.jsonl", flush_seconds=1.0)
+    trace = EventLogWriter(tmp_path / "events.jsonl", flush_seconds=1.0)
     trace.tick(100.0)
     trace.observe(RUN)
     trace.tick(100.5)
-    assert list(read_trace(tmp_path / "events.jsonl")) == []
+    assert list(read_events(tmp_path / "events.jsonl")) == []
     trace.tick(101.0)
-    assert list(read_trace(tmp_path / "events.jsonl")) == [RUN]
+    assert list(read_events(tmp_path / "events.jsonl")) == [RUN]
     trace.close()
 
 
 def test_a_line_cut_by_a_crash_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    trace = TraceWriter(path)
+    trace = EventLogWriter(path)
     trace.observe(RUN)
     trace.close()
     with path.open("a") as file:
         file.write('{"type":"Queue","ti')
-    assert list(read_trace(path)) == [RUN]
+    assert list(read_events(path)) == [RUN]
     with path.open("a") as file:
         file.write("\n")
     with pytest.raises(UserError, match=r"events\.jsonl, line 2"):
-        list(read_trace(path))
+        list(read_events(path))
 
 
 def config_in(run_dir: Path, **observability: Any) -> RunConfig:
@@ -338,7 +337,7 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
             assert RUN.run in response.read().decode()
         assert not folder.summary.exists()
         subscribers.emit(WHOLE_RUN[-1])
-    assert list(read_trace(folder.events)) == WHOLE_RUN
+    assert list(read_events(folder.events)) == WHOLE_RUN
     assert any(entry["name"] == "rollout 1" for entry in json.loads(folder.trace.read_text())["traceEvents"])
     assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.6
     assert b'"accuracy_after":0.6' in folder.report.read_bytes()

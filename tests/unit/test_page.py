@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from miles_async.events import EventSink, SampleDisplayed
 from miles_async.observability.diagnosis.verdict import Bottleneck
-from miles_async.observability.metrics.server import MetricsServer
+from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import SOURCES, LivePage
-from miles_async.observability.page.samples import CHARACTERS_SHOWN, SampleDisplay, readable
 from miles_async.observability.page.view import View
+from miles_async.pipeline.sample_display import CHARACTERS_SHOWN, SampleDisplay, readable
 from miles_async.scheduling.admission import Blocked
 from miles_async.scheduling.ledger import LIVE
 from miles_async.types import Group, Sample, VersionSpan
@@ -125,15 +125,15 @@ def test_the_page_names_no_outside_resource_and_lets_only_its_own_script_run() -
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[MetricsServer]:
+def server() -> Iterator[HttpServer]:
     registry = CollectorRegistry()
     Gauge("miles_async_tested", "Something.", registry=registry).set(3)
-    server = MetricsServer(registry, LivePage(view_with("42")), 0)
+    server = HttpServer(registry, LivePage(view_with("42")), 0)
     yield server
     server.close()
 
 
-def test_one_port_serves_metrics_page_and_state(server: MetricsServer) -> None:
+def test_one_port_serves_metrics_page_and_state(server: HttpServer) -> None:
     assert b"miles_async_tested 3.0" in urlopen(server.url, timeout=5).read()
     assert b"<!doctype html>" in urlopen(server.page_url, timeout=5).read()
     state = json.load(urlopen(f"{server.page_url}state.json?span=whole", timeout=5))
@@ -141,9 +141,7 @@ def test_one_port_serves_metrics_page_and_state(server: MetricsServer) -> None:
 
 
 @pytest.mark.parametrize("path, host, status", [("/", "evil.example", 403), ("/etc/passwd", "localhost", 404)])
-def test_other_hosts_names_and_other_paths_are_refused(
-    server: MetricsServer, path: str, host: str, status: int
-) -> None:
+def test_other_hosts_names_and_other_paths_are_refused(server: HttpServer, path: str, host: str, status: int) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=5)
     connection.request("GET", path, headers={"Host": f"{host}:{server.port}"})
     assert connection.getresponse().status == status
@@ -155,7 +153,7 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
     gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
     for place in range(500):
         gauge.labels(str(place)).set(place)
-    server = MetricsServer(registry, LivePage(View()), 0)
+    server = HttpServer(registry, LivePage(View()), 0)
     answers: list[bytes | None] = []
 
     def scrape() -> None:
@@ -180,8 +178,8 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
 
 
 def test_a_client_that_says_nothing_does_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_async.observability.metrics.server._Handler.timeout", 0.05)
-    server = MetricsServer(CollectorRegistry(), LivePage(View()), 0)
+    monkeypatch.setattr("miles_async.observability.http_server._Handler.timeout", 0.05)
+    server = HttpServer(CollectorRegistry(), LivePage(View()), 0)
     with socket.create_connection(("127.0.0.1", server.port)):
         begun = time.monotonic()
         server.close()

@@ -21,8 +21,8 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
 )
-from miles_async.observability.trace.json_array import TraceFile
 from miles_async.observability.trace.perfetto import GROUPS, REQUESTS, TRAINER, WEIGHTS, PerfettoTrace
+from miles_async.observability.trace.trace_file import TraceFile
 from tests.unit.example_events import RUN
 
 WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")

@@ -12,7 +12,7 @@ import pytest
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.events import ClusterReady, EngineChanged, GroupMoved, ProcessSilent, Pulse, TrainerPhaseChanged
 from miles_async.observability.diagnosis.stall_report import StallReport
-from miles_async.observability.metrics.targets import Targets
+from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.run_folder import RunFolder
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock, dumps_stacks
@@ -58,14 +58,14 @@ def test_a_stall_that_the_rollout_worker_cannot_tell_of_is_told_in_its_place() -
     report = StallReport(warn_seconds=5.0)
     for event in (READY, PULSE):
         report.observe(event)
-    assert report.overdue(120.0) is None
+    assert report.unreported_stall(120.0) is None
     report.observe(ProcessSilent(time=121.0, process="rollout", seconds=3.0))
-    stalled = report.overdue(121.0)
+    stalled = report.unreported_stall(121.0)
     assert stalled is not None
     assert (stalled.seconds, stalled.queue, stalled.collected, stalled.wanted) == (21.0, 2, 1, 4)
-    assert report.overdue(122.0) is None
+    assert report.unreported_stall(122.0) is None
     report.observe(ProcessSilent(time=123.0, process="rollout", seconds=0.0))
-    assert report.overdue(150.0) is None
+    assert report.unreported_stall(150.0) is None
 
 
 def test_the_report_says_where_everything_stands() -> None:
@@ -160,7 +160,7 @@ def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
 
 def test_prometheus_finds_the_run_and_its_engines_in_a_file_that_ends_with_the_run(tmp_path: Path) -> None:
     folder = RunFolder.create(RunConfig(observability=Observability(run_dir=str(tmp_path))))
-    targets = Targets(folder, "http://127.0.0.1:9/metrics")
+    targets = ScrapeTargets(folder, "http://127.0.0.1:9/metrics")
     targets.write({"engine-0": "10.0.0.2:81", "router": "10.0.0.1:82"})
     (file,) = (tmp_path / "targets").glob("*.json")
     entries = json.loads(file.read_text())

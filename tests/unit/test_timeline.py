@@ -52,26 +52,26 @@ def verdict(time: float, name: str) -> VerdictChanged:
 
 
 def test_a_held_value_counts_by_the_time_it_lasts_and_its_extremes_are_kept() -> None:
-    timeline = Timeline(0.0, width=1.0, places=8)
-    timeline.hold("queue", 0.0, 10)
-    timeline.hold("queue", 0.75, 0)
-    timeline.hold("queue", 0.75, 30)
-    timeline.settle(2.0)
+    timeline = Timeline(0.0, width=1.0, max_buckets=8)
+    timeline.set_value("queue", 0.0, 10)
+    timeline.set_value("queue", 0.75, 0)
+    timeline.set_value("queue", 0.75, 30)
+    timeline.advance(2.0)
     series = timeline.figures()["series"]["queue"]
     assert series["mean"][:2] == [15.0, 30.0]
     assert (series["low"][0], series["high"][0]) == (0.0, 30.0)
 
 
 def test_seconds_that_something_took_become_shares_of_each_bucket() -> None:
-    timeline = Timeline(100.0, width=2.0, places=8)
-    timeline.spread("busy", 101.0, 105.0)
+    timeline = Timeline(100.0, width=2.0, max_buckets=8)
+    timeline.add_interval("busy", 101.0, 105.0)
     assert means(timeline, "busy") == [0.5, 1.0, 0.5]
 
 
 def test_a_full_timeline_merges_neighbours_and_loses_no_extreme_and_no_sum() -> None:
-    timeline = Timeline(0.0, width=1.0, places=8)
+    timeline = Timeline(0.0, width=1.0, max_buckets=8)
     for second in range(1000):
-        timeline.note("reward", second, 1.0 if second == 3 else 0.5)
+        timeline.observe("reward", second, 1.0 if second == 3 else 0.5)
         timeline.count("trained", second, 2)
     figures = timeline.figures()
     assert figures["width"] == 128.0
@@ -81,19 +81,19 @@ def test_a_full_timeline_merges_neighbours_and_loses_no_extreme_and_no_sum() -> 
 
 
 def test_a_rolling_timeline_forgets_the_oldest_and_keeps_its_width() -> None:
-    timeline = Timeline(0.0, width=1.0, places=10, rolling=True)
+    timeline = Timeline(0.0, width=1.0, max_buckets=10, rolling=True)
     for second in range(1000):
-        timeline.note("reward", second, second)
+        timeline.observe("reward", second, second)
     figures = timeline.figures()
     assert (figures["start"], figures["width"]) == (990.0, 1.0)
     assert figures["series"]["reward"]["mean"] == list(range(990, 1000))
 
 
 def test_a_figure_that_is_not_finite_is_a_gap() -> None:
-    timeline = Timeline(0.0, width=1.0, places=4)
-    timeline.note("loss", 0.0, float("nan"))
-    timeline.note("loss", 1.0, float("inf"))
-    timeline.note("loss", 2.0, 7.0)
+    timeline = Timeline(0.0, width=1.0, max_buckets=4)
+    timeline.observe("loss", 0.0, float("nan"))
+    timeline.observe("loss", 1.0, float("inf"))
+    timeline.observe("loss", 2.0, 7.0)
     assert means(timeline, "loss") == [None, None, 7.0]
 
 

@@ -44,7 +44,7 @@ class LogTail:
         self._files: dict[str, _File] = {}
         self._looked = 0.0
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now

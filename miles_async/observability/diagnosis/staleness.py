@@ -30,7 +30,7 @@ class _Generated(NamedTuple):
     oldest: int
 
 
-class Staleness:
+class StalenessTracker:
     """Groups between generation and their end, and when the last versions were staged."""
 
     def __init__(self) -> None:
@@ -40,18 +40,18 @@ class Staleness:
         self.version = -1
         """The trainer's."""
 
-    def staged(self, version: int, now: float) -> None:
+    def record_version(self, version: int, now: float) -> None:
         while self.version < version:
             self.version += 1
             self._staged_at.append(now)
 
-    def generated(self, event: GroupGenerated) -> None:
+    def record_generation(self, event: GroupGenerated) -> None:
         self._groups[event.sequence] = _Generated(event.started, event.generated, event.versions[0])
 
     def forget(self, sequence: int) -> None:
         self._groups.pop(sequence, None)
 
-    def of(self, sequence: int, now: float) -> tuple[int, float] | None:
+    def age(self, sequence: int, now: float) -> tuple[int, float] | None:
         """Versions and seconds of age now; None where the group was generated elsewhere."""
         group = self._groups.get(sequence)
         return (self.version - group.oldest, now - group.started) if group is not None else None

@@ -72,7 +72,7 @@ class StallReport:
             case _:
                 pass
 
-    def overdue(self, now: float) -> Stalled | None:
+    def unreported_stall(self, now: float) -> Stalled | None:
         """A stall that the rollout worker cannot tell of, because it hangs itself."""
         still = now - self._progress if self._progress is not None else 0.0
         if "rollout" not in self._silent or not self._clock.due(still):

@@ -196,7 +196,7 @@ class Verdicts:
         kind, share = self._judged(shares)
         return Finding(kind, REASONS[kind].format(share=share), shares)
 
-    def announced(self, now: float) -> VerdictChanged | None:
+    def take_change(self, now: float) -> VerdictChanged | None:
         """The verdict as an event, where it is a new one that has held for a while."""
         finding = self.finding
         if self._doing is None or (finding.verdict, finding.silent) == self._announced:

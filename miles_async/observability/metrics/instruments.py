@@ -18,7 +18,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
-VALUES_AT_MOST = 64
+MAX_LABEL_VALUES = 64
 LONGEST_VALUE = 80
 
 M = TypeVar("M", Counter, Gauge)
@@ -34,7 +34,7 @@ class Bounded(Generic[M]):
     def labels(self, value: str) -> M:
         series = self._series.get(value)
         if series is None:
-            known = len(self._series) < VALUES_AT_MOST
+            known = len(self._series) < MAX_LABEL_VALUES
             series = self._metric.labels(value[:LONGEST_VALUE] if known else "other")
             if known:
                 self._series[value] = series

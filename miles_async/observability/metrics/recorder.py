@@ -39,7 +39,7 @@ from miles_async.events import (
     StepStarted,
     WriteFailed,
 )
-from miles_async.observability.diagnosis.staleness import Staleness
+from miles_async.observability.diagnosis.staleness import StalenessTracker
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.metrics.instruments import Instruments
 from miles_async.scheduling.ledger import LIVE, GroupState
@@ -75,13 +75,13 @@ class _EngineIdle:
         return (self.heard if self.in_flight else max(self.heard, now)) - self.began - self.busy
 
 
-class Metrics:
+class MetricsRecorder:
     """Feed every event to `observe`, and the time to `tick` about once a second."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._set = Instruments(registry)
         self._show_counts()
-        self._staleness = Staleness()
+        self._staleness = StalenessTracker()
         self._learner_idle = _LearnerIdle()
         self._engine_idle: _EngineIdle | None = None
         self._counted: dict[Counter, float] = {}
@@ -180,7 +180,7 @@ class Metrics:
         if self._engine_idle is not None:
             self._raise_to(self._set.engine_idle_seconds, self._engine_idle.at(now))
 
-    def judged(self, verdict: Bottleneck, trainer_seconds: Mapping[str, float]) -> None:
+    def set_verdict(self, verdict: Bottleneck, trainer_seconds: Mapping[str, float]) -> None:
         """Take over the verdict, and what the trainer's time went into since the run began."""
         for kind in Bottleneck:
             self._set.verdict.labels(kind).set(kind is verdict)
@@ -230,12 +230,12 @@ class Metrics:
             self._staleness.forget(event.sequence)
 
     def _aged(self, groups: str, event: GroupMoved) -> None:
-        if age := self._staleness.of(event.sequence, event.time):
+        if age := self._staleness.age(event.sequence, event.time):
             self._set.staleness_versions.labels(groups).observe(age[0])
             self._set.staleness_seconds.labels(groups).observe(age[1])
 
     def _group_generated(self, event: GroupGenerated) -> None:
-        self._staleness.generated(event)
+        self._staleness.record_generation(event)
         self._set.generation_seconds.observe(event.generated - event.started)
         self._set.reward_seconds.observe(event.time - event.generated)
         self._set.group_reward.observe(event.reward)
@@ -260,7 +260,7 @@ class Metrics:
             self._engine_idle.in_flight = event.in_flight
 
     def _trainer_at(self, version: int, now: float) -> None:
-        self._staleness.staged(version, now)
+        self._staleness.record_version(version, now)
         self._set.trainer_version.set(version)
 
     def _step_started(self, event: StepStarted) -> None:
@@ -268,7 +268,7 @@ class Metrics:
         self._learner_idle.step_started(event.time)
         for sequence, versions in zip(event.groups, event.staleness, strict=True):
             self._set.staleness_versions.labels("trained").observe(versions)
-            if age := self._staleness.of(sequence, event.time):
+            if age := self._staleness.age(sequence, event.time):
                 self._set.staleness_seconds.labels("trained").observe(age[1])
         for name, versions, seconds in self._staleness.parts(event):
             self._set.staleness_part_versions.labels(name).observe(versions)

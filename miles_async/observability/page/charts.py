@@ -69,10 +69,12 @@ class Charts:
         match event:
             case RunStarted():
                 self._samples_per_group = event.samples_per_group
-                self._timelines["whole"] = Timeline(event.time, width=0.5, places=PLACES)
+                self._timelines["whole"] = Timeline(event.time, width=0.5, max_buckets=PLACES)
                 if self._recent:
                     width = RECENT_SECONDS / RECENT_PLACES
-                    self._timelines["recent"] = Timeline(event.time, width=width, places=RECENT_PLACES, rolling=True)
+                    self._timelines["recent"] = Timeline(
+                        event.time, width=width, max_buckets=RECENT_PLACES, rolling=True
+                    )
             case GroupMoved():
                 self._moved(event)
             case QueueChanged():
@@ -122,7 +124,7 @@ class Charts:
         if not self._timelines:
             return []
         self._settle(now)
-        return self._timelines["whole"].dominant("verdict:")
+        return self._timelines["whole"].dominant_phases("verdict:")
 
     def _settle(self, now: float) -> None:
         for family, stretch in self._stretches.items():
@@ -130,7 +132,7 @@ class Charts:
             stretch.time = max(stretch.time, now)
         self._hold_counts(now)
         for timeline in self._timelines.values():
-            timeline.settle(now)
+            timeline.advance(now)
 
     def _turned(self, family: str, what: str, time: float) -> None:
         before = self._stretches.get(family)
@@ -175,7 +177,7 @@ class Charts:
 
     def _note(self, name: str, time: float, value: float) -> None:
         for timeline in self._timelines.values():
-            timeline.note(name, time, value)
+            timeline.observe(name, time, value)
 
     def _count(self, name: str, time: float, amount: float) -> None:
         for timeline in self._timelines.values():
@@ -183,8 +185,8 @@ class Charts:
 
     def _hold(self, name: str, time: float, value: float) -> None:
         for timeline in self._timelines.values():
-            timeline.hold(name, time, value)
+            timeline.set_value(name, time, value)
 
     def _spread(self, name: str, start: float, end: float, share: float = 1.0) -> None:
         for timeline in self._timelines.values():
-            timeline.spread(name, start, end, share)
+            timeline.add_interval(name, start, end, share)

@@ -18,12 +18,12 @@ from typing import Any
 from miles_async.config.yaml_text import parse_yaml
 from miles_async.errors import UserError
 from miles_async.events import Event
-from miles_async.observability.console.summary import Summary
 from miles_async.observability.diagnosis.verdict import KNOBS
 from miles_async.observability.page.document import document
 from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.trace.writer import read_trace
+from miles_async.observability.summary import RunSummary
+from miles_async.observability.trace.event_log import read_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class RunData:
     config: dict[str, Any]
     """Every setting by its dotted name."""
     view: View
-    summary: Summary
+    summary: RunSummary
     until: float
     """Time of the last event."""
 
@@ -43,7 +43,7 @@ class RunData:
         """Raises UserError for a folder that holds no run, or events that cannot be read."""
         try:
             config = flat(parse_yaml((folder.path / "config.yaml").read_text()))
-            events = read_trace(folder.events)
+            events = read_events(folder.events)
             return RunData.of(folder.path.resolve().name, config, events)
         except OSError as error:
             raise UserError(f"{folder.path} is no run folder ({error.strerror}: {error.filename})") from error
@@ -51,7 +51,7 @@ class RunData:
     @staticmethod
     def of(name: str, config: dict[str, Any], events: Iterator[Event]) -> RunData:
         view = View(recent=False)
-        summary = Summary()
+        summary = RunSummary()
         until = 0.0
         for event in events:
             view.observe(event)

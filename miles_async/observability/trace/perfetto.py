@@ -26,7 +26,7 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
 )
-from miles_async.observability.trace.json_array import TraceFile
+from miles_async.observability.trace.trace_file import TraceFile
 from miles_async.scheduling.ledger import GroupState
 
 TRAINER, WEIGHTS, QUEUE, ADMISSION, EVALUATION, REQUESTS, GROUPS = range(1, 8)

@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 2.0
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-class MetricsServer:
+class HttpServer:
     """Answers from construction until `close`, which lets answers under way come to their end."""
 
     def __init__(self, registry: CollectorRegistry, page: LivePage, port: int) -> None:

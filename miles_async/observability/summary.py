@@ -30,7 +30,7 @@ from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
 
-class Summary:
+class RunSummary:
     """Figures that have no event yet are None. Idle shares and rates speak of the training phase.
 
     The training phase lasts from the begin of the first optimizer step to the end of the last one; `wall_seconds` is

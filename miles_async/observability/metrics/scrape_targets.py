@@ -13,7 +13,7 @@ OFTEN = {"__scrape_interval__": "2s", "__scrape_timeout__": "2s"}
 """The driver answers in milliseconds and knows first when something hangs; an engine under load may take a second."""
 
 
-class Targets:
+class ScrapeTargets:
     """`<run_dir>/targets/<run>.json`; it is gone when the run is, so that nobody asks at addresses of the dead."""
 
     def __init__(self, folder: RunFolder, metrics_url: str) -> None:

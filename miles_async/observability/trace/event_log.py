@@ -14,7 +14,7 @@ from miles_async.events import Event, decode, encode
 _BUFFER_BYTES = 1 << 20
 
 
-class TraceWriter:
+class EventLogWriter:
     """Buffers lines; they reach the disk when `tick` finds the last flush `flush_seconds` ago, and at `close`.
 
     Raises Fatal once, when the disk takes no more; what comes after that is left out.
@@ -56,7 +56,7 @@ class TraceWriter:
         return FatalError(f"{self._path} cannot be written ({error.strerror}): make room on its disk, and start again")
 
 
-def read_trace(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> Iterator[Event]:
     """The events of a trace, in the order they were written.
 
     A last line without its newline was cut by a crash and is left out. Raises UserError that names file and line where

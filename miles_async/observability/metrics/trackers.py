@@ -23,7 +23,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.run_folder import RunFolder
 
-WAITING_AT_MOST = 10_000
+MAX_QUEUED_POINTS = 10_000
 CLOSE_SECONDS = 30.0
 """Weights & Biases takes seconds to start and to end, on a busy machine many."""
 
@@ -46,7 +46,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Curves:
+class PointBuilder:
     """Turns events into points."""
 
     def __init__(self, steps_per_rollout: int, *, always_train_step: bool) -> None:
@@ -158,12 +158,12 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Aside:
+class BackgroundTracker:
     """A sink in a thread of its own."""
 
     def __init__(self, name: str, opening: Callable[[], Sink]) -> None:
         self._name = name
-        self._points: queue.Queue[Point | None] = queue.Queue(WAITING_AT_MOST)
+        self._points: queue.Queue[Point | None] = queue.Queue(MAX_QUEUED_POINTS)
         self._lost = 0
         self._failed = False
         self._thread = Thread(target=self._live, args=(opening,), name=name, daemon=True)
@@ -202,19 +202,19 @@ class Aside:
             log.warning("a sink failed; the run goes on without it", sink=self._name, error=sentence)
 
 
-class Sinks:
+class Trackers:
     """Those that are asked for."""
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         settings = config.observability
-        self._curves = Curves(
+        self._curves = PointBuilder(
             config.learner.num_steps_per_rollout, always_train_step=settings.wandb_always_use_train_step
         )
-        self._sinks: list[Aside] = []
+        self._sinks: list[BackgroundTracker] = []
         if settings.use_tensorboard:
-            self._sinks.append(Aside("tensorboard", lambda: TensorBoard(folder.path / "tensorboard")))
+            self._sinks.append(BackgroundTracker("tensorboard", lambda: TensorBoard(folder.path / "tensorboard")))
         if settings.use_wandb:
-            self._sinks.append(Aside("wandb", lambda: WeightsAndBiases(config, folder)))
+            self._sinks.append(BackgroundTracker("wandb", lambda: WeightsAndBiases(config, folder)))
 
     def observe(self, event: Event) -> None:
         if self._sinks:
