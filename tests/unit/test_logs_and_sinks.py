@@ -100,8 +100,8 @@ def test_errors_of_engines_and_router_surface_once_and_not_without_end(tmp_path:
     log_tail.poll(102.0)
     lines = logged()
     assert lines[0]["line"] == "ERROR not yet written"
-    assert len(lines) == ERRORS_SHOWN  # the four that were left, and the word that the rest is in the file
-    assert "only in its file" in lines[-1]["event"]
+    assert len(lines) == ERRORS_SHOWN  # the four that were left, and the notice that the rest is in the file
+    assert "only in its log file" in lines[-1]["event"]
 
 
 def points(*events: Event, always_train_step: bool = False) -> list[Point]:

@@ -82,12 +82,12 @@ def test_a_group_is_a_slice_on_its_slot_with_its_phases_inside(tmp_path: Path) -
     assert found["group 7"] == (1_000_000, 7_000_000)
     assert found["generate"] == (2_100_000, 2_800_000)
     assert found["reward and filter"] == (2_800_000, 2_900_000)
-    assert [found[name][0] for name in ("held by the window", "queued", "in a batch")] == [
+    assert [found[name][0] for name in ("held back by the window", "queued", "in a batch")] == [
         3_000_000,
         4_000_000,
         5_000_000,
     ]
-    assert found["waits for its version to go live"] == (6_000_000, 7_000_000)
+    assert found["waiting for its version to go live"] == (6_000_000, 7_000_000)
 
 
 def test_a_group_that_was_dropped_says_why(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_groups_take_the_smallest_free_slot(tmp_path: Path) -> None:
     entries = traced(tmp_path, *life(0, 101.0), *together)
     lanes = {e["name"]: e["tid"] for e in entries if e["name"].startswith("group ")}
     assert lanes == {"group 0": 1, "group 1": 1, "group 2": 2}
-    assert [e["args"]["outcome"] for e in entries if e["name"] == "group 2"] == ["under way at the end"]
+    assert [e["args"]["outcome"] for e in entries if e["name"] == "group 2"] == ["unfinished at the end of the run"]
 
 
 def test_slices_of_one_lane_never_overlap_but_by_lying_inside_each_other(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) 
         ),
     )
     trainer, weights = slices(entries, TRAINER), slices(entries, WEIGHTS)
-    assert trainer["waits for a batch"] == (1_000_000, 2_000_000)
+    assert trainer["waiting for a batch"] == (1_000_000, 2_000_000)
     assert trainer["rollout 5"] == (2_100_000, 2_900_000)
     assert weights["publish version 6"] == (3_500_000, 4_000_000)
     assert weights["engines paused"] == (3_500_000, 3_800_000)

@@ -1,7 +1,11 @@
-"""What the processes of a run write into its `logs/`, of which the terminal shows only what matters.
+"""Shows the important lines of all processes' log files on the terminal.
 
-`*.jsonl` are our own lines: warnings and errors are shown, and what the leading processes say. `*.log` is what Ray,
-SGLang, the router and native libraries print: lines that speak of an error are shown, the first few of each file.
+`logs/*.jsonl` hold the structured log lines of our own processes. Warnings and errors are shown, and every line of the
+leading processes. `logs/*.log` hold the output of Ray, SGLang, the router and native libraries. Lines that report an
+error are shown, up to a limit per file.
+
+The files are polled instead of watched with inotify: the driver wakes up several times a second in any case, a run has
+a few dozen files, and polling also works on network file systems.
 """
 
 from __future__ import annotations
@@ -15,16 +19,17 @@ from typing import Any
 
 import structlog
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 ERRORS_SHOWN = 5
-"""Of each file; a server that fails in every request must not flood the terminal."""
-LONGEST_LINE = 300
+"""Most error lines shown per file, so that a server that fails at every request does not flood the terminal."""
+MAX_LINE_CHARACTERS = 300
 LEADING = ("learner-0", "rollout")
-"""Every rank says the same of a step; the others are shown only when something is wrong."""
-READ_AT_MOST = 1 << 20
+"""Processes whose lines are all shown. The other learner ranks log the same steps as rank 0."""
+MAX_READ_BYTES = 1 << 20
+"""Most bytes read from one file per poll."""
 
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|panicked at")
-_NOT_SHOWN = ("event", "level", "logger", "timestamp", "process", "run", "exception")
+_HIDDEN_KEYS = ("event", "level", "logger", "timestamp", "process", "run", "exception")
 
 log = structlog.get_logger(__name__)
 
@@ -33,55 +38,59 @@ log = structlog.get_logger(__name__)
 class _File:
     path: Path
     read: int = 0
+    """Bytes read so far."""
     errors: int = 0
 
 
 class LogTail:
-    """Call `look` as often as you like; it reads about once a second, and only what is new."""
+    """Reads new lines of all log files; `poll` may be called at any rate and reads at most once a second."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._files: dict[str, _File] = {}
-        self._looked = 0.0
+        self._polled = 0.0
 
     def poll(self, now: float) -> None:
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._polled < POLL_SECONDS:
             return
-        self._looked = now
+        self._polled = now
         for path in sorted(self._logs.glob("*.log")) + sorted(self._logs.glob("*.jsonl")):
             file = self._files.setdefault(path.name, _File(path))
-            show = self._show_ours if path.suffix == ".jsonl" else self._show_theirs
+            show = self._show_structured if path.suffix == ".jsonl" else self._show_plain
             for line in _new_lines(file):
                 show(file, line)
 
-    def _show_ours(self, file: _File, line: str) -> None:
+    def _show_structured(self, file: _File, line: str) -> None:
         try:
             record: dict[str, Any] = json.loads(line)
         except ValueError:
-            return self._show_theirs(file, line)
+            return self._show_plain(file, line)
         level = logging.getLevelNamesMapping().get(str(record.get("level", "")).upper(), logging.INFO)
         process = file.path.stem
         if level >= logging.WARNING or process in LEADING:
-            facts = {name: value for name, value in record.items() if name not in _NOT_SHOWN}
+            facts = {name: value for name, value in record.items() if name not in _HIDDEN_KEYS}
             where = {"file": str(file.path)} if "exception" in record else {}
             log.log(level, str(record.get("event", line)), process=process, **facts, **where)
         return None
 
-    def _show_theirs(self, file: _File, line: str) -> None:
+    def _show_plain(self, file: _File, line: str) -> None:
         if not _ERROR.search(line):
             return
         file.errors += 1
         if file.errors <= ERRORS_SHOWN:
-            log.error("a process wrote an error", process=file.path.stem, line=line[:LONGEST_LINE], file=str(file.path))
+            shown = line[:MAX_LINE_CHARACTERS]
+            log.error("a process logged an error", process=file.path.stem, line=shown, file=str(file.path))
         if file.errors == ERRORS_SHOWN:
-            log.error("its further errors are only in its file", process=file.path.stem)
+            log.error("further errors of this process are only in its log file", process=file.path.stem)
 
 
 def _new_lines(file: _File) -> list[str]:
-    """The whole lines since the last look; a line that is still being written waits."""
+    """Return the lines that were completed since the last poll."""
     with file.path.open("rb") as stream:
         stream.seek(file.read)
-        new = stream.read(READ_AT_MOST)
-    whole = new[: new.rfind(b"\n") + 1] if len(new) < READ_AT_MOST else new
-    file.read += len(whole)
-    return whole.decode(errors="replace").splitlines()
+        new = stream.read(MAX_READ_BYTES)
+    # The process may still be writing the last line, so it is read by a later poll. A full buffer is taken entirely:
+    # it may lack a newline, and waiting for one would never make progress.
+    complete = new[: new.rfind(b"\n") + 1] if len(new) < MAX_READ_BYTES else new
+    file.read += len(complete)
+    return complete.decode(errors="replace").splitlines()

@@ -1,7 +1,8 @@
-"""Log lines: structlog for our own, the same renderer for everybody else's warnings. Configured once, by entry points.
+"""Configures logging once per process: structlog for our own lines, the same renderer for other libraries' warnings.
 
-Modules get their logger with `structlog.get_logger(__name__)` and say an event with its facts as keywords; `run`,
-`rollout`, `group` and `version` are bound once with `structlog.contextvars.bind_contextvars` and follow the task.
+A module gets its logger with `structlog.get_logger(__name__)` and logs a short event with its facts as keywords. The
+keys `run`, `rollout`, `group` and `version` are bound with `structlog.contextvars.bind_contextvars`, so that every
+later line of the same task carries them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from structlog.typing import EventDict, Processor
 from tqdm import tqdm
 
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
-    # Local variables of every frame would bury the cause, and may hold what nobody should read.
+    # The local variables of every frame would hide the cause among noise, and they may hold secrets.
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 )
 
 
-class _BesideTheBar(logging.Handler):
-    """Writes to stderr and moves a progress bar on the same terminal out of the way."""
+class _ProgressBarHandler(logging.Handler):
+    """Writes to stderr without breaking a progress bar on the same terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -34,28 +35,33 @@ class _BesideTheBar(logging.Handler):
 
 
 def configure_logging(log_format: Literal["console", "json"], *, level: int = logging.INFO) -> None:
-    """Ours from `level` up, other libraries from WARNING up; on stderr, since users grep stdout for its three lines."""
-    _configure(_BesideTheBar(), log_format, level)
+    """Log to stderr: our own lines from `level` up, those of other libraries from WARNING up.
+
+    Log lines go to stderr because users grep stdout for the three lines of `PlainLines`.
+    """
+    _configure(_ProgressBarHandler(), log_format, level)
 
 
 def configure_worker_logging(logs: Path, process: str, run: str, *, level: int = logging.INFO) -> None:
-    """Of a process without a terminal: our lines as JSON into `<process>.jsonl`, all other output into `<process>.log`.
+    """Configure logging for a process without a terminal.
 
-    The other output is that of native code, too. The driver shows what matters of both (`log_tail.py`). Every line
-    of ours is bound to `run`.
+    Our own lines go to `<logs>/<process>.jsonl` as JSON, each with the keys `run` and `process`. All other output,
+    including that of native code, goes to `<logs>/<process>.log`. The driver shows the important lines of both files
+    (see `LogTail`).
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with (logs / f"{process}.log").open("ab", buffering=0) as log_tail:
+    with (logs / f"{process}.log").open("ab", buffering=0) as output:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os.dup2(log_tail.fileno(), 1)
-        os.dup2(log_tail.fileno(), 2)
-    # Not a context variable: one set here would end with this call's task.
-    bound = _bound(run=run, process=process)
-    _configure(logging.FileHandler(logs / f"{process}.jsonl"), "json", level, bound)
+        # Replacing the file descriptors, not sys.stdout, also captures what native code prints.
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # These keys are not context variables, because a context variable set here is only visible to the current task.
+    binding = _bind(run=run, process=process)
+    _configure(logging.FileHandler(logs / f"{process}.jsonl"), "json", level, binding)
 
 
-def _bound(**values: str) -> Processor:
+def _bind(**values: str) -> Processor:
     def add(logger: Any, name: str, event: EventDict) -> EventDict:
         return {**values, **event}
 

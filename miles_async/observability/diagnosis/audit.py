@@ -1,7 +1,7 @@
-"""An independent check of a run's event trace: no group lost, none trained twice, none too old, none out of order.
+"""An independent check of a run's events: no group is lost, trained twice, too stale or collected out of order.
 
-It shares no code with the scheduler it judges: states, versions, bypasses and slots are worked out again from the
-events alone. Memory grows with what is live, plus one entry per prompt that was trained.
+The audit shares no code with the scheduler that it checks. It derives states, versions, bypasses and slots from the
+events alone. Memory grows with the number of live groups, plus one entry per trained prompt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from miles_async.events import (
     StepStarted,
 )
 
-_WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
-_NEXT = dict(pairwise(_WAY))
-_RETURNS = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"})
-"""Reasons after which the prompt is owed another attempt, or a grave."""
+_LIFECYCLE = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
+_NEXT = dict(pairwise(_LIFECYCLE))
+_RETRIED = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"})
+"""Drop reasons after which the prompt must get another attempt or become a dead letter."""
 
 
 @dataclass(slots=True)
@@ -30,30 +30,35 @@ class _Life:
     feed_index: str
     attempt: int
     state: str
-    born: int
-    """The live version at admission; of a salvaged group, at its first one."""
+    admitted_at: int
+    """The live version at admission. If the group continues an earlier attempt, the version at that admission."""
     oldest: int | None = None
+    """The oldest version of its tokens."""
     trained_as: int | None = None
-    """The version its batch goes into."""
+    """The version that its training step produces."""
     replayed: bool = False
-    """Its tokens were recorded, and are as old as they were then."""
+    """Whether its tokens come from a recording, in which case they may be older than its admission."""
     bypassed: int = 0
-    """Younger groups collected before it."""
+    """Number of younger groups that were collected before it."""
 
 
 class Audit:
-    """Give it every event in order; `violations` are sentences, `owed` the prompts whose next attempt is still due."""
+    """Pass every event to `observe` in order.
+
+    `violations` are sentences. `owed` holds the prompts that were dropped and have not been admitted again yet.
+    """
 
     def __init__(self, staleness_limit: int | None, *, windowed: bool = True) -> None:
+        """`staleness_limit` is in versions; None disables the check. `windowed` enables the check of bypasses."""
         self._limit = staleness_limit
         self._windowed = windowed
         self._window: int | None = None
         self._slots: int | None = None
         self._live: dict[int, _Life] = {}
         self._waiting: dict[int, _Life] = {}
-        """Those of them that are not collected yet, oldest first."""
+        """The live groups that are not collected yet, oldest first."""
         self._interrupted: dict[str, tuple[int, int]] = {}
-        """Attempt and `born` of groups sent back that may keep their tokens, by prompt."""
+        """Attempt and `admitted_at` of dropped groups that may keep their tokens, by prompt."""
         self._trained: set[str] = set()
         self._live_version = -1
         self._next_sequence = 0
@@ -73,9 +78,9 @@ class Audit:
             case GroupReplayed():
                 self._live[event.sequence].replayed = True
             case GroupGenerated():
-                self._generated(event)
+                self._group_generated(event)
             case StepStarted():
-                self._stepped(event)
+                self._step_started(event)
             case PublishEnded() if event.live:
                 self._live_version = event.version
             case _:
@@ -84,9 +89,9 @@ class Audit:
     def _moved(self, event: GroupMoved) -> None:
         sequence = event.sequence
         if event.before is None:
-            self._born(event)
+            self._admitted(event)
         elif (life := self._live.get(sequence)) is None or life.state != event.before:
-            self._violated(f"group {sequence} left {event.before}, where it was not")
+            self._violated(f"group {sequence} left state {event.before} without being in it")
             return
         elif event.after == "dropped":
             self._dropped(event, life)
@@ -102,18 +107,19 @@ class Audit:
                 self._published(sequence, life)
         self._check_counts(event)
 
-    def _born(self, event: GroupMoved) -> None:
+    def _admitted(self, event: GroupMoved) -> None:
         if event.sequence != self._next_sequence:
-            self._violated(f"sequence number {event.sequence} came where {self._next_sequence} was due")
+            self._violated(f"sequence number {event.sequence} came instead of {self._next_sequence}")
         self._next_sequence = event.sequence + 1
-        attempt, born = self._interrupted.pop(event.feed_index, (-1, 0))
+        attempt, admitted_at = self._interrupted.pop(event.feed_index, (-1, 0))
         if attempt != event.attempt:
-            born = self._live_version  # a fresh attempt; one of the same number continues the tokens it has
-        life = _Life(event.feed_index, event.attempt, "fed", born)
+            # A new attempt starts without tokens. An attempt with the same number continues the tokens it has.
+            admitted_at = self._live_version
+        life = _Life(event.feed_index, event.attempt, "fed", admitted_at)
         self._live[event.sequence] = self._waiting[event.sequence] = life
         self.owed.discard(event.feed_index)
         if self._slots is not None and len(self._live) > self._slots:
-            self._violated(f"group {event.sequence} was admitted as number {len(self._live)} of {self._slots} slots")
+            self._violated(f"group {event.sequence} was admitted as live group {len(self._live)} of {self._slots}")
 
     def _dropped(self, event: GroupMoved, life: _Life) -> None:
         del self._live[event.sequence]
@@ -121,10 +127,10 @@ class Audit:
         if life.state == "trained":
             self._violated(f"group {event.sequence} was dropped after it was trained")
         self.recycled += event.reason == "stale"
-        if event.reason in _RETURNS:
+        if event.reason in _RETRIED:
             self.owed.add(event.feed_index)
         if event.reason in ("head_deadline", "partial"):
-            self._interrupted[event.feed_index] = life.attempt, life.born
+            self._interrupted[event.feed_index] = life.attempt, life.admitted_at
 
     def _collected(self, sequence: int) -> None:
         del self._waiting[sequence]
@@ -136,7 +142,7 @@ class Audit:
             life.bypassed += 1
             self.greatest_bypass = max(self.greatest_bypass, life.bypassed)
             if life.bypassed > self._window - 1:
-                self._violated(f"group {older} was passed {life.bypassed} times, window {self._window}")
+                self._violated(f"group {older} was bypassed {life.bypassed} times with a window of {self._window}")
 
     def _entered_weights(self, life: _Life) -> None:
         self.trained += 1
@@ -149,13 +155,15 @@ class Audit:
         if life.trained_as is None or life.trained_as > self._live_version:
             self._violated(f"the slot of group {sequence} was freed before version {life.trained_as} was live")
 
-    def _generated(self, event: GroupGenerated) -> None:
+    def _group_generated(self, event: GroupGenerated) -> None:
         life = self._live[event.sequence]
         life.oldest = event.versions[0]
-        if life.oldest < life.born and not life.replayed:
-            self._violated(f"group {event.sequence} holds tokens of {life.oldest}, older than {life.born} at admission")
+        if life.oldest < life.admitted_at and not life.replayed:
+            self._violated(
+                f"group {event.sequence} has tokens of version {life.oldest}, but was admitted at {life.admitted_at}"
+            )
 
-    def _stepped(self, event: StepStarted) -> None:
+    def _step_started(self, event: StepStarted) -> None:
         for sequence, claimed in zip(event.groups, event.staleness, strict=True):
             life = self._live[sequence]
             life.trained_as = event.version + 1
@@ -164,13 +172,13 @@ class Audit:
             age = event.version - life.oldest
             self.greatest_age = max(self.greatest_age, age)
             if age != claimed:
-                self._violated(f"group {sequence} entered its step {age} versions old, not {claimed}")
+                self._violated(f"group {sequence} entered its step {age} versions old, but the event reports {claimed}")
             if self._limit is not None and age > self._limit:
                 self._violated(f"group {sequence} entered its step {age} versions old, over the limit {self._limit}")
 
     def _check_counts(self, event: GroupMoved) -> None:
         if sum(event.counts.values()) != len(self._live):
-            self._violated(f"the ledger counts {event.counts}, the trace leaves {len(self._live)} groups live")
+            self._violated(f"the ledger counts {event.counts}, but {len(self._live)} groups are live")
 
     def _violated(self, sentence: str) -> None:
         self.violations.append(sentence)

@@ -1,10 +1,11 @@
-"""How stale groups are, and what their staleness is made of: a fold over the event stream.
+"""The staleness of groups, and the parts it consists of.
 
-When its batch enters the step, a group is `trainer version - oldest version` versions old. Three parts add up to that:
+The staleness of a group is the learner's weight version minus the oldest weight version of its tokens. When the batch
+of the group enters its training step, the staleness is the sum of three parts:
 
-    publish_lag   versions the trainer was ahead of the engines when the group's generation began
-    sampling      versions staged while it was generated
-    waiting       versions staged while it was rewarded, held back by the window, queued and leased
+    publish_lag   versions by which the learner was ahead of the engines when generation of the group began
+    sampling      versions staged while the group was generated
+    waiting       versions staged while the group was rewarded, held back by the window, queued and leased
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ REMEMBERED_VERSIONS = 1024
 
 
 class Part(NamedTuple):
+    """One part of a group's staleness."""
+
     name: str
+    """`publish_lag`, `sampling` or `waiting`."""
     versions: int
     seconds: float
 
@@ -31,14 +35,14 @@ class _Generated(NamedTuple):
 
 
 class StalenessTracker:
-    """Groups between generation and their end, and when the last versions were staged."""
+    """Remembers when groups were generated and when the last versions were staged."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _Generated] = {}
         self._staged_at: deque[float] = deque(maxlen=REMEMBERED_VERSIONS)
-        """When each of the last versions was first heard of, oldest first."""
+        """When each of the last versions was first reported, oldest first. The last element belongs to `version`."""
         self.version = -1
-        """The trainer's."""
+        """The learner's weight version."""
 
     def record_version(self, version: int, now: float) -> None:
         while self.version < version:
@@ -52,12 +56,12 @@ class StalenessTracker:
         self._groups.pop(sequence, None)
 
     def age(self, sequence: int, now: float) -> tuple[int, float] | None:
-        """Versions and seconds of age now; None where the group was generated elsewhere."""
+        """Return the age of a group in versions and in seconds; None if its generation was not recorded."""
         group = self._groups.get(sequence)
         return (self.version - group.oldest, now - group.started) if group is not None else None
 
     def parts(self, step: StepStarted) -> list[Part]:
-        """Of every group in the batch, one after the other."""
+        """Return the three parts for each group of the batch, in the order of the batch."""
         return [
             part
             for sequence in step.groups
@@ -66,9 +70,10 @@ class StalenessTracker:
         ]
 
     def _parts(self, group: _Generated, step: StepStarted) -> list[Part]:
-        # A group may wait for a place, or out a pause, and be sampled from newer weights than there were when it began.
+        # Between its start and its first token a group may wait for a request permit or for the end of a pause. Its
+        # tokens can then be newer than the version at its start, hence the maximum.
         at_start, at_end = max(self._version_at(group.started), group.oldest), self._version_at(group.ended)
-        # Where a group continues tokens of an earlier attempt, all that happened before this one counts as lag.
+        # If the group continues tokens of an earlier attempt, all versions before this attempt count as publish lag.
         behind_since = self._when_staged(group.oldest + 1)
         lag = max(0.0, group.started - behind_since) if behind_since is not None else 0.0
         return [
@@ -78,9 +83,10 @@ class StalenessTracker:
         ]
 
     def _version_at(self, time: float) -> int:
-        """The trainer's version at that time; the oldest remembered one where it is long ago."""
+        """Return the learner's version at `time`, or the oldest remembered version if `time` is earlier."""
         return self.version - len(self._staged_at) + max(1, bisect_right(self._staged_at, time))
 
     def _when_staged(self, version: int) -> float | None:
-        place = version - (self.version - len(self._staged_at) + 1)
-        return self._staged_at[place] if 0 <= place < len(self._staged_at) else None
+        """Return when `version` was staged; None if it is not staged yet or no longer remembered."""
+        index = version - (self.version - len(self._staged_at) + 1)
+        return self._staged_at[index] if 0 <= index < len(self._staged_at) else None

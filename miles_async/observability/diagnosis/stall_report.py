@@ -1,7 +1,4 @@
-"""What stands still, from the events alone: the report after the line `Warning: No progress for …`.
-
-The rollout worker tells of a stall itself. Where it is the one that hangs, `overdue` tells of it in its place.
-"""
+"""The state of a run at a stall, for the log line after `Warning: No progress for …`."""
 
 from __future__ import annotations
 
@@ -27,16 +24,23 @@ from miles_async.scheduling.stall import StallClock
 
 
 class StallReport:
+    """Follows the events of a run and reports where every part of the run is when nothing makes progress.
+
+    The rollout worker reports stalls itself. If the rollout worker hangs, `unreported_stall` reports them instead.
+    """
+
     def __init__(self, warn_seconds: float) -> None:
+        """`warn_seconds` is `--no-progress-warn-seconds`, the time without progress after which a stall is reported."""
         self._warn_seconds = warn_seconds
         self._clock = StallClock(warn_seconds)
         self._progress: float | None = None
+        """When a group was last queued, or a step, publish or evaluation last ended."""
         self._pulse: Pulse | None = None
         self._requests = 0
         self._counts: dict[str, int] = {}
         self._engines: dict[str, dict[str, Any]] = {}
         self._silent: dict[str, float] = {}
-        self._doing = "start"
+        self._phase = "start"
         self._publishing: int | None = None
 
     def observe(self, event: Event) -> None:
@@ -52,9 +56,9 @@ class StallReport:
             case ClusterReady() | Evaluated():
                 self._progress = event.time
             case TrainerPhaseChanged():
-                self._doing = event.to
+                self._phase = event.to
             case StepStarted():
-                self._doing = "step"
+                self._phase = "step"
             case StepEnded():
                 self._progress = event.time
             case PublishStarted():
@@ -62,7 +66,7 @@ class StallReport:
             case PublishEnded():
                 self._publishing = None
                 self._progress = event.time
-                self._published(event)
+                self._publish_ended(event)
             case EngineChanged():
                 self._engine_changed(event)
             case ProcessSilent():
@@ -73,28 +77,28 @@ class StallReport:
                 pass
 
     def unreported_stall(self, now: float) -> Stalled | None:
-        """A stall that the rollout worker cannot tell of, because it hangs itself."""
-        still = now - self._progress if self._progress is not None else 0.0
-        if "rollout" not in self._silent or not self._clock.due(still):
+        """Return a stall that the rollout worker cannot report because it does not answer; None if there is none."""
+        seconds = now - self._progress if self._progress is not None else 0.0
+        if "rollout" not in self._silent or not self._clock.due(seconds):
             return None
         pulse = self._pulse
         return Stalled(
             time=now,
-            seconds=still,
+            seconds=seconds,
             queue=pulse.queue if pulse is not None else 0,
             collected=pulse.collected if pulse is not None else 0,
             wanted=pulse.wanted if pulse is not None else 0,
         )
 
     def stalled_for(self, now: float) -> float:
-        """Seconds since the last progress, where that is long enough for a warning; else 0."""
-        still = now - self._progress if self._progress is not None else 0.0
-        return still if still >= self._warn_seconds else 0.0
+        """Return the seconds since the last progress, or 0 if they are fewer than `warn_seconds`."""
+        seconds = now - self._progress if self._progress is not None else 0.0
+        return seconds if seconds >= self._warn_seconds else 0.0
 
     def facts(self) -> dict[str, Any]:
-        """Where everything stands, for one log line."""
+        """Return the state of learner, rollout, window and engines as the keys of one log line."""
         facts: dict[str, Any] = {
-            "trainer": self._doing,
+            "trainer": self._phase,
             "publishing_version": self._publishing,
             "groups": {str(state): count for state, count in self._counts.items() if count},
             "requests_in_flight": self._requests,
@@ -109,7 +113,7 @@ class StallReport:
                 "head_age": f"{pulse.head_seconds:.0f}s",
                 "held_back_by_window": pulse.blocked,
                 "oldest_request": f"group {pulse.oldest}, {pulse.oldest_seconds:.0f}s" if pulse.generating else "none",
-                # The router picks the engine and does not say which; with one there is no doubt.
+                # The router does not report which engine it chose, so all routed engines are named.
                 "oldest_request_engine": (" or ".join(routed) or "none is routed") if pulse.generating else "none",
                 "waiting_for_reward": pulse.rewarding,
                 "admission_waits_for": pulse.waits_for or "nothing",
@@ -119,7 +123,7 @@ class StallReport:
             }
         return facts
 
-    def _published(self, event: PublishEnded) -> None:
+    def _publish_ended(self, event: PublishEnded) -> None:
         for name, engine in self._engines.items():
             if event.live and engine["state"] == "routed" and name not in event.fenced:
                 engine["version"] = event.version

@@ -1,10 +1,13 @@
-"""What holds a run back, worked out continuously from its events, and the knob to turn (seed `fully-async`).
+"""Finds the bottleneck of a run continuously from its events, and names the setting to change.
 
-The trainer is the one finite clock, so its time is what counts: what it did, or why it had to wait. A run whose trainer
-seldom waits is `trainer-bound` where generation is held back for it, and `balanced` otherwise. Where the trainer waits,
-the longest waiting names the verdict. In `train.py` the two take turns, and the longer turn names it.
+The verdict follows from how the learner spends its time, because a run is as fast as its learner is busy:
 
-A process that does not answer is the verdict at once: shares of the past say nothing about a run that hangs.
+- If the learner waits, the longest kind of waiting is the verdict.
+- If the learner seldom waits, the run is `trainer-bound` if admission is held back for it, and `balanced` otherwise.
+- In a synchronous run (`train.py`), generation and training alternate, and the longer of the two is the verdict.
+
+A process that does not answer determines the verdict at once, because time shares of the past say nothing about a run
+that hangs.
 """
 
 from __future__ import annotations
@@ -40,47 +43,50 @@ class Bottleneck(StrEnum):
 
 
 KNOBS = {
-    Bottleneck.ROLLOUT: "scale rollout capacity (--rollout-num-gpus, --sglang-server-concurrency, "
-    "--over-sampling-batch-size) or lower per-sample generation cost (--rollout-max-response-len)",
+    Bottleneck.ROLLOUT: "add rollout capacity (--rollout-num-gpus, --sglang-server-concurrency, "
+    "--over-sampling-batch-size) or make samples cheaper to generate (--rollout-max-response-len)",
     Bottleneck.TRAINER: "give the learner more ranks (--actor-num-gpus-per-node) or fuller micro-batches "
-    "(--max-tokens-per-gpu); engines could be fewer",
+    "(--max-tokens-per-gpu), or use fewer engines",
     Bottleneck.PUBLISH: "publish less often (--update-weights-interval) or faster (--weight-transfer p2p)",
-    Bottleneck.WINDOW: "widen the window (--windowed-fifo-ratio), or end a stuck head (--head-deadline-seconds with "
+    Bottleneck.WINDOW: "widen the window (--windowed-fifo-ratio), or recycle a slow head (--head-deadline-seconds with "
     "--head-deadline-action recycle)",
     Bottleneck.FILTER: "generate more groups at once (--over-sampling-batch-size), or choose prompts or a "
-    "--dynamic-sampling-filter-path that keeps more of them",
-    Bottleneck.REWARD: "make the reward faster (--rm-type, --custom-rm-path), or lower --reward-timeout-seconds",
-    Bottleneck.BALANCED: "nothing to turn",
+    "--dynamic-sampling-filter-path that drops fewer groups",
+    Bottleneck.REWARD: "make the reward function faster (--rm-type, --custom-rm-path), or lower "
+    "--reward-timeout-seconds",
+    Bottleneck.BALANCED: "no setting needs to change",
 }
+"""What to change, by verdict."""
 
-WAITING = {
+WAITS = {
     "rollout": Bottleneck.ROLLOUT,
     "window": Bottleneck.WINDOW,
     "filter": Bottleneck.FILTER,
     "reward": Bottleneck.REWARD,
     "publish": Bottleneck.PUBLISH,
 }
-"""What the trainer may wait for. Its other shares are `step`, `save` and `evaluate`."""
+"""The verdict for each thing the learner may wait for."""
 REASONS = {
-    Bottleneck.ROLLOUT: "the trainer waited {share:.0%} of the time for groups that were still being generated",
-    Bottleneck.TRAINER: "the trainer stepped {share:.0%} of the time, and generation waited for it",
-    Bottleneck.PUBLISH: "the trainer waited {share:.0%} of the time for weights to be published",
-    Bottleneck.WINDOW: "the trainer waited {share:.0%} of the time for groups that the window held back",
-    Bottleneck.FILTER: "the trainer waited {share:.0%} of the time while filters dropped most groups",
-    Bottleneck.REWARD: "the trainer waited {share:.0%} of the time for rewards",
-    Bottleneck.BALANCED: "the trainer stepped {share:.0%} of the time, and generation kept up",
+    Bottleneck.ROLLOUT: "the learner waited {share:.0%} of the time for groups that were still being generated",
+    Bottleneck.TRAINER: "the learner trained {share:.0%} of the time, and generation waited for it",
+    Bottleneck.PUBLISH: "the learner waited {share:.0%} of the time for weights to be published",
+    Bottleneck.WINDOW: "the learner waited {share:.0%} of the time for groups that the window held back",
+    Bottleneck.FILTER: "the learner waited {share:.0%} of the time while filters dropped most groups",
+    Bottleneck.REWARD: "the learner waited {share:.0%} of the time for rewards",
+    Bottleneck.BALANCED: "the learner trained {share:.0%} of the time, and generation kept up",
 }
 
 NEGLIGIBLE = 0.15
-"""A share of the time that is not worth a verdict."""
+"""Fraction of the time below which waiting is ignored."""
 HORIZON_SECONDS = 10.0
-"""The verdict speaks of this much of the past, or of three batches where they take longer."""
-HORIZON_AT_MOST = 600.0
+"""The verdict covers the last 10 seconds, or the last three batches if these take longer."""
+MAX_HORIZON_SECONDS = 600.0
 SILENT_SECONDS = 5.0
-"""A process that leaves a question unanswered for so long hangs."""
+"""A process that has not answered for this long determines the verdict."""
 SETTLE_SECONDS = 2.0
-"""Another verdict is announced after it has held for so long."""
-FILTERED_MOST = 0.5
+"""A new verdict is announced after it has held for this long."""
+MOSTLY_FILTERED = 0.5
+"""Fraction of recent groups dropped by filters above which waiting for groups counts as waiting for the filter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,9 @@ class Finding:
     verdict: Bottleneck
     why: str
     shares: dict[str, float]
-    """Of the trainer's time within the horizon: `step`, `save`, `evaluate` and the keys of WAITING."""
+    """Fractions of the learner's time within the horizon, by `step`, `save`, `evaluate` and the keys of WAITS."""
     silent: str | None = None
-    """The process that does not answer, where that is the reason."""
+    """The process that does not answer, if that is the reason for the verdict."""
 
     @property
     def knob(self) -> str:
@@ -98,172 +104,188 @@ class Finding:
 
 
 @dataclass(slots=True)
-class _Shares:
-    """Seconds by label over a sliding stretch of time."""
+class _RecentTime:
+    """The learner's time within a sliding horizon, by label."""
 
     _slices: deque[tuple[float, float, str, bool]] = field(default_factory=deque)
+    """End, seconds, label and whether admission was held back, oldest first."""
     _seconds: dict[str, float] = field(default_factory=dict)
-    _held: float = 0.0
+    _held_back: float = 0.0
 
-    def add(self, now: float, seconds: float, label: str, held: bool, horizon: float) -> None:
-        self._slices.append((now, seconds, label, held))
+    def add(self, now: float, seconds: float, label: str, held_back: bool, horizon: float) -> None:
+        # The sums are updated as slices enter and leave, so that reading them does not walk the whole horizon.
+        self._slices.append((now, seconds, label, held_back))
         self._seconds[label] = self._seconds.get(label, 0.0) + seconds
-        self._held += seconds * held
+        self._held_back += seconds * held_back
         while self._slices[0][0] < now - horizon:
-            _, gone, name, was_held = self._slices.popleft()
-            self._seconds[name] -= gone
-            self._held -= gone * was_held
+            _, expired, expired_label, was_held_back = self._slices.popleft()
+            self._seconds[expired_label] -= expired
+            self._held_back -= expired * was_held_back
 
     @property
-    def by_label(self) -> dict[str, float]:
+    def fractions(self) -> dict[str, float]:
+        """Fractions of the time by label; they add up to 1. Empty before any time has passed."""
         total = sum(self._seconds.values())
         return {label: seconds / total for label, seconds in self._seconds.items()} if total > 0 else {}
 
     @property
-    def held(self) -> float:
-        """Share in which admission waited for the trainer."""
+    def held_back(self) -> float:
+        """Fraction of the time in which admission waited for the learner."""
         total = sum(self._seconds.values())
-        return self._held / total if total > 0 else 0.0
+        return self._held_back / total if total > 0 else 0.0
 
 
 class Verdicts:
-    """Give it every event, and the time about four times a second; `announced` returns each new verdict once."""
+    """Keeps the current verdict and how long each verdict held.
+
+    Pass every event to `observe` and the time to `tick`, about four times a second. `take_change` returns each new
+    verdict once.
+    """
 
     def __init__(self) -> None:
-        self._in_turns = False
-        self._doing: str | None = None
-        """What the trainer does; None before it begins and after it ends."""
+        self._synchronous = False
+        self._phase: str | None = None
+        """What the learner does (`TrainerPhaseChanged.to`); None before it begins and after the run ends."""
         self._publishing = False
         self._pulse: Pulse | None = None
-        self._waiting_window = 0
-        """Groups finished and not collected."""
-        self._ended: deque[bool] = deque(maxlen=64)
-        """Of the last groups that were generated: whether a filter dropped each."""
+        self._finished_groups = 0
+        """Groups that are finished but not collected yet."""
+        self._filtered: deque[bool] = deque(maxlen=64)
+        """For each of the last generated groups, whether a filter dropped it."""
         self._silent: dict[str, float] = {}
-        self._settled_at = 0.0
+        """Processes that do not answer, and when each answered last."""
+        self._accounted_until = 0.0
         self._step_ended: float | None = None
         self._horizon = HORIZON_SECONDS
-        self._recent = _Shares()
+        self._recent = _RecentTime()
         self._announced: tuple[Bottleneck, str | None] | None = None
-        self._other_since: float | None = None
+        self._changed_at: float | None = None
+        """Since when the verdict has differed from the announced one."""
         self.seconds: dict[Bottleneck, float] = {}
-        """How long each verdict held since the first batch was asked for."""
+        """How long each verdict has held since the first batch was requested."""
         self.trainer_seconds: dict[str, float] = {}
-        """The trainer's time since then, by the labels of `Finding.shares`."""
+        """The learner's time since the first batch was requested, by the labels of `Finding.shares`."""
 
     def observe(self, event: Event) -> None:
         match event:
             case GroupMoved():
-                self._waiting_window = event.counts.get("finished", 0)
+                self._finished_groups = event.counts.get("finished", 0)
                 if event.after == "finished" or event.reason == "filtered":
-                    self._ended.append(event.reason == "filtered")
+                    self._filtered.append(event.reason == "filtered")
             case RunStarted():
-                self._in_turns = event.entry == "train.py"
+                self._synchronous = event.entry == "train.py"
             case TrainerPhaseChanged():
-                self._turned(event.time, event.to)
+                self._enter_phase(event.time, event.to)
             case StepStarted():
-                self._turned(event.time, "step")
+                self._enter_phase(event.time, "step")
             case StepEnded():
                 if self._step_ended is not None:
                     batch_seconds = event.time - self._step_ended
-                    self._horizon = min(max(HORIZON_SECONDS, 3 * batch_seconds), HORIZON_AT_MOST)
+                    # A horizon shorter than a few batches would make the verdict alternate within each batch.
+                    self._horizon = min(max(HORIZON_SECONDS, 3 * batch_seconds), MAX_HORIZON_SECONDS)
                 self._step_ended = event.time
             case PublishStarted() | PublishEnded():
-                self._settle(event.time)
+                self._account(event.time)
                 self._publishing = isinstance(event, PublishStarted)
             case Pulse():
-                self._settle(event.time)
+                self._account(event.time)
                 self._pulse = event
             case ProcessSilent():
-                self._heard(event)
+                self._process_silent(event)
             case RunEnded():
-                self._settle(event.time)
-                self._doing = None
+                self._account(event.time)
+                self._phase = None
             case _:
                 pass
 
     def tick(self, now: float) -> None:
-        self._settle(now)
+        self._account(now)
 
     @property
     def finding(self) -> Finding:
-        """The verdict now."""
-        shares = self._recent.by_label
+        """The current verdict."""
+        shares = self._recent.fractions
         if self._silent:
             process, since = min(self._silent.items(), key=lambda item: item[1])
             kind = Bottleneck.TRAINER if process.startswith("learner") else Bottleneck.ROLLOUT
-            return Finding(kind, f"{process} has not answered for {self._settled_at - since:.0f}s", shares, process)
-        kind, share = self._judged(shares)
+            seconds = self._accounted_until - since
+            return Finding(kind, f"{process} has not answered for {seconds:.0f}s", shares, process)
+        kind, share = self._judge(shares)
         return Finding(kind, REASONS[kind].format(share=share), shares)
 
     def take_change(self, now: float) -> VerdictChanged | None:
-        """The verdict as an event, where it is a new one that has held for a while."""
+        """Return a new verdict as an event once it has held for SETTLE_SECONDS, and None at any other time."""
         finding = self.finding
-        if self._doing is None or (finding.verdict, finding.silent) == self._announced:
-            self._other_since = None
+        if self._phase is None or (finding.verdict, finding.silent) == self._announced:
+            self._changed_at = None
             return None
-        self._other_since = self._other_since or now
-        if now - self._other_since < SETTLE_SECONDS and not self._silent:
+        self._changed_at = self._changed_at or now
+        if now - self._changed_at < SETTLE_SECONDS and not self._silent:
             return None
-        self._announced, self._other_since = (finding.verdict, finding.silent), None
+        self._announced, self._changed_at = (finding.verdict, finding.silent), None
         return VerdictChanged(
             time=now, verdict=finding.verdict, why=finding.why, knob=finding.knob, shares=finding.shares
         )
 
     @property
     def overall(self) -> Bottleneck | None:
-        """The verdict that held longest; None before the first batch was asked for."""
+        """The verdict that held longest; None before the first batch is requested."""
         return max(self.seconds, key=lambda kind: self.seconds[kind], default=None)
 
-    def _judged(self, shares: dict[str, float]) -> tuple[Bottleneck, float]:
+    def _judge(self, shares: dict[str, float]) -> tuple[Bottleneck, float]:
+        """Return the verdict and the fraction of the learner's time that justifies it."""
         step = shares.get("step", 0.0)
-        waited = {kind: shares.get(label, 0.0) for label, kind in WAITING.items()}
+        waited = {kind: shares.get(label, 0.0) for label, kind in WAITS.items()}
         longest = max(waited, key=lambda kind: waited[kind])
-        if self._in_turns:
+        if self._synchronous:
             return (longest, waited[longest]) if waited[longest] > step else (Bottleneck.TRAINER, step)
         if sum(waited.values()) > NEGLIGIBLE:
             return longest, waited[longest]
-        return Bottleneck.TRAINER if self._recent.held > NEGLIGIBLE else Bottleneck.BALANCED, step
+        return Bottleneck.TRAINER if self._recent.held_back > NEGLIGIBLE else Bottleneck.BALANCED, step
 
-    def _turned(self, now: float, to: str) -> None:
-        self._settle(now)
-        self._doing = to
+    def _enter_phase(self, now: float, phase: str) -> None:
+        self._account(now)
+        self._phase = phase
 
-    def _settle(self, now: float) -> None:
-        """Book the time since the last call. Events of several processes arrive a little out of order."""
-        seconds = now - self._settled_at
+    def _account(self, now: float) -> None:
+        """Assign the time since the previous call to what the learner did in it."""
+        seconds = now - self._accounted_until
         if seconds <= 0:
+            # Events of several processes arrive slightly out of order. This time is already assigned.
             return
-        self._settled_at = now
-        if self._doing is None:
+        self._accounted_until = now
+        if self._phase is None:
             return
-        label = self._label(self._doing)
+        label = self._label(self._phase)
         self._recent.add(now, seconds, label, self._held_back(), self._horizon)
         self.trainer_seconds[label] = self.trainer_seconds.get(label, 0.0) + seconds
         kind = self.finding.verdict
         self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
 
-    def _label(self, doing: str) -> str:
-        """What the trainer does or, where it waits for a batch, why."""
+    def _label(self, phase: str) -> str:
+        """Return the phase or, if the learner waits for a batch, what the batch waits for."""
         pulse = self._pulse
-        if doing != "batch" or pulse is None:
-            return "rollout" if doing == "batch" else doing
+        if phase != "batch" or pulse is None:
+            return "rollout" if phase == "batch" else phase
         if self._publishing:
             return "publish"
         missing = pulse.wanted - pulse.collected
-        if self._waiting_window and (self._waiting_window >= missing or pulse.waits_for == "slots"):
+        # The window is the cause only if the groups it holds back would complete the batch, or if they occupy slots
+        # that new groups would need.
+        if self._finished_groups and (self._finished_groups >= missing or pulse.waits_for == "slots"):
             return "window"
         if pulse.rewarding > pulse.generating:
             return "reward"
-        if sum(self._ended) > FILTERED_MOST * len(self._ended):
+        if sum(self._filtered) > MOSTLY_FILTERED * len(self._filtered):
             return "filter"
         return "rollout"
 
     def _held_back(self) -> bool:
+        """Return whether admission waits for the learner to take groups."""
         return self._pulse is not None and self._pulse.waits_for in ("slots", "queue")
 
-    def _heard(self, event: ProcessSilent) -> None:
-        self._settle(event.time)
+    def _process_silent(self, event: ProcessSilent) -> None:
+        self._account(event.time)
         if event.seconds >= SILENT_SECONDS:
             self._silent.setdefault(event.process, event.time - event.seconds)
         elif event.seconds == 0:

@@ -1,4 +1,4 @@
-"""`events.jsonl`: the event stream on disk, one JSON object a line."""
+"""`events.jsonl`: the event stream on disk, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _BUFFER_BYTES = 1 << 20
 
 
 class EventLogWriter:
-    """Buffers lines; they reach the disk when `tick` finds the last flush `flush_seconds` ago, and at `close`.
+    """Appends events to a file.
 
-    Raises Fatal once, when the disk takes no more; what comes after that is left out.
+    Lines are buffered. `tick` flushes them if the last flush was `flush_seconds` ago or earlier, and `close` flushes
+    the rest. If the file cannot be written, FatalError is raised once, and all later events are dropped.
     """
 
     def __init__(self, path: Path, *, flush_seconds: float = 1.0) -> None:
@@ -32,7 +33,7 @@ class EventLogWriter:
         try:
             self._file.write(encode(event) + b"\n")
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._failed(error) from error
 
     def tick(self, now: float) -> None:
         if self._file.closed or now - self._flushed < self._flush_seconds:
@@ -41,26 +42,27 @@ class EventLogWriter:
         try:
             self._file.flush()
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._failed(error) from error
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._failed(error) from error
 
-    def _refused(self, error: OSError) -> FatalError:
-        # What the buffer holds can go nowhere, and must not be tried again; closing tries, and closes all the same.
+    def _failed(self, error: OSError) -> FatalError:
+        # Closing tries to write the buffer once more, which fails again, but it closes the file in any case. Later
+        # calls then see a closed file and do nothing.
         with suppress(OSError):
             self._file.close()
         return FatalError(f"{self._path} cannot be written ({error.strerror}): make room on its disk, and start again")
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a trace, in the order they were written.
+    """Yield the events of an `events.jsonl` file in the order in which they were written.
 
-    A last line without its newline was cut by a crash and is left out. Raises UserError that names file and line where
-    any other line is no event.
+    A last line without a newline was cut off by a crash and is skipped. Raises UserError, with file and line number,
+    if any other line is not an event.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

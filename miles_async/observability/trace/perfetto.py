@@ -1,7 +1,7 @@
 """`trace.json`: groups, requests, steps, publishes and pauses as Chrome trace events, for ui.perfetto.dev.
 
-A group is written when it ends, on the lane that stands for its slot. The format is described in Google's "Trace Event
-Format": `X` is a slice with its duration, `C` a counter, `i` an instant, `M` a name; times are microseconds.
+Google's "Trace Event Format" describes the file: an `X` entry is a slice with a duration, `C` is a counter and `M` is
+metadata such as a name. Times are microseconds. A group is written when it ends, in the row of the slot it occupied.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _NAMES = {
     GROUPS: "groups, by slot",
 }
 _PHASES = {
-    GroupState.IN_FLIGHT: "under way",
-    GroupState.FINISHED: "held by the window",
+    GroupState.IN_FLIGHT: "in flight",
+    GroupState.FINISHED: "held back by the window",
     GroupState.QUEUED: "queued",
     GroupState.LEASED: "in a batch",
-    GroupState.TRAINED: "waits for its version to go live",
+    GroupState.TRAINED: "waiting for its version to go live",
 }
-_DOING = {"batch": "waits for a batch", "publish": "waits for a publish"}
+_WAITING = {"batch": "waiting for a batch", "publish": "waiting for a publish"}
 COUNTER_SECONDS = 0.1
-"""Between two values of a counter at least."""
+"""Shortest time between two values of a counter."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """A group from its admission on."""
+    """What is known about a live group."""
 
-    lane: int
+    row: int
     feed_index: str
     attempt: int
     states: list[tuple[str, float]]
@@ -63,39 +63,39 @@ class _Life:
 
 
 @dataclass(slots=True)
-class _Lanes:
-    """Numbers that are given out smallest first and come back."""
+class _Rows:
+    """Row numbers for groups, so that live groups do not overlap. The smallest free number is used first."""
 
     free: list[int] = field(default_factory=list)
-    made: int = 0
+    created: int = 0
 
     def take(self) -> tuple[int, bool]:
-        """A lane, and whether it is a new one."""
+        """Return a row, and whether it is new."""
         if self.free:
             return heapq.heappop(self.free), False
-        self.made += 1
-        return self.made, True
+        self.created += 1
+        return self.created, True
 
 
 class PerfettoTrace:
-    """Feed every event to `observe`, the time to `tick`; `close` at the end."""
+    """Writes the trace of a run. Pass every event to `observe` and the time to `tick`, and call `close` at the end."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises OSError when the file cannot be made."""
+        """Create the file at `path`, which grows to `max_bytes` at most. Raises OSError if it cannot be created."""
         self._file = TraceFile(path, max_bytes)
         self._began: float | None = None
         self._lives: dict[int, _Life] = {}
-        self._lanes = _Lanes()
+        self._rows = _Rows()
         self._request_ends: list[float] = []
-        """When the last request of each lane ended."""
-        self._turned: TrainerPhaseChanged | None = None
+        """When the last request in each row ended."""
+        self._phase: TrainerPhaseChanged | None = None
         self._step: StepStarted | None = None
         self._publish: PublishStarted | None = None
         self._counted_at = 0.0
-        self._last = 0.0
+        self._last_time = 0.0
 
     def observe(self, event: Event) -> None:
-        self._last = max(self._last, event.time)
+        self._last_time = max(self._last_time, event.time)
         match event:
             case RunStarted():
                 self._began = event.time
@@ -112,14 +112,21 @@ class PerfettoTrace:
                 self._request(event)
             case QueueChanged() if event.time - self._counted_at >= COUNTER_SECONDS:
                 self._counted_at = event.time
-                figures = {"queued": event.depth, "held by the window": event.blocked}
+                figures = {"queued": event.depth, "held back by the window": event.blocked}
                 self._write(
-                    {"ph": "C", "name": "groups", "pid": QUEUE, "tid": 0, "ts": self._at(event.time), "args": figures},
+                    {
+                        "ph": "C",
+                        "name": "groups",
+                        "pid": QUEUE,
+                        "tid": 0,
+                        "ts": self._microseconds(event.time),
+                        "args": figures,
+                    },
                     detail=True,
                 )
             case TrainerPhaseChanged():
-                self._finish_turn(event.time)
-                self._turned = event
+                self._finish_phase(event.time)
+                self._phase = event
             case StepStarted():
                 self._step = event
             case StepEnded():
@@ -141,18 +148,18 @@ class PerfettoTrace:
         self._file.tick(now)
 
     def close(self) -> None:
-        """Write what is still open as it stood at the last event."""
-        self._finish_turn(self._last)
+        """Write all open slices as ending at the last event, and close the file."""
+        self._finish_phase(self._last_time)
         for sequence in list(self._lives):
-            self._write_group(sequence, self._last, "under way at the end")
+            self._write_group(sequence, self._last_time, "unfinished at the end of the run")
         self._file.close()
 
     def _moved(self, event: GroupMoved) -> None:
         if event.before is None:
-            lane, new = self._lanes.take()
+            row, new = self._rows.take()
             if new:
-                self._name("thread_name", GROUPS, lane, f"slot {lane}")
-            self._lives[event.sequence] = _Life(lane, event.feed_index, event.attempt, [(event.after, event.time)])
+                self._name("thread_name", GROUPS, row, f"slot {row}")
+            self._lives[event.sequence] = _Life(row, event.feed_index, event.attempt, [(event.after, event.time)])
         elif event.after in (GroupState.PUBLISHED, GroupState.DROPPED):
             self._write_group(event.sequence, event.time, event.reason or event.after)
         elif event.sequence in self._lives:
@@ -162,37 +169,38 @@ class PerfettoTrace:
         life = self._lives.pop(sequence, None)
         if life is None:
             return
-        heapq.heappush(self._lanes.free, life.lane)
+        heapq.heappush(self._rows.free, life.row)
         facts: dict[str, Any] = {"feed_index": life.feed_index, "attempt": life.attempt, "outcome": outcome}
         generated = life.generated
         if generated is not None:
             facts |= {"reward": generated.reward, "response_tokens": generated.response_tokens}
             facts |= {"oldest_version": generated.versions[0], "newest_version": generated.versions[1]}
-        self._slice(GROUPS, life.lane, f"group {sequence}", life.states[0][1], end, detail=True, **facts)
+        self._slice(GROUPS, life.row, f"group {sequence}", life.states[0][1], end, detail=True, **facts)
         ends = [*(time for _, time in life.states[1:]), end]
         for (state, start), phase_end in zip(life.states, ends, strict=True):
             if state in _PHASES:
-                self._slice(GROUPS, life.lane, _PHASES[GroupState(state)], start, phase_end, detail=True)
+                self._slice(GROUPS, life.row, _PHASES[GroupState(state)], start, phase_end, detail=True)
         if generated is not None:
-            self._slice(GROUPS, life.lane, "generate", generated.started, generated.generated, detail=True)
-            self._slice(GROUPS, life.lane, "reward and filter", generated.generated, generated.time, detail=True)
+            self._slice(GROUPS, life.row, "generate", generated.started, generated.generated, detail=True)
+            self._slice(GROUPS, life.row, "reward and filter", generated.generated, generated.time, detail=True)
 
     def _request(self, event: RequestEnded) -> None:
-        free = (lane for lane, ended in enumerate(self._request_ends) if ended <= event.started)
-        lane = next(free, len(self._request_ends))
-        if lane == len(self._request_ends):
+        # Slices in one row must not overlap, so a request goes to the first row whose last request has ended.
+        free = (row for row, ended in enumerate(self._request_ends) if ended <= event.started)
+        row = next(free, len(self._request_ends))
+        if row == len(self._request_ends):
             self._request_ends.append(0.0)
-            self._name("thread_name", REQUESTS, lane, f"request {lane + 1}")
-        self._request_ends[lane] = event.time
-        name = f"group {event.sequence}" if event.sequence is not None else "evaluation or turn"
+            self._name("thread_name", REQUESTS, row, f"request {row + 1}")
+        self._request_ends[row] = event.time
+        name = f"group {event.sequence}" if event.sequence is not None else "evaluation or chat turn"
         facts = {"samples": event.samples, "response_tokens": event.response_tokens}
-        self._slice(REQUESTS, lane, name, event.started, event.time, detail=True, **facts)
+        self._slice(REQUESTS, row, name, event.started, event.time, detail=True, **facts)
 
-    def _finish_turn(self, now: float) -> None:
-        if self._turned is not None:
-            doing = self._turned.to
-            self._slice(TRAINER, 0, _DOING.get(doing, doing), self._turned.time, now)
-            self._turned = None
+    def _finish_phase(self, now: float) -> None:
+        if self._phase is not None:
+            name = _WAITING.get(self._phase.to, self._phase.to)
+            self._slice(TRAINER, 0, name, self._phase.time, now)
+            self._phase = None
 
     def _stepped(self, event: StepEnded) -> None:
         facts: dict[str, Any] = {"tokens": event.tokens, "reward": event.reward, "finite": event.finite}
@@ -216,18 +224,19 @@ class PerfettoTrace:
         self._publish = None
 
     def _slice(
-        self, process: int, lane: int, name: str, start: float, end: float, *, detail: bool = False, **facts: Any
+        self, process: int, row: int, name: str, start: float, end: float, *, detail: bool = False, **facts: Any
     ) -> None:
-        begin = self._at(start)
-        # Ends are rounded like beginnings, or a slice would stand a microsecond out of the one it lies in.
-        length = max(0, self._at(end) - begin)
-        entry = {"ph": "X", "name": name, "pid": process, "tid": lane, "ts": begin, "dur": length}
+        begin = self._microseconds(start)
+        # The end is rounded before the subtraction. Rounding the duration could make a slice end a microsecond after
+        # the slice that encloses it.
+        length = max(0, self._microseconds(end) - begin)
+        entry = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": begin, "dur": length}
         self._write({**entry, "args": facts} if facts else entry, detail=detail)
 
-    def _name(self, kind: str, process: int, lane: int, name: str) -> None:
-        self._write({"ph": "M", "name": kind, "pid": process, "tid": lane, "args": {"name": name}})
+    def _name(self, kind: str, process: int, row: int, name: str) -> None:
+        self._write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}})
 
-    def _at(self, time: float) -> int:
+    def _microseconds(self, time: float) -> int:
         return round(1e6 * (time - (self._began or time)))
 
     def _write(self, entry: dict[str, Any], *, detail: bool = False) -> None:
