@@ -1,7 +1,7 @@
-"""What the CPU builds lack, filled in when torch is imported; inert where CUDA is present.
+"""Stand-ins for what the CPU builds of torchvision and sgl_kernel lack. They do nothing if CUDA is available.
 
-torch calls the functions of its `torch.backends` entry-point group on every `import torch`, in every process, so this
-module imports only the standard library until it has to act. Declared in `pyproject.toml`:
+torch calls the functions in its `torch.backends` entry-point group at every `import torch`, in every process. This
+module therefore imports only the standard library until it is needed. It is declared in `pyproject.toml`:
 
     [project.entry-points."torch.backends"]
     miles_async = "miles_async.cpu_compat:register"
@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any
 
 _kept: list[Any] = []
-"""torch forgets an operator schema when its library object is collected."""
+"""torch removes an operator schema when its library object is garbage-collected, so these objects are kept alive."""
 
 
 def register() -> None:
-    """Define torchvision's operator schemas and offer an importable `sgl_kernel`; do nothing with CUDA."""
+    """Define torchvision's operator schemas and an importable `sgl_kernel`. Does nothing if CUDA is available."""
     import torch
 
     if torch.cuda.is_available():
@@ -31,7 +31,11 @@ def register() -> None:
 
 
 def _define_torchvision_operators(torch: Any) -> None:
-    """torchvision describes these two at import; its CUDA wheel cannot load beside a CPU torch and define them."""
+    """Define the schemas of two operators, for which torchvision registers more information when it is imported.
+
+    The CUDA wheel of torchvision cannot load its native library beside a CPU build of torch. Without the library the
+    schemas are missing, and `import torchvision` fails.
+    """
     if torch.version.cuda is not None or not _cuda_torchvision():
         return
     library = torch.library.Library("torchvision", "DEF")
@@ -41,7 +45,7 @@ def _define_torchvision_operators(torch: Any) -> None:
 
 
 def _cuda_torchvision() -> bool:
-    """The package index serves the CUDA wheel under a bare version; the CPU wheel's ends in `+cpu`."""
+    """Return whether the CUDA wheel of torchvision is installed, whose version lacks the suffix `+cpu`."""
     try:
         return not importlib.metadata.version("torchvision").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -49,7 +53,10 @@ def _cuda_torchvision() -> bool:
 
 
 def _sgl_kernel() -> ModuleType:
-    """SGLang imports names from `sgl_kernel` at module level; with torch-native attention it calls none of them."""
+    """Return a module in place of `sgl_kernel`, from which any name can be imported.
+
+    SGLang imports names from `sgl_kernel` at module level, but calls none of them with torch-native attention.
+    """
 
     def missing(name: str) -> Any:
         if name.startswith("__"):
@@ -58,12 +65,12 @@ def _sgl_kernel() -> ModuleType:
         def kernel(*_: Any, **__: Any) -> Any:
             raise NotImplementedError(
                 f"sgl_kernel.{name} needs the CUDA build of sgl_kernel; "
-                "on a CPU machine start SGLang with --attention-backend torch_native"
+                "on a machine without CUDA, start SGLang with --attention-backend torch_native"
             )
 
         return kernel
 
-    module = ModuleType("sgl_kernel", "Stands in for the CUDA kernels on machines without CUDA.")
+    module = ModuleType("sgl_kernel", "Stand-in for the CUDA kernels on machines without CUDA.")
     module.__getattr__ = missing  # type: ignore[method-assign]
     module.__path__ = []
     return module

@@ -1,4 +1,4 @@
-"""Serves `/metrics` and the live page on loopback, each request in a thread of its own."""
+"""Serves `/metrics` and the live page on the loopback interface, with one thread per request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from prometheus_client.exposition import choose_encoder
 from miles_async.errors import UserError
 from miles_async.observability.page.document import LivePage
 
-PATIENCE_SECONDS = 2.0
-"""For a client that connects and says nothing, or does not take its answer; the end of a run waits for it."""
+CLIENT_TIMEOUT_SECONDS = 2.0
+"""How long to wait for a client that sends no request or does not read its response. The end of a run may have to wait
+this long."""
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class HttpServer:
-    """Answers from construction until `close`, which lets answers under way come to their end."""
+    """Serves requests from construction until `close`, which waits for the responses that are being sent."""
 
     def __init__(self, registry: CollectorRegistry, page: LivePage, port: int) -> None:
-        """`port` 0 takes a free one. Raises UserError when the port cannot be had."""
+        """Listen on `port`, or on a free port if it is 0. Raises UserError if the port is already in use."""
 
         class Handler(_Handler):
             pass
@@ -33,7 +34,7 @@ class HttpServer:
             self._server = _Server(("127.0.0.1", port), Handler)
         except OSError as error:
             raise UserError(
-                f"metrics_port {port} cannot be had ({error.strerror}): set --metrics-port to a free port, or to 0"
+                f"metrics_port {port} is already in use ({error.strerror}): set --metrics-port to a free port, or to 0"
             ) from error
         self.port: int = self._server.server_port
         self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
@@ -58,11 +59,11 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is nobody's concern."""
+        """Ignore errors such as a client that closed its connection, instead of printing a traceback."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = PATIENCE_SECONDS
+    timeout = CLIENT_TIMEOUT_SECONDS
     registry: CollectorRegistry
     page: LivePage
 
@@ -72,15 +73,16 @@ class _Handler(BaseHTTPRequestHandler):
             encoder, kind = choose_encoder(self.headers.get("accept", ""))
             self._answer(encoder(self.registry), kind)
         elif urlsplit(f"//{self.headers.get('host', '')}").hostname not in LOCAL_NAMES:
-            # A web site elsewhere may point its own name at this machine and have a browser read the samples to it.
+            # DNS rebinding: a web site may resolve its own name to 127.0.0.1, and a browser would then let the site
+            # read the samples on this page. The name in the request reveals the attempt.
             self._refuse(HTTPStatus.FORBIDDEN, "open this page under 127.0.0.1 or localhost")
         elif address.path == "/":
             self._answer(self.page.html(time.time()), "text/html; charset=utf-8")
         elif address.path == "/state.json":
-            whole = parse_qs(address.query).get("span") == ["whole"]
-            self._answer(self.page.state("whole" if whole else "recent", time.time()), "application/json")
+            whole_run = parse_qs(address.query).get("span") == ["whole"]
+            self._answer(self.page.state("whole" if whole_run else "recent", time.time()), "application/json")
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "there are /, /state.json and /metrics")
+            self._refuse(HTTPStatus.NOT_FOUND, "this server has /, /state.json and /metrics")
 
     def _answer(self, content: bytes, kind: str) -> None:
         self._send(HTTPStatus.OK, content, kind)
@@ -103,4 +105,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not news."""
+        """Do not log requests: the page sends one every second."""

@@ -1,4 +1,4 @@
-"""A folder per run, and `latest`, which always points at a whole one."""
+"""The folder of a run, and the link `latest` to the newest one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from miles_async.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where a run leaves its files."""
+    """The paths of a run's files."""
 
     path: Path
     """Absolute."""
 
     @classmethod
     def create(cls, config: RunConfig) -> Self:
-        """Create `<run_dir>/<time>-<data>/` with the resolved `config.yaml` in it, and point `latest` at it.
+        """Create `<run_dir>/<time>-<data>/` with the resolved `config.yaml`, and make `latest` point to it.
 
-        Two runs that start in the same second get different folders. Raises UserError when it cannot be written.
+        Two runs that start in the same second get different folders. Raises UserError if the folder cannot be written.
         """
         root = Path(config.observability.run_dir).expanduser().absolute()
         data = config.data.reasoning_gym_task or Path(config.data.prompt_data or "run").stem
@@ -37,18 +37,18 @@ class RunFolder:
         except OSError as error:
             raise UserError(
                 f"run_dir {root} cannot be used ({error.strerror}: {error.filename or root}): "
-                "set --run-dir to a folder that may be written"
+                "set --run-dir to a folder that can be written"
             ) from error
         return folder
 
     @property
     def events(self) -> Path:
-        """The event stream, see `trace.py`."""
+        """The event stream, see `trace/event_log.py`."""
         return self.path / "events.jsonl"
 
     @property
     def trace(self) -> Path:
-        """Chrome trace events, see `perfetto.py`."""
+        """The trace for ui.perfetto.dev, see `trace/perfetto.py`."""
         return self.path / "trace.json"
 
     @property
@@ -61,7 +61,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """One file per process that writes its own."""
+        """The folder with one log file per process."""
         return self.path / "logs"
 
 
@@ -78,7 +78,8 @@ def _create_unused(root: Path, stem: str) -> Path:
 
 
 def _point_latest(root: Path, folder: Path) -> None:
-    # A rename replaces the link in one step: a reader finds the old run or the new one, never nothing.
+    # A symbolic link cannot be changed in place. Renaming a new link over the old one is atomic, so that a reader
+    # always finds one of the two runs.
     link = root / f".latest-{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)

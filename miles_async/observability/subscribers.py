@@ -1,4 +1,4 @@
-"""Everyone who looks on at a run, together: events on disk, metrics, page, log lines, progress bar, trace, summary."""
+"""Fans the events of a run out to all subscribers: event log, metrics, live page, log lines, progress bar, summary."""
 
 from __future__ import annotations
 
@@ -31,45 +31,48 @@ from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.page.document import LivePage
-from miles_async.observability.page.report import RunData, flat, write
+from miles_async.observability.page.report import RunData, flatten, write
 from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import RunSummary
 from miles_async.observability.trace.event_log import EventLogWriter
 from miles_async.observability.trace.perfetto import PerfettoTrace
 
-PASSED_OVER_SHOWN = 10
-"""Rows that are named on the terminal when they are passed over; a file that is broken throughout must not flood it."""
+MAX_SKIPPED_SHOWN = 10
+"""Most skipped data rows shown on the terminal, so that a file with many invalid rows does not flood it."""
 
 log = structlog.get_logger(__name__)
 
 
 class EventSubscribers:
-    """Shows each event to all of them; `summary.json`, the report and the printed summary appear when the run ends."""
+    """Passes each event to all subscribers, and writes the summary and the report when the run ends.
+
+    The pipeline never waits for a subscriber. Use it as a context manager, which closes all files and servers.
+    """
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        """Raises UserError when the metrics port cannot be had."""
+        """Raises UserError if the metrics port is already in use."""
         registry = CollectorRegistry()
         self._metrics = MetricsRecorder(registry)
         self._view = View()
         self._server = HttpServer(registry, LivePage(self._view), config.observability.metrics_port)
-        self._trace = EventLogWriter(folder.events)
+        self._event_log = EventLogWriter(folder.events)
         self._perfetto = (
             PerfettoTrace(folder.trace, config.observability.trace_max_bytes) if config.observability.trace else None
         )
         self._summary = RunSummary()
         self._verdicts = Verdicts()
         self._stall = StallReport(config.observability.no_progress_warn_seconds)
-        self._steps = StepLog()
+        self._step_log = StepLog()
         self._log_tail = LogTail(folder.logs)
-        self._sinks = Trackers(config, folder)
-        self._targets = ScrapeTargets(folder, self._server.url)
-        self._targets.write({})
-        self._lines = PlainLines(sys.stdout)
-        self._progress = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
+        self._trackers = Trackers(config, folder)
+        self._scrape_targets = ScrapeTargets(folder, self._server.url)
+        self._scrape_targets.write({})
+        self._plain_lines = PlainLines(sys.stdout)
+        self._progress_bar = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
         self._config = config
         self._folder = folder
-        self._passed_over = 0
+        self._skipped = 0
 
     def __enter__(self) -> Self:
         return self
@@ -77,13 +80,13 @@ class EventSubscribers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._progress.close()
-        self._sinks.close()
+        self._progress_bar.close()
+        self._trackers.close()
         if self._perfetto is not None:
             self._perfetto.close()
-        self._targets.remove()
+        self._scrape_targets.remove()
         self._server.close()
-        self._trace.close()  # the last, as it raises where the disk is full
+        self._event_log.close()  # last, because it raises FatalError if the disk is full
 
     @property
     def metrics_url(self) -> str:
@@ -95,10 +98,11 @@ class EventSubscribers:
 
     def emit(self, *events: Event) -> None:
         for event in events:
-            self._show(event)
+            self._dispatch(event)
 
-    def _show(self, event: Event) -> None:
-        self._trace.observe(event)
+    def _dispatch(self, event: Event) -> None:
+        # The event log comes first: whatever a later subscriber does with the event, it is on disk.
+        self._event_log.observe(event)
         self._view.observe(event)
         if self._perfetto is not None:
             self._perfetto.observe(event)
@@ -106,77 +110,87 @@ class EventSubscribers:
         self._summary.observe(event)
         self._verdicts.observe(event)
         self._stall.observe(event)
-        self._steps.observe(event)
-        self._sinks.observe(event)
-        self._lines.observe(event)
-        self._progress.observe(event)
-        if isinstance(event, DataSkipped):
-            self._warn(event)
-        if isinstance(event, VerdictChanged):
-            log.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
-        if isinstance(event, Stalled):
-            log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
-        if isinstance(event, WriteFailed):
-            log.warning(
-                "weight write failed",
-                engine=event.engine,
-                version=event.version,
-                then=event.then,
-                transport=event.transport,
-                error=event.error,
-            )
-        if isinstance(event, EngineChanged):
-            tell = log.info if event.state == "routed" else log.warning
-            tell(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
-        if isinstance(event, RouterChanged):
-            tell = log.info if event.up else log.warning
-            tell(f"router {'answers' if event.up else 'does not answer'}", engines=event.engines, healthy=event.healthy)
+        self._step_log.observe(event)
+        self._trackers.observe(event)
+        self._plain_lines.observe(event)
+        self._progress_bar.observe(event)
+        self._log(event)
         if isinstance(event, RunEnded):
             self._write_summary()
-            self._report(event.time)
+            self._write_report(event.time)
             print(self._summary.text(), flush=True)
+
+    def _log(self, event: Event) -> None:
+        match event:
+            case DataSkipped():
+                self._log_skipped(event)
+            case VerdictChanged():
+                log.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
+            case Stalled():
+                log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
+            case WriteFailed():
+                log.warning(
+                    "weight write failed",
+                    engine=event.engine,
+                    version=event.version,
+                    then=event.then,
+                    transport=event.transport,
+                    error=event.error,
+                )
+            case EngineChanged():
+                write = log.info if event.state == "routed" else log.warning
+                write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
+            case RouterChanged():
+                write = log.info if event.up else log.warning
+                answers = "answers" if event.up else "does not answer"
+                write(f"router {answers}", engines=event.engines, healthy=event.healthy)
+            case _:
+                pass
 
     def _write_summary(self) -> None:
         try:
             self._summary.write(self._folder.summary)
         except OSError as error:
-            # It is printed all the same, and what ended the run is told after it.
-            log.warning("no summary.json", why=f"{self._folder.path}: {error.strerror}")
+            # The summary is printed in any case, so a full disk must not end the run here.
+            log.warning("summary.json was not written", why=f"{self._folder.path}: {error.strerror}")
 
-    def _report(self, until: float) -> None:
-        settings = flat(self._config.model_dump(mode="json"))
-        told = RunData(self._folder.path.name, settings, self._view, self._summary, until)
+    def _write_report(self, until: float) -> None:
+        settings = flatten(self._config.model_dump(mode="json"))
+        run = RunData(self._folder.path.name, settings, self._view, self._summary, until)
         try:
-            write([told], self._folder.report)
+            write([run], self._folder.report)
         except UserError as error:
-            # The run itself is well; `make report` makes one from the events.
-            log.warning("no report", why=str(error))
+            # The run has succeeded all the same, and `make report` creates the report from the event log.
+            log.warning("report.html was not written", why=str(error))
 
-    def _warn(self, event: DataSkipped) -> None:
-        self._passed_over += 1
-        if self._passed_over <= PASSED_OVER_SHOWN:
-            log.warning("data passed over", reason=event.reason, what=event.sentence)
-        if self._passed_over == PASSED_OVER_SHOWN:
-            log.warning("what else is passed over is only counted here", all_of_it=str(self._folder.events))
+    def _log_skipped(self, event: DataSkipped) -> None:
+        self._skipped += 1
+        if self._skipped <= MAX_SKIPPED_SHOWN:
+            log.warning("data skipped", reason=event.reason, what=event.sentence)
+        if self._skipped == MAX_SKIPPED_SHOWN:
+            log.warning("further skipped data is only in the event log", file=str(self._folder.events))
 
     def update_scrape_targets(self, addresses: Mapping[str, str]) -> None:
-        """Engines and router serve metrics of their own at these addresses."""
-        self._targets.write(addresses)
+        """Tell Prometheus where engines and router serve their own metrics (`host:port` by process name)."""
+        self._scrape_targets.write(addresses)
 
     def stalled_for(self, now: float) -> float:
-        """Seconds since the last progress, where that is long enough for a warning; else 0."""
+        """Return the seconds since the last progress, or 0 if they are too few for a warning."""
         return self._stall.stalled_for(now)
 
     def tick(self, now: float) -> None:
-        """Move on what grows with time alone."""
+        """Update everything that changes with time alone, several times a second. `now` is in wall-clock seconds.
+
+        Raises FatalError if the event log cannot be written.
+        """
         if stalled := self._stall.unreported_stall(now):
-            self._show(stalled)
+            self._dispatch(stalled)
         self._verdicts.tick(now)
-        if found := self._verdicts.take_change(now):
-            self._show(found)
+        if changed := self._verdicts.take_change(now):
+            self._dispatch(changed)
         self._metrics.set_verdict(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
         self._metrics.tick(now)
-        self._trace.tick(now)
+        self._event_log.tick(now)
         self._log_tail.poll(now)
         if self._perfetto is not None:
             self._perfetto.tick(now)

@@ -1,18 +1,17 @@
-"""What a run came to: `summary.json` for machines, a block of text for the terminal. A fold over the event stream."""
+"""The summary of a run: `summary.json` for scripts, and a block of text for the terminal."""
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from miles_async.atomic_files import write_atomically
 from miles_async.events import (
     ClusterReady,
     EngineBusy,
@@ -31,11 +30,12 @@ from miles_async.types import DropReason
 
 
 class RunSummary:
-    """Figures that have no event yet are None. Idle shares and rates speak of the training phase.
+    """Computes the summary from the event stream. Figures without an event are None.
 
-    The training phase lasts from the begin of the first optimizer step to the end of the last one; `wall_seconds` is
-    the whole run. A publish takes from the begin of its staging until every engine decodes again; its `pause_ms_*` is
-    the part in which engines stood still. Version 0, the first weights, is not counted as a publish.
+    - `wall_seconds` covers the whole run. Rates and idle shares cover the training phase, which lasts from the start of
+      the first optimizer step to the end of the last one.
+    - `publish_ms_*` lasts from the start of staging until every engine decodes again. `pause_ms_*` is the part of it in
+      which the engines were paused. Version 0, the initial weights, is not counted as a publish.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class RunSummary:
         self._publishes: list[PublishEnded] = []
         self._staleness: Counter[int] = Counter()
         self._batch: list[int] = []
-        """Staleness of the groups whose step runs now."""
+        """Staleness of the groups in the current training step."""
         self._dropped: Counter[str] = Counter()
         self._busy: list[tuple[float, float]] = []
         self._scores: dict[str, float] = {}
-        """The last of every data set, under the names that slime gives them."""
+        """The last score of every data set, under the names that slime uses."""
         self._main_set: str | None = None
-        """The first data set evaluated: its accuracy is what the report compares."""
+        """The first data set evaluated, whose accuracy before and after training is reported."""
         self._accuracy_before: float | None = None
         self._accuracy_after: float | None = None
 
@@ -89,7 +89,7 @@ class RunSummary:
                 pass
 
     def figures(self) -> dict[str, Any]:
-        """Everything in `summary.json`, by its key."""
+        """Return the contents of `summary.json`."""
         started = self._run.time if self._run is not None else None
         ended = self._ended.time if self._ended is not None else self._last_time
         publish_ms = [1e3 * (publish.staged_seconds + publish.paused_seconds) for publish in self._publishes]
@@ -143,25 +143,26 @@ class RunSummary:
             names = ("training_seconds", "groups_per_second", "tokens_per_second")
             return dict.fromkeys((*names, "learner_idle_share", "engine_idle_share"))
         stepping = sum(step.ended - step.started for step in self._steps)
-        begin, end = self._steps[0].started, self._steps[-1].ended
-        engine_heard = len(self._busy) > 1
-        busy = _interpolate(self._busy, end) - _interpolate(self._busy, begin) if engine_heard else 0.0
+        engine_share = None
+        if len(self._busy) > 1:
+            # Engines report their busy seconds now and then, so the values at the two ends are interpolated.
+            times, busy_seconds = zip(*self._busy, strict=True)
+            begin, end = np.interp([self._steps[0].started, self._steps[-1].ended], times, busy_seconds)
+            engine_share = 1 - float(end - begin) / seconds
         return {
             "training_seconds": seconds,
             "groups_per_second": self._staleness.total() / seconds,
             "tokens_per_second": sum(step.tokens for step in self._steps) / seconds,
             "learner_idle_share": 1 - stepping / seconds,
-            "engine_idle_share": 1 - busy / seconds if engine_heard else None,
+            "engine_idle_share": engine_share,
         }
 
     def write(self, path: Path) -> None:
-        """Write `summary.json`; a reader finds the whole of it or none."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self.figures()), indent=2) + b"\n")
-        partial.replace(path)
+        """Write `summary.json` to `path`. Raises OSError if it cannot be written."""
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(self.figures()), indent=2) + b"\n")
 
     def text(self) -> str:
-        """The figures as a block of lines for people."""
+        """Return the figures as lines of text."""
         figures = self.figures()
         width = max(len(name) for name in _LINES)
         return "\n".join(f"{name:<{width}}  {_line(template, figures)}" for name, template in _LINES.items())
@@ -182,15 +183,15 @@ _LINES = {
 }
 
 
-class _Absent:
-    """Formats as a dash whatever the format asks for."""
+class _Missing:
+    """A missing figure, which every format specification renders as a dash."""
 
     def __format__(self, specification: str) -> str:
         return "-"
 
 
 def _line(template: str, figures: dict[str, Any]) -> str:
-    shown = {name: _Absent() if value is None else _counts(value) for name, value in figures.items()}
+    shown = {name: _Missing() if value is None else _counts(value) for name, value in figures.items()}
     return template.format(**shown)
 
 
@@ -202,14 +203,3 @@ def _counts(value: Any) -> Any:
 
 def _timestamp(seconds: float | None) -> str | None:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds") if seconds is not None else None
-
-
-def _interpolate(points: Sequence[tuple[float, float]], time: float) -> float:
-    """The value at `time` on the line through `points` (ordered by time), held constant before and after them."""
-    after = bisect_right(points, time, key=lambda point: point[0])
-    if after == 0:
-        return points[0][1]
-    if after == len(points):
-        return points[-1][1]
-    (t0, v0), (t1, v1) = points[after - 1], points[after]
-    return v0 + (v1 - v0) * (time - t0) / (t1 - t0)

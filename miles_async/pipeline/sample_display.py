@@ -1,4 +1,4 @@
-"""Samples for people to read: one every few seconds, shortened, and harmless wherever it is shown."""
+"""Selects one sample every few seconds for people to read, shortened and safe to print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from miles_async.events import EventSink, SampleDisplayed
 from miles_async.types import Group, Sample, SampleStatus
 
 CHARACTERS_SHOWN = 2000
-"""Of a text, half from its beginning and half from its end."""
+"""Most characters of a text that are shown, half of them from its beginning and half from its end."""
 
 _CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
@@ -16,7 +16,11 @@ _CONTROLS |= {
 
 
 def readable(text: str) -> str:
-    """`text` with control characters as visible signs, what no encoding knows replaced, and its middle left out."""
+    """Return `text` without control characters and without its middle part if it is long.
+
+    Control characters and invisible format characters could change how a terminal or a page displays other text. They
+    are replaced by visible symbols. Characters that UTF-8 cannot encode are replaced by a question mark.
+    """
     if (more := len(text) - CHARACTERS_SHOWN) > 0:
         half = CHARACTERS_SHOWN // 2
         text = f"{text[:half]}\n[… {more} characters …]\n{text[-half:]}"
@@ -24,15 +28,16 @@ def readable(text: str) -> str:
 
 
 class SampleDisplay:
-    """Offer it every finished group; it tells of one each `interval_seconds`, or of none."""
+    """Emits a `SampleDisplayed` event for one of the groups offered to it, at most once per interval."""
 
     def __init__(self, events: EventSink, interval_seconds: float | None) -> None:
+        """`interval_seconds` is the shortest time between two samples; None disables the display."""
         self._events = events
         self._interval = interval_seconds
         self._next = 0.0
 
     def offer(self, now: float, group: Group) -> None:
-        """A group with its rewards; `now` in the event stream's time."""
+        """Offer a group that has its rewards. `now` is in wall-clock seconds, like the time of events."""
         if self._interval is None or now < self._next:
             return
         self._next = now + self._interval

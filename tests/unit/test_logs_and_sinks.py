@@ -187,7 +187,7 @@ def test_a_sink_that_fails_is_one_warning_and_never_an_exception(breaks: str, lo
         aside.write(POINT)
     aside.close()
     (line,) = logged()
-    assert (line["sink"], line["error"]) == ("broken", "OSError: no space left")
+    assert (line["tracker"], line["error"]) == ("broken", "OSError: no space left")
 
 
 def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
@@ -206,4 +206,4 @@ def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch: pyt
     aside.close()
     assert time.monotonic() - began < 5
     for_ever.set()
-    assert "hangs and is left behind" in logged()[0]["event"]
+    assert "hangs and is abandoned" in logged()[0]["event"]

@@ -116,10 +116,10 @@ def test_a_longer_run_makes_no_larger_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil, sentence",
     [
-        (lambda folder: (folder / "config.yaml").unlink(), "is no run folder (No such file or directory"),
-        (lambda folder: (folder / "events.jsonl").write_bytes(b""), "has told nothing yet"),
+        (lambda folder: (folder / "config.yaml").unlink(), "is not a run folder (No such file or directory"),
+        (lambda folder: (folder / "events.jsonl").write_bytes(b""), "is empty: wait until the run has started"),
         (lambda folder: (folder / "events.jsonl").write_bytes(b"{}\n"), "line 1: not an event"),
-        (lambda folder: (folder / ".report.html").mkdir(), "cannot be written (Is a directory): name another file"),
+        (lambda folder: (folder / "report.html").mkdir(), "cannot be written (Is a directory): name another file"),
     ],
 )
 def test_a_folder_that_cannot_be_read_or_written_is_one_sentence(

@@ -200,7 +200,7 @@ def test_the_router_and_writes_that_failed_are_told() -> None:
     status.observe(failed)
     figures = status.figures(103.0)
     assert (figures["router"].engines, figures["router"].healthy) == (2, 1)
-    assert figures["notices"] == [{"at": 2.0, "text": "version 4 did not arrive at engine-1 (timed out): fence"}]
+    assert figures["notices"] == [{"at": 2.0, "text": "writing version 4 to engine-1 failed (timed out): fence"}]
 
 
 def test_ages_stand_still_once_the_run_has_ended() -> None:

@@ -1,4 +1,4 @@
-"""Where Prometheus finds a run: one file per run for its file-based discovery, rewritten as engines come and go."""
+"""The targets file of a run, with which Prometheus discovers the run and its engines (`file_sd_configs`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from miles_async.atomic_files import write_atomically
 from miles_async.observability.run_folder import RunFolder
 
-OFTEN = {"__scrape_interval__": "2s", "__scrape_timeout__": "2s"}
-"""The driver answers in milliseconds and knows first when something hangs; an engine under load may take a second."""
+DRIVER_SCRAPE = {"__scrape_interval__": "2s", "__scrape_timeout__": "2s"}
+"""The driver is scraped more often than the engines. It answers within milliseconds and notices first when a process
+hangs, whereas an engine under load may take a second to answer."""
 
 
 class ScrapeTargets:
-    """`<run_dir>/targets/<run>.json`; it is gone when the run is, so that nobody asks at addresses of the dead."""
+    """Keeps `<run_dir>/targets/<run>.json` up to date, and removes it when the run ends."""
 
     def __init__(self, folder: RunFolder, metrics_url: str) -> None:
         self._run = folder.path.name
@@ -23,22 +25,20 @@ class ScrapeTargets:
         self._addresses: dict[str, str] | None = None
 
     def write(self, addresses: Mapping[str, str]) -> None:
-        """`addresses` are host and port by process; the driver's own is added. Writes only what has changed."""
+        """Write the file if `addresses` (`host:port` by process name) have changed. The driver is always included."""
         if addresses == self._addresses:
             return
         self._addresses = dict(addresses)
-        entries = [self._entry("miles_async", "driver", self._driver, OFTEN)]
+        entries = [self._entry("miles_async", "driver", self._driver, DRIVER_SCRAPE)]
         entries += [self._entry(_job(process), process, address, {}) for process, address in sorted(addresses.items())]
         self._path.parent.mkdir(exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(entries, indent=2) + "\n")
-        partial.replace(self._path)
+        write_atomically(self._path, (json.dumps(entries, indent=2) + "\n").encode())
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
-    def _entry(self, job: str, process: str, address: str, further: Mapping[str, str]) -> dict[str, Any]:
-        return {"targets": [address], "labels": {"job": job, "run": self._run, "process": process, **further}}
+    def _entry(self, job: str, process: str, address: str, labels: Mapping[str, str]) -> dict[str, Any]:
+        return {"targets": [address], "labels": {"job": job, "run": self._run, "process": process, **labels}}
 
 
 def _job(process: str) -> str:

@@ -1,10 +1,10 @@
-"""TensorBoard and Weights & Biases, for whoever wants the curves there, too. None of them can stop or slow a run.
+"""Experiment trackers: TensorBoard and Weights & Biases. A tracker can neither stop nor slow down a run.
 
-Each sink lives in a thread of its own behind a bounded queue. What does not fit is dropped; a sink that raises is
-closed with one warning; one that hangs at the end is left behind.
+Each tracker runs in its own thread behind a bounded queue. Points that do not fit into the queue are dropped. A tracker
+that raises an exception is disabled with one warning, and a tracker that hangs at the end of the run is abandoned.
 
-Names are slime's: `train/…` over optimizer steps, `rollout/…` and `eval/…` over rollouts (or over optimizer steps with
-`--wandb-always-use-train-step`).
+The names of the metrics are those of slime: `train/…` over optimizer steps, `rollout/…` and `eval/…` over rollouts (or
+over optimizer steps with `--wandb-always-use-train-step`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from miles_async.observability.run_folder import RunFolder
 
 MAX_QUEUED_POINTS = 10_000
 CLOSE_SECONDS = 30.0
-"""Weights & Biases takes seconds to start and to end, on a busy machine many."""
+"""How long to wait for a tracker at the end. Weights & Biases takes seconds to start and to finish."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Values at one place of an axis."""
+    """Values at one step of an axis."""
 
     axis: str
     """`train/step` or `rollout/step`."""
@@ -40,14 +40,16 @@ class Point:
     values: Mapping[str, float]
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
+    """A library that stores and plots metrics."""
+
     def write(self, point: Point) -> None: ...
 
     def close(self) -> None: ...
 
 
 class PointBuilder:
-    """Turns events into points."""
+    """Converts events to points."""
 
     def __init__(self, steps_per_rollout: int, *, always_train_step: bool) -> None:
         self._steps_per_rollout = steps_per_rollout
@@ -117,7 +119,7 @@ class PointBuilder:
         return values
 
 
-class TensorBoard:
+class TensorBoardTracker:
     def __init__(self, folder: Path) -> None:
         from tensorboardX import SummaryWriter
 
@@ -131,7 +133,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WandbTracker:
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         import wandb
 
@@ -159,14 +161,15 @@ class WeightsAndBiases:
 
 
 class BackgroundTracker:
-    """A sink in a thread of its own."""
+    """Runs a tracker in its own thread."""
 
-    def __init__(self, name: str, opening: Callable[[], Sink]) -> None:
+    def __init__(self, name: str, create: Callable[[], Tracker]) -> None:
+        """`create` is called in the thread, because importing and opening a tracker may take seconds."""
         self._name = name
         self._points: queue.Queue[Point | None] = queue.Queue(MAX_QUEUED_POINTS)
-        self._lost = 0
+        self._dropped = 0
         self._failed = False
-        self._thread = Thread(target=self._live, args=(opening,), name=name, daemon=True)
+        self._thread = Thread(target=self._run, args=(create,), name=name, daemon=True)
         self._thread.start()
 
     def write(self, point: Point) -> None:
@@ -175,53 +178,55 @@ class BackgroundTracker:
         try:
             self._points.put_nowait(point)
         except queue.Full:
-            self._lost += 1
+            self._dropped += 1
 
     def close(self) -> None:
-        """Wait a while for what was written to arrive."""
+        """Wait up to `CLOSE_SECONDS` until all points are written."""
         with suppress(queue.Full):
             if not self._failed:
                 self._points.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._lost += self._points.qsize()
-            log.warning("a sink hangs and is left behind", sink=self._name)
-        if self._lost:
-            log.warning("a sink was too slow for all points", sink=self._name, lost=self._lost)
+            self._dropped += self._points.qsize()
+            log.warning("the tracker hangs and is abandoned", tracker=self._name)
+        if self._dropped:
+            log.warning("the tracker was too slow; some points are missing", tracker=self._name, dropped=self._dropped)
 
-    def _live(self, opening: Callable[[], Sink]) -> None:
-        # Whatever goes wrong in somebody else's library, the run goes on without it.
+    def _run(self, create: Callable[[], Tracker]) -> None:
+        # The run must continue without the tracker, whichever exception the tracker's library raises.
         try:
-            sink = opening()
+            tracker = create()
             while (point := self._points.get()) is not None:
-                sink.write(point)
-            sink.close()
+                tracker.write(point)
+            tracker.close()
         except Exception as error:
             self._failed = True
             sentence = f"{type(error).__name__}: {error}"
-            log.warning("a sink failed; the run goes on without it", sink=self._name, error=sentence)
+            log.warning("the tracker failed; the run continues without it", tracker=self._name, error=sentence)
 
 
 class Trackers:
-    """Those that are asked for."""
+    """The trackers that the configuration enables."""
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         settings = config.observability
-        self._curves = PointBuilder(
+        self._points = PointBuilder(
             config.learner.num_steps_per_rollout, always_train_step=settings.wandb_always_use_train_step
         )
-        self._sinks: list[BackgroundTracker] = []
+        self._trackers: list[BackgroundTracker] = []
         if settings.use_tensorboard:
-            self._sinks.append(BackgroundTracker("tensorboard", lambda: TensorBoard(folder.path / "tensorboard")))
+            self._trackers.append(
+                BackgroundTracker("tensorboard", lambda: TensorBoardTracker(folder.path / "tensorboard"))
+            )
         if settings.use_wandb:
-            self._sinks.append(BackgroundTracker("wandb", lambda: WeightsAndBiases(config, folder)))
+            self._trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(config, folder)))
 
     def observe(self, event: Event) -> None:
-        if self._sinks:
-            for point in self._curves.points(event):
-                for sink in self._sinks:
-                    sink.write(point)
+        if self._trackers:
+            for point in self._points.points(event):
+                for tracker in self._trackers:
+                    tracker.write(point)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        for tracker in self._trackers:
+            tracker.close()

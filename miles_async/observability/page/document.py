@@ -1,7 +1,7 @@
-"""HTML documents that need nothing but themselves: style, scripts and data are put inside.
+"""Self-contained HTML documents: style, scripts and data are embedded.
 
-The data travels as JSON that a script sets as text, and the policy lets only our own scripts run: whatever a model or a
-data set writes is shown, never interpreted.
+Text that a model or a data set produced is displayed and never interpreted as HTML. The data is embedded as JSON, the
+scripts insert it as text, and the Content-Security-Policy allows only the scripts of this package to run.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ SOURCES = Path(__file__).parent / "html"
 
 
 def document(template: str, data: Any) -> bytes:
-    """`html/<template>` with everything it names put inside, and `data` as JSON."""
+    """Return `html/<template>` with its style, its scripts and `data` (as JSON) embedded."""
     before, after = _frame(template)
     return before + json_in_html(data) + after
 
 
 def json_in_html(data: Any) -> bytes:
-    """JSON that ends no script element and begins no comment."""
+    """Encode `data` as JSON without `<`, so that it cannot end a script element or begin a comment."""
     return msgspec.json.encode(data).replace(b"<", b"\\u003c")
 
 
 @cache
 def _frame(template: str) -> tuple[bytes, bytes]:
-    """The document before and after its data."""
+    """Return the parts of the document before and after its data."""
     text = (SOURCES / template).read_text()
     text = re.sub(r"\{\{([\w.]+\.(?:js|css))\}\}", lambda match: (SOURCES / match[1]).read_text(), text)
+    # The policy names each script by its hash, so that a script which slips into the page some other way cannot run.
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = (
@@ -47,14 +48,15 @@ def _frame(template: str) -> tuple[bytes, bytes]:
 
 
 class LivePage:
-    """The page, and the state it asks for once a second."""
+    """The live page, and the state that it requests once a second."""
 
     def __init__(self, view: View) -> None:
         self._view = view
 
     def html(self, now: float) -> bytes:
-        """The whole page with the state of this moment in it, so that it is drawn as soon as it is there."""
+        """Return the page with the current state embedded, so that the browser can draw it without a second request."""
         return document("page.html", self._view.state("recent", now))
 
     def state(self, span: Span, now: float) -> bytes:
+        """Return the current state as JSON, with the series of `span`."""
         return msgspec.json.encode(self._view.state(span, now))

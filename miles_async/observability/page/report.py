@@ -1,9 +1,9 @@
-"""`make report`: one HTML file that shows a whole run, or two of them over each other, and needs nothing but itself.
+"""`make report`: one self-contained HTML file about a run, or about two runs drawn over each other.
 
     python -m miles_async.observability.page.report runs/latest [--with OTHER_RUN] [--output FILE]
 
-Events are read one after the other and folded into a fixed number of buckets, so that a day's report takes no more room
-than a minute's.
+Events are read one by one and summed up in a fixed number of buckets, so that the report of a day is no larger than the
+report of a minute.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_async.atomic_files import write_atomically
 from miles_async.config.yaml_text import parse_yaml
 from miles_async.errors import UserError
 from miles_async.events import Event
@@ -28,28 +29,29 @@ from miles_async.observability.trace.event_log import read_events
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a run's files tell."""
+    """What the report shows of a run."""
 
     name: str
     config: dict[str, Any]
-    """Every setting by its dotted name."""
+    """All settings by their dotted names."""
     view: View
     summary: RunSummary
     until: float
-    """Time of the last event."""
+    """Time of the last event, in wall-clock seconds."""
 
     @staticmethod
     def read(folder: RunFolder) -> RunData:
-        """Raises UserError for a folder that holds no run, or events that cannot be read."""
+        """Read a run folder. Raises UserError if the folder holds no run or its events cannot be read."""
         try:
-            config = flat(parse_yaml((folder.path / "config.yaml").read_text()))
+            config = flatten(parse_yaml((folder.path / "config.yaml").read_text()))
             events = read_events(folder.events)
-            return RunData.of(folder.path.resolve().name, config, events)
+            return RunData.from_events(folder.path.resolve().name, config, events)
         except OSError as error:
-            raise UserError(f"{folder.path} is no run folder ({error.strerror}: {error.filename})") from error
+            raise UserError(f"{folder.path} is not a run folder ({error.strerror}: {error.filename})") from error
 
     @staticmethod
-    def of(name: str, config: dict[str, Any], events: Iterator[Event]) -> RunData:
+    def from_events(name: str, config: dict[str, Any], events: Iterator[Event]) -> RunData:
+        """Raises UserError if there are no events."""
         view = View(recent=False)
         summary = RunSummary()
         until = 0.0
@@ -58,11 +60,11 @@ class RunData:
             summary.observe(event)
             until = max(until, event.time)
         if not until:
-            raise UserError(f"run {name} has told nothing yet: its events.jsonl is empty")
+            raise UserError(f"the events.jsonl of run {name} is empty: wait until the run has started")
         return RunData(name, config, view, summary, until)
 
     def values(self) -> dict[str, Any]:
-        """For the report's scripts."""
+        """Return the data for the scripts of the report."""
         return {
             "name": self.name,
             "config": self.config,
@@ -73,50 +75,51 @@ class RunData:
 
 
 def report(runs: Sequence[RunData]) -> bytes:
-    """The HTML of the first run, with the second drawn over it where there is one."""
+    """Return the HTML of the report on the first run, with the second run, if there is one, drawn over it."""
     return document("report.html", {"runs": [run.values() for run in runs], "knobs": KNOBS})
 
 
-def write_report(folder: RunFolder, beside: RunFolder | None, output: Path | None) -> Path:
-    """Write it into the run's own folder, or to `output`. Raises UserError with what cannot be read or written."""
-    runs = [RunData.read(each) for each in (folder, beside) if each is not None]
-    path = output or (folder.report if beside is None else folder.path / f"report-with-{runs[1].name}.html")
+def write_report(folder: RunFolder, other: RunFolder | None, output: Path | None) -> Path:
+    """Write the report to `output`, or into the folder of the first run, and return its path.
+
+    Raises UserError if a run cannot be read or the report cannot be written.
+    """
+    runs = [RunData.read(each) for each in (folder, other) if each is not None]
+    path = output or (folder.report if other is None else folder.path / f"report-with-{runs[1].name}.html")
     write(runs, path)
     return path
 
 
 def write(runs: Sequence[RunData], path: Path) -> None:
-    """A reader finds the whole report or none. Raises UserError where it cannot be written."""
-    partial = path.with_name(f".{path.name}")
+    """Write the report on one or two runs to `path`. Raises UserError if it cannot be written."""
     try:
-        partial.write_bytes(report(runs))
-        partial.replace(path)
+        write_atomically(path, report(runs))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): name another file with --output") from error
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="report", description="One HTML file about a run, or about two.")
-    parser.add_argument("run", type=Path, help="run folder, such as runs/latest")
-    parser.add_argument("--with", dest="beside", type=Path, help="another run folder, to compare with")
-    parser.add_argument("--output", type=Path, help="file to write instead of report.html in the run folder")
-    given = parser.parse_args(argv)
+    parser = argparse.ArgumentParser(prog="report", description="Write an HTML report on one run, or on two runs.")
+    parser.add_argument("run", type=Path, help="folder of the run, such as runs/latest")
+    parser.add_argument("--with", dest="other", type=Path, help="folder of a second run to compare with the first")
+    parser.add_argument("--output", type=Path, help="file to write (default: report.html in the folder of the run)")
+    arguments = parser.parse_args(argv)
     try:
-        beside = RunFolder(given.beside) if given.beside is not None else None
-        print(write_report(RunFolder(given.run), beside, given.output))
+        other = RunFolder(arguments.other) if arguments.other is not None else None
+        print(write_report(RunFolder(arguments.run), other, arguments.output))
     except UserError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """The settings of nested sections by their dotted names; lists and empty mappings are values."""
+def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the settings of nested sections by their dotted names. Lists and empty mappings count as values."""
     if not isinstance(section, dict) or not section:
         return {prefix: section}
     settings: dict[str, Any] = {}
     for name, value in section.items():
-        settings |= flat(value, f"{prefix}.{name}" if prefix else str(name))
+        settings |= flatten(value, f"{prefix}.{name}" if prefix else str(name))
     return settings
 
 

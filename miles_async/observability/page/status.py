@@ -1,4 +1,4 @@
-"""Where a run stands: the event stream folded into what the live page draws and the report repeats."""
+"""The current status of a run, computed from the event stream for the live page and the report."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from miles_async.events import (
 )
 from miles_async.scheduling.ledger import GroupState
 
-SAMPLES_KEPT = 12
-NOTICES_KEPT = 8
-OUTCOMES_KEPT = 40
-"""Names at most: filters give reasons in their own words."""
+MAX_SAMPLES = 12
+MAX_NOTICES = 8
+MAX_OUTCOMES = 40
+"""Most outcomes that are counted separately, because a user's filter may give any number of different reasons."""
 SLOTS_SHOWN = 480
-"""More live groups than this are counted, not drawn."""
+"""Most live groups that are listed; further groups are only counted."""
 ENDED = (GroupState.PUBLISHED, GroupState.DROPPED)
 
 
@@ -54,7 +54,7 @@ class _Slot:
 
 
 class RunStatus:
-    """Feed every event to `observe`; `figures` says how things stand at `now` (wall-clock seconds)."""
+    """Pass every event to `observe`; `figures` returns the status at a given time."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -62,15 +62,15 @@ class RunStatus:
         self._cluster: ClusterReady | None = None
         self._ended: RunEnded | None = None
         self._slots: dict[int, _Slot] = {}
-        """Live groups in order of admission."""
+        """Live groups, in order of admission."""
         self._fed = 0
         self._outcomes: Counter[str] = Counter()
-        """Published, trained, and dropped by reason."""
+        """Number of groups that ended, by outcome: published, or the reason for which they were dropped."""
         self._staleness: Counter[int] = Counter()
         self._queue: QueueChanged | None = None
         self._pulse: Pulse | None = None
         self._busy: EngineBusy | None = None
-        self._turned: TrainerPhaseChanged | None = None
+        self._phase: TrainerPhaseChanged | None = None
         self._verdict: VerdictChanged | None = None
         self._step_started: StepStarted | None = None
         self._step: StepEnded | None = None
@@ -79,11 +79,11 @@ class RunStatus:
         self._engines: dict[str, EngineChanged] = {}
         self._router: RouterChanged | None = None
         self._silent: dict[str, float] = {}
-        """When each process that does not answer was last heard."""
+        """Processes that do not answer, and when each answered last."""
         self._scores: dict[str, list[Evaluated]] = {}
-        """First and last evaluation of every data set."""
-        self._samples: deque[SampleDisplayed] = deque(maxlen=SAMPLES_KEPT)
-        self._notices: deque[WarningRaised] = deque(maxlen=NOTICES_KEPT)
+        """First and last evaluation, by data set."""
+        self._samples: deque[SampleDisplayed] = deque(maxlen=MAX_SAMPLES)
+        self._notices: deque[WarningRaised] = deque(maxlen=MAX_NOTICES)
 
     def observe(self, event: Event) -> None:
         self._now = max(self._now, event.time)
@@ -101,7 +101,7 @@ class RunStatus:
             case ClusterReady():
                 self._cluster = event
             case TrainerPhaseChanged():
-                self._turned = event
+                self._phase = event
             case VerdictChanged():
                 self._verdict = event
             case StepStarted():
@@ -111,29 +111,27 @@ class RunStatus:
             case PublishStarted():
                 self._publish_started = event
             case PublishEnded():
-                self._published(event)
+                self._publish_ended(event)
             case EngineChanged():
                 self._engines[event.engine] = event
             case RouterChanged():
                 self._router = event
             case ProcessSilent():
-                self._heard(event)
+                self._process_silent(event)
             case Evaluated():
                 self._scores[event.name] = [*self._scores.get(event.name, [])[:1], event]
             case GroupFiltered():
-                known = f"filtered: {event.reason}" in self._outcomes or len(self._outcomes) < OUTCOMES_KEPT
+                known = f"filtered: {event.reason}" in self._outcomes or len(self._outcomes) < MAX_OUTCOMES
                 self._outcomes[f"filtered: {event.reason if known else 'other'}"] += 1
             case SampleDisplayed():
                 self._samples.append(event)
             case WarningRaised():
                 self._notices.append(event)
             case WriteFailed():
-                text = f"version {event.version} did not arrive at {event.engine} ({event.error}): {event.then}"
+                text = f"writing version {event.version} to {event.engine} failed ({event.error}): {event.then}"
                 self._notices.append(WarningRaised(time=event.time, text=text))
             case Stalled():
-                self._notices.append(
-                    WarningRaised(time=event.time, text=f"no group was collected for {event.seconds:.0f} s")
-                )
+                self._notices.append(WarningRaised(time=event.time, text=f"no progress for {event.seconds:.0f} s"))
             case RunEnded():
                 self._ended = event
             case _:
@@ -156,7 +154,7 @@ class RunStatus:
         if event.finite and self._step_started is not None:
             self._staleness.update(self._step_started.staleness)
 
-    def _published(self, event: PublishEnded) -> None:
+    def _publish_ended(self, event: PublishEnded) -> None:
         self._publish, self._publish_started = event, None
         for name in event.fenced:
             self._engines[name] = EngineChanged(
@@ -167,14 +165,17 @@ class RunStatus:
                 if engine.state == "routed":
                     self._engines[name] = msgspec.structs.replace(engine, version=event.version)
 
-    def _heard(self, event: ProcessSilent) -> None:
+    def _process_silent(self, event: ProcessSilent) -> None:
         if event.seconds:
             self._silent[event.process] = event.time - event.seconds
         else:
             self._silent.pop(event.process, None)
 
     def figures(self, now: float) -> dict[str, Any]:
-        """Plain values for JSON. Times are seconds since the run began, ages seconds until `now` or the run's end."""
+        """Return the status as plain values for JSON.
+
+        Times are in seconds since the run began. Ages are in seconds until `now` or until the end of the run.
+        """
         began = self._run.time if self._run is not None else now
         now = self.until(now)
         return {
@@ -185,7 +186,7 @@ class RunStatus:
             "elapsed": now - began,
             "training_began": self._cluster.time - began if self._cluster is not None else None,
             "verdict": self._verdict,
-            "trainer": self._turned and {"does": self._turned.to, "for": max(0.0, now - self._turned.time)},
+            "trainer": self._phase and {"does": self._phase.to, "for": max(0.0, now - self._phase.time)},
             "rollouts_done": self._step.rollout + 1 if self._step is not None else 0,
             "fed": self._fed,
             "requests": self._busy.in_flight if self._busy is not None else 0,
@@ -208,11 +209,11 @@ class RunStatus:
         }
 
     def until(self, now: float) -> float:
-        """`now`, or the end of the run where that was before."""
+        """Return `now`, or the time at which the run ended if it has ended."""
         return self._ended.time if self._ended is not None else now
 
     def _window(self, now: float) -> dict[str, Any]:
-        """The live groups, oldest first, up to SLOTS_SHOWN."""
+        """Return the head of the window, the live groups by state, and the oldest SLOTS_SHOWN live groups."""
         waiting = (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED)
         return {
             "head": next((s.sequence for s in self._slots.values() if s.state in waiting), None),

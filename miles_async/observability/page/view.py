@@ -1,4 +1,4 @@
-"""Board and charts together: what the live page shows of a run, and the report of it afterwards."""
+"""What the live page and the report show of a run: its status and its charts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Span = Literal["recent", "whole"]
 
 
 class View:
-    """Written by the thread that hears the events, read by those that answer browsers."""
+    """Status and charts behind one lock: one thread passes events, and the threads of the HTTP server read."""
 
     def __init__(self, *, recent: bool = True) -> None:
-        """`recent`: whether the last minutes are kept apart too."""
+        """`recent` selects whether the last minutes are also kept at a finer resolution."""
         self._lock = Lock()
         self._status = RunStatus()
         self._charts = Charts(recent=recent)
@@ -27,7 +27,7 @@ class View:
             self._charts.observe(event)
 
     def state(self, span: Span, now: float) -> dict[str, Any]:
-        """Plain values for JSON: how things stand `now`, and the series of a span."""
+        """Return the status at `now` (wall-clock seconds) and the series of a span, as plain values for JSON."""
         with self._lock:
             return {
                 "now": self._status.figures(now),
@@ -36,6 +36,6 @@ class View:
             }
 
     def phases(self, now: float) -> list[tuple[float, float, str]]:
-        """The verdict that held for most of the time: (start, end, verdict), in seconds since the run began."""
+        """Return the dominant verdict over time as (start, end, verdict), in seconds since the run began."""
         with self._lock:
             return self._charts.verdicts(self._status.until(now))
