@@ -1,1 +1,1 @@
-"""Grafana dashboards as code, Prometheus rules, and a Prometheus that shows a running or a recorded run."""
+"""Grafana dashboards as code, Prometheus rules, and a Prometheus server for running or recorded runs."""

@@ -1,4 +1,4 @@
-"""Write the dashboards as Grafana's JSON.
+"""Writes the dashboards as JSON files for Grafana.
 
 python -m dashboards.build [FOLDER]
 """
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent / "grafana"
 
 
 def write(folder: Path) -> list[Path]:
-    """One file per dashboard; import it in Grafana, or have it provisioned from there."""
+    """Write one file per dashboard into `folder`, for import or provisioning in Grafana, and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for dashboard in ALL:

@@ -1,16 +1,16 @@
-"""What the dashboards show. `$run` is chosen above each of them."""
+"""The contents of the Grafana dashboards. The user selects the runs to show with the variable `$run`."""
 
 from __future__ import annotations
 
 from dashboards.panels import Dashboard, Panel, Row
 
 RATE = "[$__rate_interval]"
-CHOSEN = 'run=~"$run"'
+SELECTED_RUNS = 'run=~"$run"'
 
 
 def of(metric: str, *matches: str) -> str:
-    """One of our metrics, of the runs chosen."""
-    return f"miles_async_{metric}{{{', '.join((CHOSEN, *matches))}}}"
+    """Return the PromQL selector of one of our metrics, for the selected runs."""
+    return f"miles_async_{metric}{{{', '.join((SELECTED_RUNS, *matches))}}}"
 
 
 def rate(metric: str, *matches: str) -> str:
@@ -18,67 +18,70 @@ def rate(metric: str, *matches: str) -> str:
 
 
 def rule(name: str, *matches: str) -> str:
-    """A recording rule, of the runs chosen."""
-    return f"miles_async:{name}{{{', '.join((CHOSEN, *matches))}}}"
+    """Return the PromQL selector of a recording rule, for the selected runs."""
+    return f"miles_async:{name}{{{', '.join((SELECTED_RUNS, *matches))}}}"
 
 
-def grouping(always: str, further: str) -> str:
-    return f"{always}, {further}" if further else always
+def labels_of(required: str, optional: str) -> str:
+    return f"{required}, {optional}" if optional else required
 
 
 def mean(histogram: str, by: str = "", *matches: str) -> str:
-    group = f"sum by ({grouping('run', by)})"
+    group = f"sum by ({labels_of('run', by)})"
     return f"{group} ({rate(histogram + '_sum', *matches)}) / {group} ({rate(histogram + '_count', *matches)} > 0)"
 
 
 def quantile(q: float, histogram: str, by: str = "", *matches: str) -> str:
-    return f"histogram_quantile({q}, sum by ({grouping('run, le', by)}) ({rate(histogram + '_bucket', *matches)}))"
+    return f"histogram_quantile({q}, sum by ({labels_of('run, le', by)}) ({rate(histogram + '_bucket', *matches)}))"
 
 
 def buckets(histogram: str, *matches: str) -> str:
     return f"sum by (le) (increase({of(histogram + '_bucket', *matches)}{RATE}))"
 
 
-def theirs(metric: str) -> str:
-    """A metric of another system, of the runs chosen."""
-    return f"{metric}{{{CHOSEN}}}"
+def external(metric: str) -> str:
+    """Return the PromQL selector of another system's metric, for the selected runs."""
+    return f"{metric}{{{SELECTED_RUNS}}}"
 
 
 def engine(metric: str) -> str:
-    """One of SGLang's: prometheus-client makes the colon an underscore for a Prometheus that asks for OpenMetrics."""
-    return f'{{__name__=~"sglang[:_]{metric}", {CHOSEN}}}'
+    """Return the PromQL selector of an SGLang metric, for the selected runs.
+
+    prometheus-client replaces the colon in SGLang's names by an underscore if Prometheus requests OpenMetrics.
+    """
+    return f'{{__name__=~"sglang[:_]{metric}", {SELECTED_RUNS}}}'
 
 
 VERDICT = Panel(
     "Verdict",
-    "What holds the run back, over the last seconds. Its knob is in the log and in summary.json.",
+    "The bottleneck of the run during the last seconds. The log and summary.json name the setting to change.",
     "none",
     {"{{verdict}}": of("verdict") + " == 1"},
     "name",
 )
 TRAINER_TIME = Panel(
-    "Where the trainer's time goes",
-    "Everything but `step` is waiting: the widest band is the bottleneck.",
+    "Where the learner's time goes",
+    "Training is `step`. The widest of the other bands is the bottleneck.",
     "percentunit",
     {"{{doing}}": rule("trainer_share:rate1m")},
     "stack",
 )
 IDLE = Panel(
     "Idle",
-    "Both near zero: generation and training overlap fully.",
+    "If both are near zero, generation and training overlap fully.",
     "percentunit",
     {"learner": rule("learner_idle:rate1m"), "engines": rule("engine_idle:rate1m")},
 )
 QUEUE = Panel(
     "Queue",
-    "At zero, rollout is the bottleneck: scale rollout capacity or lower per-sample generation cost. At its "
-    "capacity, training is.",
+    "If the queue is empty, rollout is the bottleneck: add rollout capacity or make samples cheaper to generate. If "
+    "the queue is full, training is the bottleneck.",
     "short",
     {"queued": of("queue_depth_groups"), "held back by the window": of("blocked_groups")},
 )
 TRAINED_STALENESS = Panel(
     "Staleness of trained groups",
-    "Versions. A quality signal, not only one of speed.",
+    "In weight versions. High staleness reduces the quality of training, not only its speed.",
     "short",
     {
         "mean": mean("staleness_versions", "", 'groups="trained"'),
@@ -88,7 +91,7 @@ TRAINED_STALENESS = Panel(
 )
 REWARD = Panel(
     "Reward",
-    "Mean of the last trained batch, and of the data sets.",
+    "Mean reward of the last trained batch and of each evaluated data set.",
     "none",
     {"trained": of("step_reward"), "{{name}}": of("eval_reward")},
 )
@@ -96,29 +99,34 @@ REWARD = Panel(
 OVERVIEW = Dashboard(
     "overview",
     "Overview",
-    "The first row answers: what is the bottleneck?",
+    "The first row shows the bottleneck of the run.",
     (
-        Row("What is the bottleneck", (VERDICT, TRAINER_TIME, IDLE)),
+        Row("Bottleneck", (VERDICT, TRAINER_TIME, IDLE)),
         Row(
-            "Does it learn",
+            "Learning",
             (
                 REWARD,
-                Panel("Batches", "Trained since the start.", "short", {"batches": of("rollout_batches")}),
+                Panel(
+                    "Batches",
+                    "Batches trained since the start of the run.",
+                    "short",
+                    {"batches": of("rollout_batches")},
+                ),
                 Panel(
                     "Accuracy",
-                    "Share of samples with the full reward.",
+                    "Fraction of samples with the full reward, by evaluated data set.",
                     "percentunit",
                     {"{{name}}": of("eval_accuracy_ratio")},
                 ),
             ),
         ),
         Row(
-            "How fast",
+            "Throughput",
             (
                 Panel("Groups trained per second", "", "short", {"groups/s": rule("trained_groups:rate1m")}),
                 Panel(
                     "Tokens trained per second",
-                    "Prompt and response.",
+                    "Prompt and response tokens.",
                     "short",
                     {"tokens/s": rule("trained_tokens:rate1m")},
                 ),
@@ -126,17 +134,17 @@ OVERVIEW = Dashboard(
             ),
         ),
         Row(
-            "Does it move",
+            "Progress",
             (
                 Panel(
                     "Seconds without progress",
-                    "A group queued, a step, a publish or an evaluation is progress.",
+                    "Progress means that a group is queued, or that a step, a publish or an evaluation ends.",
                     "s",
                     {"since": of("since_progress_seconds")},
                 ),
                 Panel(
                     "Silent processes",
-                    "Seconds for which a process has not answered.",
+                    "Seconds since each process last answered; 0 while it answers.",
                     "s",
                     {"{{name}}": of("process_silent_seconds")},
                 ),
@@ -149,16 +157,18 @@ OVERVIEW = Dashboard(
 QUEUE_AND_STALENESS = Dashboard(
     "queue-staleness",
     "Queue and staleness",
-    "How much is ready, how old it is, and why.",
+    "How many groups are ready to train, how stale they are, and why.",
     (
         Row(
             "Queue",
             (
                 QUEUE,
-                Panel("Fill", "Of the queue's capacity.", "percentunit", {"fill": rule("queue_fill:ratio")}),
                 Panel(
-                    "Trainer's wait per batch",
-                    "From asking for a batch to having it.",
+                    "Queue fill", "Fraction of the queue's capacity.", "percentunit", {"fill": rule("queue_fill:ratio")}
+                ),
+                Panel(
+                    "Learner's wait per batch",
+                    "Time from requesting a batch to receiving it.",
                     "s",
                     {"mean": mean("drain_wait_seconds"), "p95": quantile(0.95, "drain_wait_seconds")},
                 ),
@@ -169,35 +179,37 @@ QUEUE_AND_STALENESS = Dashboard(
             (
                 TRAINED_STALENESS,
                 Panel(
-                    "Versions behind, by what became of the group",
-                    "As groups were queued, trained or recycled.",
+                    "Staleness in versions",
+                    "Staleness of groups when they were queued, trained or recycled.",
                     "short",
                     {"{{groups}}": mean("staleness_versions", "groups")},
                 ),
                 Panel(
-                    "Seconds since generation began",
-                    "The same groups.",
+                    "Staleness in seconds",
+                    "Time since generation began, for groups when they were queued, trained or recycled.",
                     "s",
                     {"{{groups}}": mean("staleness_seconds", "groups")},
                 ),
                 Panel(
-                    "Distribution of trained groups",
-                    "Versions behind as their step began.",
+                    "Distribution of staleness",
+                    "Staleness in versions of trained groups when their step began.",
                     "short",
                     {"{{le}}": buckets("staleness_versions", 'groups="trained"')},
                     "heatmap",
                 ),
                 Panel(
-                    "What staleness is made of",
-                    "Versions; the parts add up. publish_lag: the engines were behind when the "
-                    "group began. sampling: versions came while it was generated. waiting: window and queue.",
+                    "Parts of staleness in versions",
+                    "The parts add up. publish_lag: versions by which the engines were behind when the group began. "
+                    "sampling: versions published while the group was generated. waiting: versions published while "
+                    "the group waited for its reward, the window and the queue.",
                     "short",
                     {"{{part}}": mean("staleness_part_versions", "part")},
                     "stack",
                 ),
                 Panel(
-                    "The same in seconds",
-                    "Faster publishes shorten publish_lag, more engines sampling, a smaller queue waiting.",
+                    "Parts of staleness in seconds",
+                    "Faster publishes shorten publish_lag, more engines shorten sampling, and a smaller queue shortens "
+                    "waiting.",
                     "s",
                     {"{{part}}": mean("staleness_part_seconds", "part")},
                     "stack",
@@ -208,15 +220,15 @@ QUEUE_AND_STALENESS = Dashboard(
             "Lost work",
             (
                 Panel(
-                    "Recycled share",
-                    "Of groups that ended: too stale to train. Lower over-sampling, publish faster, or raise "
-                    "--max-weight-staleness.",
+                    "Recycled groups",
+                    "Fraction of the groups that ended because they were too stale to train. To reduce it, lower "
+                    "--over-sampling-batch-size, publish faster, or raise --max-weight-staleness.",
                     "percentunit",
                     {"recycled": rule("recycled_share:rate5m")},
                 ),
                 Panel(
-                    "Groups ended",
-                    "Per second, by outcome and reason.",
+                    "Groups that ended",
+                    "Groups per second, by outcome and reason.",
                     "short",
                     {"{{outcome}} {{reason}}": f"sum by (run, outcome, reason) ({rate('ended_groups_total')})"},
                     "stack",
@@ -229,26 +241,26 @@ QUEUE_AND_STALENESS = Dashboard(
 WINDOW_AND_ADMISSION = Dashboard(
     "window-admission",
     "Window and admission",
-    "Who may start, and who may be collected.",
+    "Which groups may start, and which may be collected.",
     (
         Row(
             "Window",
             (
                 Panel(
-                    "Age of the head",
-                    "A head that stays holds everybody up: --head-deadline-seconds ends it.",
+                    "Age of the window's head",
+                    "The window cannot advance past its head. --head-deadline-seconds ends a slow head.",
                     "s",
                     {"head": of("head_age_seconds"), "oldest at the engines": of("oldest_request_seconds")},
                 ),
                 Panel(
-                    "Held back",
-                    "Finished groups beyond the window, and its width.",
+                    "Groups held back",
+                    "Finished groups that the window holds back, and the window size W.",
                     "short",
                     {"held back": of("blocked_groups"), "W": of("window_groups")},
                 ),
                 Panel(
                     "Groups by state",
-                    "Every live group is in exactly one.",
+                    "Every live group is in exactly one state.",
                     "short",
                     {"{{state}}": of("groups")},
                     "stack",
@@ -259,21 +271,21 @@ WINDOW_AND_ADMISSION = Dashboard(
             "Admission",
             (
                 Panel(
-                    "Admission waits for",
-                    "Share of the time. in_flight is as it should be; slots and queue mean that training is behind.",
+                    "Causes for which admission is blocked",
+                    "Fraction of the time. in_flight is normal. slots and queue mean that training is too slow.",
                     "percentunit",
                     {"{{cause}}": rule("admission_blocked:rate1m")},
                     "stack",
                 ),
                 Panel(
                     "Slots",
-                    "Groups between admission and live weights.",
+                    "Groups between admission and the publish of the weights that they trained, and the limit B.",
                     "short",
                     {"held": of("held_slots_groups"), "B": of("slots_groups")},
                 ),
                 Panel(
                     "In flight",
-                    "",
+                    "Groups and requests that are being generated, and groups that wait for their reward.",
                     "short",
                     {
                         "groups": of("in_flight_groups"),
@@ -287,20 +299,20 @@ WINDOW_AND_ADMISSION = Dashboard(
             "Groups",
             (
                 Panel(
-                    "Generation",
-                    "First request to last token of a group.",
+                    "Generation time",
+                    "Time from the first request to the last token of a group.",
                     "s",
                     {"p50": quantile(0.5, "generation_seconds"), "p95": quantile(0.95, "generation_seconds")},
                 ),
                 Panel(
-                    "Reward",
-                    "Last token to reward.",
+                    "Reward time",
+                    "Time from the last token of a group to its reward.",
                     "s",
                     {"p50": quantile(0.5, "reward_seconds"), "p95": quantile(0.95, "reward_seconds")},
                 ),
                 Panel(
-                    "Response tokens of a group",
-                    "And the share of samples that were cut.",
+                    "Response tokens per group",
+                    "Mean per group, and the fraction of truncated samples.",
                     "short",
                     {"mean": mean("group_response_tokens"), "truncated share": rule("truncated_share:rate1m")},
                 ),
@@ -312,23 +324,28 @@ WINDOW_AND_ADMISSION = Dashboard(
 ENGINES = Dashboard(
     "engines-router",
     "Engines and router",
-    "SGLang's and the router's own metrics, beside what the pipeline knows of them.",
+    "SGLang's and the router's own metrics, next to what the pipeline measures.",
     (
         Row(
-            "What the pipeline knows",
+            "Measured by the pipeline",
             (
-                Panel("Routed", "1 while requests may reach the engine.", "short", {"{{engine}}": of("engine_routed")}),
+                Panel(
+                    "Routed engines",
+                    "1 while the engine receives requests, 0 while it is fenced.",
+                    "short",
+                    {"{{engine}}": of("engine_routed")},
+                ),
                 Panel("Requests at the engines", "", "short", {"requests": of("in_flight_requests")}),
                 Panel(
-                    "Engines idle",
-                    "Share of the time without any request.",
+                    "Idle engines",
+                    "Fraction of the time without any request at the engines.",
                     "percentunit",
                     {"idle": rule("engine_idle:rate1m")},
                 ),
             ),
         ),
         Row(
-            "What the engines say",
+            "Reported by the engines",
             (
                 Panel(
                     "Running and waiting requests",
@@ -341,32 +358,32 @@ ENGINES = Dashboard(
                 ),
                 Panel(
                     "KV cache in use",
-                    "Near 1, requests are retracted: lower --sglang-server-concurrency.",
+                    "Near 1, SGLang retracts requests: lower --sglang-server-concurrency.",
                     "percentunit",
                     {"{{process}}": engine("token_usage")},
                 ),
                 Panel(
-                    "Generation",
-                    "Tokens per second.",
+                    "Generation throughput",
+                    "Generated tokens per second.",
                     "short",
                     {"{{process}}": f"sum by (run, process) (rate({engine('generation_tokens_total')}{RATE}))"},
                 ),
             ),
         ),
         Row(
-            "What the router says",
+            "Router",
             (
                 Panel(
                     "Requests",
-                    "Per second.",
+                    "Requests per second, by route.",
                     "short",
-                    {"{{route}}": f"sum by (route) (rate({theirs('smg_router_requests_total')}{RATE}))"},
+                    {"{{route}}": f"sum by (route) (rate({external('smg_router_requests_total')}{RATE}))"},
                 ),
                 Panel(
-                    "Is it there",
-                    "1 while Prometheus reaches the process.",
+                    "Reachable processes",
+                    "1 while Prometheus can scrape the process.",
                     "short",
-                    {"{{process}}": theirs("up")},
+                    {"{{process}}": external("up")},
                 ),
             ),
         ),
@@ -376,53 +393,61 @@ ENGINES = Dashboard(
 LEARNER = Dashboard(
     "learner",
     "Learner",
-    "Steps, tokens, loss.",
+    "Training steps, throughput, reward and loss.",
     (
         Row(
             "Steps",
             (
                 Panel(
-                    "Step",
-                    "Optimizer steps of one batch.",
+                    "Step time",
+                    "Duration of the optimizer steps of one batch.",
                     "s",
                     {"mean": mean("step_seconds"), "p95": quantile(0.95, "step_seconds")},
                 ),
                 Panel(
                     "Tokens per second",
-                    "Prompt and response tokens trained.",
+                    "Prompt and response tokens that are trained.",
                     "short",
                     {"tokens/s": rule("trained_tokens:rate1m")},
                 ),
-                Panel("Idle", "Share of the time outside steps.", "percentunit", {"idle": rule("learner_idle:rate1m")}),
+                Panel(
+                    "Idle",
+                    "Fraction of the time outside training steps.",
+                    "percentunit",
+                    {"idle": rule("learner_idle:rate1m")},
+                ),
             ),
         ),
         Row(
-            "What it learns",
+            "Learning",
             (
                 REWARD,
                 Panel(
-                    "Loss, gradient norm and the rest", "Of the last batch.", "none", {"{{name}}": of("step_metric")}
+                    "Learner metrics",
+                    "Loss, gradient norm and other metrics of the last batch.",
+                    "none",
+                    {"{{name}}": of("step_metric")},
                 ),
                 Panel(
-                    "Response tokens",
-                    "Mean of the last trained batch.",
+                    "Response length",
+                    "Mean response tokens per sample of the last trained batch.",
                     "short",
                     {"tokens": of("step_response_tokens")},
                 ),
             ),
         ),
         Row(
-            "What goes wrong",
+            "Problems",
             (
                 Panel(
-                    "Batches that were not finite",
-                    "Look at their rewards, or lower --lr.",
+                    "Batches that are not finite",
+                    "Batches whose loss or gradient is not finite. Check their rewards, or lower --lr.",
                     "short",
                     {"batches": of("nonfinite_steps_total")},
                 ),
                 Panel(
-                    "Event loop of the rollout worker",
-                    "How late it wakes; tens of milliseconds are too many.",
+                    "Event-loop lag of the rollout worker",
+                    "Delay with which the event loop wakes up. More than ten milliseconds slow down generation.",
                     "s",
                     {"p50": quantile(0.5, "loop_lag_seconds"), "p99": quantile(0.99, "loop_lag_seconds")},
                 ),
@@ -434,24 +459,24 @@ LEARNER = Dashboard(
 WEIGHTS = Dashboard(
     "weights",
     "Weights",
-    "Versions, and how long it takes to make one live.",
+    "Weight versions, and how long publishing a version takes.",
     (
         Row(
             "Versions",
             (
                 Panel(
                     "Weight versions",
-                    "Trainer, live, and each engine.",
+                    "The version of the learner, the version that all engines hold, and the version of each engine.",
                     "short",
                     {
-                        "trainer": of("trainer_weight_version"),
+                        "learner": of("trainer_weight_version"),
                         "live": of("live_weight_version"),
                         "{{engine}}": of("engine_weight_version"),
                     },
                 ),
                 Panel(
-                    "Engines behind the trainer",
-                    "One is usual while a publish runs.",
+                    "Versions behind the learner",
+                    "1 is normal while a publish runs.",
                     "short",
                     {"{{engine}}": rule("version_lag")},
                 ),
@@ -462,14 +487,25 @@ WEIGHTS = Dashboard(
             "Publishing",
             (
                 Panel(
-                    "Seconds by phase",
-                    "staged: beside generation; paused: engines stand still. It is made of stopping, write (moves the "
-                    "bytes), commit (drops old prefixes, announces the version) and resuming.",
+                    "Publish time by phase",
+                    "Generation continues while weights are staged, and stops while the engines are paused. The pause "
+                    "consists of stopping, write (transfers the weights), commit (drops cached prefixes and sets the "
+                    "version) and resuming.",
                     "s",
                     {"{{phase}}": mean("publish_seconds", "phase")},
                 ),
-                Panel("Longest pauses", "", "s", {"p95": quantile(0.95, "publish_seconds", "", 'phase="paused"')}),
-                Panel("Bytes per second", "", "Bps", {"written": rate("publish_bytes_total")}),
+                Panel(
+                    "Long pauses",
+                    "95th percentile of the pauses during publishes.",
+                    "s",
+                    {"p95": quantile(0.95, "publish_seconds", "", 'phase="paused"')},
+                ),
+                Panel(
+                    "Transfer rate",
+                    "Bytes of weights written to the engines per second.",
+                    "Bps",
+                    {"written": rate("publish_bytes_total")},
+                ),
             ),
         ),
     ),

@@ -1,4 +1,4 @@
-"""A dashboard as a table of rows, panels and expressions; grafana-foundation-sdk makes Grafana's JSON of it."""
+"""Dashboards as rows, panels and PromQL expressions, from which grafana-foundation-sdk builds Grafana's JSON."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Kind = Literal["lines", "stack", "name", "heatmap"]
 @dataclass(frozen=True)
 class Panel:
     title: str
-    says: str
-    """What it means, and what to do about it; shown when pointed at."""
+    description: str
+    """What the panel shows, and what to do about it. Grafana shows the description as a tooltip."""
     unit: str
-    """Grafana's name of the unit."""
+    """Grafana's identifier of the unit."""
     queries: dict[str, str]
-    """PromQL by legend."""
+    """PromQL expressions by legend."""
     kind: Kind = "lines"
     width: int = 8
 
@@ -47,9 +47,9 @@ class Row:
 @dataclass(frozen=True)
 class Dashboard:
     name: str
-    """Of its file, and in its address."""
+    """Name of its JSON file, and part of its address in Grafana."""
     title: str
-    says: str
+    description: str
     rows: tuple[Row, ...]
 
     @property
@@ -58,16 +58,17 @@ class Dashboard:
             yield from row.panels
 
     def build(self) -> grafana.Dashboard:
+        """Return the dashboard for Grafana, with variables for the Prometheus data source and the runs."""
         built = (
             grafana.Dashboard(f"miles_async / {self.title}")
             .uid(f"miles-async-{self.name}")
-            .description(self.says)
+            .description(self.description)
             .tags(["miles_async"])
             .refresh("5s")
             .time("now-15m", "now")
             .timezone("browser")
             .with_variable(grafana.DatasourceVariable("source").label("Prometheus").type("prometheus"))
-            .with_variable(_runs())
+            .with_variable(_run_variable())
             .link(
                 grafana.DashboardLink("miles_async")
                 .type("dashboards")
@@ -83,7 +84,7 @@ class Dashboard:
         return built
 
 
-def _runs() -> grafana.QueryVariable:
+def _run_variable() -> grafana.QueryVariable:
     return (
         grafana.QueryVariable("run")
         .label("Run")
@@ -104,11 +105,11 @@ def _queries(panel: Panel) -> list[prometheus.Dataquery]:
     ]
 
 
-def _lines(panel: Panel) -> timeseries.Panel:
+def _line_panel(panel: Panel) -> timeseries.Panel:
     built = (
         timeseries.Panel()
         .title(panel.title)
-        .description(panel.says)
+        .description(panel.description)
         .datasource(SOURCE)
         .unit(panel.unit)
         .span(panel.width)
@@ -123,16 +124,16 @@ def _lines(panel: Panel) -> timeseries.Panel:
     return built
 
 
-def _stack(panel: Panel) -> timeseries.Panel:
-    return _lines(panel).stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(60).line_width(0)
+def _stacked_panel(panel: Panel) -> timeseries.Panel:
+    return _line_panel(panel).stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(60).line_width(0)
 
 
-def _name(panel: Panel) -> stat.Panel:
-    """The legend itself in large letters, of the series that are there."""
+def _name_panel(panel: Panel) -> stat.Panel:
+    """Show the legends of the existing series in large letters, instead of their values."""
     built = (
         stat.Panel()
         .title(panel.title)
-        .description(panel.says)
+        .description(panel.description)
         .datasource(SOURCE)
         .unit(panel.unit)
         .span(panel.width)
@@ -144,11 +145,11 @@ def _name(panel: Panel) -> stat.Panel:
     return built
 
 
-def _heatmap(panel: Panel) -> heatmap.Panel:
+def _heatmap_panel(panel: Panel) -> heatmap.Panel:
     built = (
         heatmap.Panel()
         .title(panel.title)
-        .description(panel.says)
+        .description(panel.description)
         .datasource(SOURCE)
         .unit(panel.unit)
         .span(panel.width)
@@ -159,4 +160,4 @@ def _heatmap(panel: Panel) -> heatmap.Panel:
     return built
 
 
-_BUILDERS = {"lines": _lines, "stack": _stack, "name": _name, "heatmap": _heatmap}
+_BUILDERS = {"lines": _line_panel, "stack": _stacked_panel, "name": _name_panel, "heatmap": _heatmap_panel}

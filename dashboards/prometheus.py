@@ -1,4 +1,4 @@
-"""A real Prometheus on runs of this machine: live ones, or one that has ended.
+"""Starts a Prometheus server for the runs on this machine, or for one finished run.
 
 python -m dashboards.prometheus [--runs runs] [--port 9090]
 python -m dashboards.prometheus --recorded runs/latest
@@ -34,10 +34,13 @@ START_SECONDS = 30.0
 
 
 class Prometheus:
-    """Runs while the context lasts; keeps what it scrapes in `storage`, or forgets it."""
+    """A Prometheus server that runs while its context is open.
+
+    Samples are stored in `storage`, or in a temporary folder that is deleted at the end.
+    """
 
     def __init__(self, runs: Path, *, port: int = 0, scrape_seconds: int = 5, storage: Path | None = None) -> None:
-        """`runs` is the `--run-dir` of the runs it looks at; engines and router are asked every `scrape_seconds`."""
+        """`runs` is the `--run-dir` of the runs to scrape. Engines and router are scraped every `scrape_seconds`."""
         self.url = f"http://127.0.0.1:{port or free_port()}"
         self._runs = runs
         self._scrape_seconds = scrape_seconds
@@ -59,7 +62,7 @@ class Prometheus:
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stderr=log)
         try:
-            self._until_ready(folder / "log")
+            self._wait_until_ready(folder / "log")
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -73,41 +76,44 @@ class Prometheus:
         self._folder.cleanup()
 
     def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
-        """The series of an instant query, now or `at` a time. Raises ValueError for an expression that is none."""
-        result: list[dict[str, Any]] = self._ask("query", query=expression, **({"time": at} if at else {}))["result"]
+        """Return the series of an instant query, now or at a given time. Raises ValueError if it is invalid."""
+        result: list[dict[str, Any]] = self._call("query", query=expression, **({"time": at} if at else {}))["result"]
         return result
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire now."""
-        return {alert["labels"]["alertname"] for alert in self._ask("alerts")["alerts"] if alert["state"] == "firing"}
+        """Return the names of the alerts that are firing."""
+        return {alert["labels"]["alertname"] for alert in self._call("alerts")["alerts"] if alert["state"] == "firing"}
 
     def up(self) -> dict[str, bool]:
-        """Whether each process could be scraped, by its name."""
+        """Return whether each process could be scraped, by its name."""
         return {series["metric"]["process"]: series["value"][1] == "1" for series in self.query("up")}
 
     def wait(self) -> None:
+        """Wait until the server ends."""
         self._process.wait()
 
-    def _ask(self, what: str, **parameters: Any) -> Any:
+    def _call(self, endpoint: str, **parameters: Any) -> Any:
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}") as answer:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters)}") as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as refused:
             raise ValueError(f"{parameters}: {json.load(refused)['error']}") from refused
 
-    def _until_ready(self, log: Path) -> None:
+    def _wait_until_ready(self, log: Path) -> None:
         deadline = time.monotonic() + START_SECONDS
         while True:
             with suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready") as answer:
                 if answer.status == 200:
                     return
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"prometheus did not start at {self.url} (--port takes another):\n{log.read_text()}")
+                raise SystemExit(
+                    f"prometheus did not start at {self.url} (set --port to use another port):\n{log.read_text()}"
+                )
             time.sleep(0.1)
 
 
 def configuration(runs: Path, scrape_seconds: int) -> dict[str, Any]:
-    """`prometheus.yml` with the paths of this machine."""
+    """Return the contents of `prometheus.yml` with absolute paths and the given scrape interval."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     config["global"] |= {"scrape_interval": f"{scrape_seconds}s", "scrape_timeout": f"{scrape_seconds}s"}
     config["rule_files"] = [str(FOLDER / rules) for rules in config["rule_files"]]
@@ -116,16 +122,16 @@ def configuration(runs: Path, scrape_seconds: int) -> dict[str, Any]:
 
 
 def binary(name: str) -> str:
-    """Where `prometheus` or `promtool` is: beside this Python, where setting up puts it, or on the path."""
-    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    found = shutil.which(name, path=places)
+    """Return the path of `prometheus` or `promtool`, which is next to this Python (after `make setup`) or on PATH."""
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = shutil.which(name, path=search_path)
     if found is None:
         raise SystemExit(f"{name} is not installed. On Debian and Ubuntu: sudo apt-get install prometheus")
     return found
 
 
 def load_recorded(run: Path, storage: Path) -> float:
-    """Fill `storage` with the run's metrics as they were, recording rules included; returns when the run ended."""
+    """Fill `storage` with the metrics of a finished run and its recording rules, and return when the run ended."""
     with tempfile.TemporaryDirectory() as folder:
         exposition = Path(folder) / "metrics.txt"
         began, ended = write_openmetrics(run, exposition)
@@ -145,19 +151,26 @@ def _promtool(*arguments: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="the runs' --run-dir")
-    parser.add_argument("--recorded", type=Path, help="folder of a run that has ended")
-    parser.add_argument("--port", type=int, default=9090)
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs"),
+        help="folder of the runs, the same as --run-dir of the runs (default: runs)",
+    )
+    parser.add_argument(
+        "--recorded", type=Path, help="folder of a finished run, whose recorded metrics are shown instead"
+    )
+    parser.add_argument("--port", type=int, default=9090, help="port of the Prometheus server (default: 9090)")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as storage:
         try:
             ended = load_recorded(arguments.recorded, Path(storage)) if arguments.recorded else None
         except (OSError, UserError) as error:
-            raise SystemExit(f"monitoring: {arguments.recorded} is no run folder that can be read: {error}") from error
+            raise SystemExit(f"monitoring: {arguments.recorded} is not a readable run folder: {error}") from error
         with Prometheus(arguments.runs, port=arguments.port, storage=Path(storage)) as prometheus:
-            when = f"&g0.end_input={time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(ended))}" if ended else ""
-            shown = urllib.parse.quote("miles_async_verdict == 1")
-            print(f"Prometheus: {prometheus.url}/graph?g0.expr={shown}&g0.tab=0{when.replace(' ', '%20')}")
+            end = f"&g0.end_input={time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(ended))}" if ended else ""
+            query = urllib.parse.quote("miles_async_verdict == 1")
+            print(f"Prometheus: {prometheus.url}/graph?g0.expr={query}&g0.tab=0{end.replace(' ', '%20')}")
             print(f"Alerts:     {prometheus.url}/alerts")
             print("Dashboards: import dashboards/grafana/*.json into a Grafana whose data source is that address")
             with suppress(KeyboardInterrupt):

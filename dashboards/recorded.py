@@ -1,4 +1,8 @@
-"""The metrics of a run that has ended, as they were: its events, folded again, sampled, as OpenMetrics text."""
+"""Converts the events of a finished run to the metrics that Prometheus would have scraped, as OpenMetrics text.
+
+prometheus-client can write OpenMetrics too, but it would hold every sample of the run as an object. This module keeps
+one line of text per sample.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,30 @@ from miles_async.observability.diagnosis.verdict import Verdicts
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.trace.event_log import read_events
 
-SAMPLES = 3000
-"""Points in time at most: enough to plot a day."""
-SHORTEST_SECONDS = 2.0
+MAX_SAMPLES = 3000
+"""Most samples per series, enough to plot a day."""
+MIN_INTERVAL_SECONDS = 2.0
 
 
 def write_openmetrics(run: Path, target: Path) -> tuple[float, float]:
-    """Write what Prometheus would have scraped from the run's driver; returns when it began and ended."""
+    """Write the metrics of the run's driver to `target`, and return when the run began and ended.
+
+    Raises UserError or OSError if the events of the run cannot be read.
+    """
     began, ended = _span(run)
-    every = max(SHORTEST_SECONDS, (ended - began) / SAMPLES)
+    interval = max(MIN_INTERVAL_SECONDS, (ended - began) / MAX_SAMPLES)
     registry = CollectorRegistry()
     metrics, verdicts = MetricsRecorder(registry), Verdicts()
     families: dict[str, list[str]] = {}
     due = began
     for event in read_events(run / "events.jsonl"):
-        # Events of several processes arrive a little out of order; samples may not.
+        # Events of several processes may be slightly out of order, but samples must be in order.
         while event.time >= due:
             verdicts.tick(due)
             metrics.set_verdict(verdicts.finding.verdict, verdicts.trainer_seconds)
             metrics.tick(due)
             _sample(registry, run.resolve().name, due, families)
-            due += every
+            due += interval
         metrics.observe(event)
         verdicts.observe(event)
     _sample(registry, run.resolve().name, ended, families)
@@ -41,12 +48,12 @@ def write_openmetrics(run: Path, target: Path) -> tuple[float, float]:
 def _span(run: Path) -> tuple[float, float]:
     times = [event.time for event in read_events(run / "events.jsonl")]
     if not times:
-        raise SystemExit(f"{run}/events.jsonl holds no event: name the folder of a run")
+        raise SystemExit(f"{run}/events.jsonl has no events: name the folder of a run that has started")
     return min(times), max(times)
 
 
 def _sample(registry: CollectorRegistry, run: str, now: float, families: dict[str, list[str]]) -> None:
-    """Append every series' value to its family's lines: OpenMetrics wants a family in one piece."""
+    """Append the value of every series to the lines of its family. OpenMetrics requires each family in one block."""
     target = {"job": "miles_async", "instance": "recorded", "process": "driver", "run": run}
     for family in registry.collect():
         lines = families.setdefault(family.name, [f"# TYPE {family.name} {family.type}\n"])

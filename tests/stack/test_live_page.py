@@ -59,7 +59,7 @@ def test_the_page_shows_the_run_and_follows_it(played: Played, subscribers: Even
     train = page.locator("#pipeline li", has=page.get_by_text("Train", exact=True))
     expect(train).to_contain_text(f"3 of {ROLLOUTS}")
     assert page.locator("#slots .slot").count() > 0
-    assert "in the trainer's batch" in (page.locator("#slots").get_attribute("aria-label") or "")
+    assert "in the learner's batch" in (page.locator("#slots").get_attribute("aria-label") or "")
     subscribers.emit(*halves(played)[1])
     expect(train).to_contain_text(f"{ROLLOUTS} of {ROLLOUTS}")
     subscribers.emit(RunEnded(time=played.events[-1].time, reason="done"))
@@ -126,7 +126,7 @@ def test_a_screen_reader_hears_names_and_figures(subscribers: EventSubscribers, 
         'heading "Pipeline"',
         'img "Queue, groups: queued now',
         "progressbar",
-        'button "hold still"',
+        'button "pause"',
         "status",
     ):
         assert part in heard, f"{part} is not in\n{heard}"
@@ -155,7 +155,7 @@ def test_the_page_says_that_the_run_is_gone(played: Played, browser: Browser) ->
         subscribers.emit(*halves(played)[0])
         visit = Visit.to(browser, subscribers.page_url)
         expect(visit.page.locator("#lost")).to_be_hidden()
-    expect(visit.page.locator("#lost")).to_contain_text("does not answer any more")
+    expect(visit.page.locator("#lost")).to_contain_text("no longer answers")
     visit.page.close()
 
 

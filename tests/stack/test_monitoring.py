@@ -89,10 +89,10 @@ def test_the_committed_dashboards_are_those_of_the_code(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_no_run_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"is no run folder that can be read: .*No such file.*events\.jsonl"):
+    with pytest.raises(SystemExit, match=r"is not a readable run folder: .*No such file.*events\.jsonl"):
         monitor(["--recorded", str(tmp_path)])
     (tmp_path / "events.jsonl").write_text("{}\n")
-    with pytest.raises(SystemExit, match=r"is no run folder that can be read: .*line 1: not an event"):
+    with pytest.raises(SystemExit, match=r"is not a readable run folder: .*line 1: not an event"):
         monitor(["--recorded", str(tmp_path)])
 
 

@@ -1,5 +1,6 @@
 "use strict";
-/* Elements, figures in words, colours, and what is plotted. Everything that comes from a run is set as text. */
+/* Shared by the live page and the report: DOM helpers, number formats, colours and the list of plots. Data of a run is
+   only ever inserted as text, never as HTML. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -36,7 +37,7 @@ const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}
 function duration(seconds) {
   const past = seconds < 0 ? "−" : "";
   const s = Math.abs(seconds);
-  const unit = (value, name) => `${value}\u00a0${name}`; // they stay on one line
+  const unit = (value, name) => `${value}\u00a0${name}`; // a no-break space keeps number and unit on one line
   if (s < 1) return past + unit(number(Math.round(100 * s) / 100), "s");
   if (s < 90) return past + unit(Math.round(s), "s");
   if (s < 5400) return past + unit(Math.floor(s / 60), "min") + (s % 60 >= 1 && s < 600 ? ` ${unit(Math.floor(s % 60), "s")}` : "");
@@ -50,22 +51,23 @@ const VERDICTS = {
   "filter-bound": "yellow", "reward-bound": "green", balanced: "gray",
 };
 
-/* What is plotted. A line is [series, label, colour]; `rate` lines are smoothed, as a step counts in one moment. */
+/* The plots. A line is [series, label, colour]. `rate` lines are smoothed, because all groups of a step are counted in
+   one moment. */
 const PLOTS = [
-  { id: "queue", title: "Queue", unit: "groups", lines: [["queue", "queued", "green"], ["blocked", "held by window", "orange"]] },
+  { id: "queue", title: "Queue", unit: "groups", lines: [["queue", "queued", "green"], ["blocked", "held back", "orange"]] },
   { id: "staleness", title: "Staleness when trained", unit: "versions", lines: [["staleness", "", "blue"]], limit: "staleness_limit" },
   { id: "reward", title: "Reward", unit: "mean of the batch", lines: [["reward", "trained", "blue"]], dots: "eval:" },
   { id: "rate", title: "Throughput", unit: "groups/s", lines: [["generated", "generated", "green"], ["trained", "trained", "blue"]], rate: true },
-  { id: "trainer", title: "Trainer's time", unit: "share", stack: "trainer:", colours: TRAINER,
-    names: { batch: "waits for a batch", step: "steps", publish: "publishes", evaluate: "evaluates", save: "saves" } },
-  { id: "engines", title: "Engines busy", unit: "share of time", lines: [["engines_busy", "", "sky"]], rate: true, share: true },
-  { id: "flight", title: "Under way", unit: "groups", lines: [["generating", "generating", "sky"], ["slots", "slots held", "gray"]] },
+  { id: "trainer", title: "Learner's time", unit: "fraction", stack: "trainer:", colours: TRAINER,
+    names: { batch: "waits for a batch", step: "trains", publish: "publishes", evaluate: "evaluates", save: "saves" } },
+  { id: "engines", title: "Busy engines", unit: "fraction of time", lines: [["engines_busy", "", "sky"]], rate: true, share: true },
+  { id: "flight", title: "In flight", unit: "groups", lines: [["generating", "generating", "sky"], ["slots", "slots held", "gray"]] },
   { id: "head", title: "Age of the window's head", unit: "s", lines: [["head_seconds", "", "orange"]] },
   { id: "publish", title: "Publish", unit: "ms", lines: [["pause_ms", "paused", "pink"], ["stage_ms", "staged", "gray"]] },
-  { id: "lag", title: "Trainer ahead of engines", unit: "versions", lines: [["version_lag", "", "pink"]] },
+  { id: "lag", title: "Learner ahead of engines", unit: "versions", lines: [["version_lag", "", "pink"]] },
   { id: "length", title: "Response length", unit: "tokens", lines: [["response_length", "", "blue"]] },
-  { id: "truncated", title: "Cut at the length limit", unit: "share of samples", lines: [["truncated", "", "orange"]], share: true },
-  { id: "lost", title: "Groups that were not trained", unit: "groups/s", lines: [["recycled", "stale", "orange"], ["dropped", "other", "gray"]], rate: true },
-  { id: "step", title: "Optimizer step", unit: "s per batch", lines: [["step_seconds", "", "blue"]] },
+  { id: "truncated", title: "Truncated at the length limit", unit: "fraction of samples", lines: [["truncated", "", "orange"]], share: true },
+  { id: "lost", title: "Dropped groups", unit: "groups/s", lines: [["recycled", "stale", "orange"], ["dropped", "other", "gray"]], rate: true },
+  { id: "step", title: "Step time", unit: "s per batch", lines: [["step_seconds", "", "blue"]] },
   { id: "loop", title: "Event-loop lag", unit: "ms", lines: [["loop_lag_ms", "", "gray"]] },
 ];

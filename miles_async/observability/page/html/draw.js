@@ -1,19 +1,19 @@
-/* The state of a run, drawn: pipeline, window slots, engines, samples. */
+/* Draws the status of a run: pipeline, window, engines and samples. */
 
 const STATES = {
-  fed: "admitted", in_flight: "generating", finished: "held by the window", queued: "in the queue",
-  leased: "in the trainer's batch", trained: "trained, weights not live yet",
+  fed: "admitted", in_flight: "generating", finished: "held back by the window", queued: "in the queue",
+  leased: "in the learner's batch", trained: "trained, weights not live yet",
 };
 const BOTTLENECK = {
   "rollout-bound": "generate", "trainer-bound": "step", "publish-bound": "publish", "window-bound": "window",
   "filter-bound": "reward", "reward-bound": "reward",
 };
 const DOES = {
-  batch: "waits for a batch", step: "takes a step", publish: "waits for a publish", save: "writes a checkpoint", evaluate: "waits for an evaluation",
+  batch: "waits for a batch", step: "trains", publish: "waits for a publish", save: "writes a checkpoint", evaluate: "waits for an evaluation",
 };
 const BLOCKED = {
-  no_engine: "no engine serves", in_flight: "enough is in flight", engines: "the engines are full",
-  slots: "no slot is free", queue: "the queue has no room",
+  no_engine: "no engine is available", in_flight: "the in-flight limit is reached", engines: "the engines are full",
+  slots: "no slot is free", queue: "the queue is full",
 };
 
 const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
@@ -40,7 +40,7 @@ function stages(now) {
       details: [trainer && !now.ended ? `${DOES[trainer.does] ?? trainer.does}, ${duration(trainer.for)}` : null,
         pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.ended - step.started)}` : null] },
     { id: "publish", name: "Publish", big: publish ? `v${publish.version}` : "–", unit: publish?.live ? "live" : "",
-      details: [publish ? `paused ${number(1e3 * publish.paused_seconds)} ms` : null, now.publishing != null ? `v${now.publishing} is on its way` : null] },
+      details: [publish ? `paused ${number(1e3 * publish.paused_seconds)} ms` : null, now.publishing != null ? `v${now.publishing} is being published` : null] },
   ];
 }
 
@@ -59,27 +59,27 @@ function drawPipeline(now) {
     if (stage.id === culprit) item.append(el("div", { className: "flag", textContent: "bottleneck" }));
     return item;
   }));
-  const back = ["stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"].map((reason) => now.outcomes[reason] ?? 0).reduce((a, b) => a + b);
-  $("recycled").textContent = `${plural(back, "prompt")} sent back, to go first in line`;
+  const returned = ["stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"].map((reason) => now.outcomes[reason] ?? 0).reduce((a, b) => a + b);
+  $("recycled").textContent = `${plural(returned, "prompt")} returned to the front of the data`;
   const held = Object.values(now.slots.counts).reduce((a, b) => a + b, 0);
-  $("freed").textContent = `slots are freed when the weights are live: ${number(held)}${now.run?.slots ? ` of ${number(now.run.slots)}` : ""} held`;
+  $("freed").textContent = `${number(held)}${now.run?.slots ? ` of ${number(now.run.slots)}` : ""} slots held; a publish frees the slots of trained groups`;
 }
 
 function drawSlots(now) {
   const { live, head, counts } = now.slots, window = now.run?.window ?? 1;
   const edge = head === null ? -1 : live.findLastIndex(([sequence]) => sequence < head + window);
-  $("slots").replaceChildren(...live.map(([sequence, state, age, attempt, feed], place) => el("span", {
-    className: `slot ${state}${sequence === head ? " head" : ""}${place === edge && place < live.length - 1 ? " edge" : ""}`,
+  $("slots").replaceChildren(...live.map(([sequence, state, age, attempt, feed], index) => el("span", {
+    className: `slot ${state}${sequence === head ? " head" : ""}${index === edge && index < live.length - 1 ? " edge" : ""}`,
     title: `group ${sequence} (${feed}${attempt ? `, attempt ${attempt + 1}` : ""}): ${STATES[state]} for ${duration(age)}`,
   })));
   const total = Object.values(counts).reduce((a, b) => a + b, 0);
   const order = Object.keys(STATES).map((state) => `${counts[state] ?? 0} ${STATES[state]}`).join(", ");
-  $("slots").setAttribute("aria-label", `${plural(total, "group")}: ${order}. ${head === null ? "No group is outstanding." : `The head is group ${head}.`}`);
+  $("slots").setAttribute("aria-label", `${plural(total, "group")}: ${order}. ${head === null ? "No group is waiting to be collected." : `The head is group ${head}.`}`);
   $("slots-legend").replaceChildren(...Object.entries(STATES).map(([state, text]) =>
     el("li", {}, el("span", { className: `slot ${state}`, "aria-hidden": "true" }), `${number(counts[state] ?? 0)} ${text}`)));
   const note = [];
-  if (total > live.length) note.push(`${number(total - live.length)} younger groups are not drawn.`);
-  note.push(head === null ? "Nothing is outstanding." : `Oldest first. The framed slot is the head, group ${head}; behind the dashed line no group may be collected before the head moves (W = ${window}).`);
+  if (total > live.length) note.push(`${number(total - live.length)} younger groups are not shown.`);
+  note.push(head === null ? "No group is waiting to be collected." : `Oldest first. The framed slot is the head, group ${head}. Groups behind the dashed line cannot be collected before the head advances (W = ${window}).`);
   $("slots-note").textContent = note.join(" ");
 }
 
@@ -94,14 +94,14 @@ function table(head, rows, empty) {
 function drawTables(now) {
   const router = now.router ? [["router", now.router.up ? "up" : "does not answer", "–", `${now.router.healthy} of ${plural(now.router.engines, "engine")} healthy`]] : [];
   $("engines").replaceChildren(table(["engine", "state", "version", ""],
-    router.concat(now.engines.map((e) => [e.engine, now.silent[e.engine] ? `silent for ${duration(now.silent[e.engine])}` : e.state, e.version === null ? "–" : `v${e.version}`, e.reason ?? ""])), "No engine has been named yet."));
+    router.concat(now.engines.map((e) => [e.engine, now.silent[e.engine] ? `silent for ${duration(now.silent[e.engine])}` : e.state, e.version === null ? "–" : `v${e.version}`, e.reason ?? ""])), "No engine has been started yet."));
   const ages = Object.entries(now.staleness), most = Math.max(1, ...ages.map(([, n]) => n)), sum = ages.reduce((a, [, n]) => a + n, 0);
-  $("ages").replaceChildren(table(["versions old", "groups", ""], ages.map(([age, n]) => {
+  $("ages").replaceChildren(table(["staleness", "groups", ""], ages.map(([age, n]) => {
     const bar = el("div");
     bar.style.width = `${(100 * n) / most}%`;
     return [age, n, el("div", { className: "histogram", title: percent(n / sum) }, bar)];
   }), "Nothing has been trained yet."));
-  $("outcomes").replaceChildren(table(["what became of groups", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
+  $("outcomes").replaceChildren(table(["outcome", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
   $("scores").replaceChildren(table(["data set", "first", "last", "after rollout"],
     Object.entries(now.scores).map(([name, of]) => [name, percent(of[0].accuracy), percent(of.at(-1).accuracy), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout)]), "Nothing has been evaluated yet."));
   $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));
@@ -112,21 +112,21 @@ function drawVerdict(now) {
   const { verdict } = now;
   const bound = verdict && verdict.verdict !== "balanced";
   $("verdict").classList.toggle("bound", Boolean(bound) && !now.ended);
-  const text = now.ended ? `ended: ${now.ended}` : verdict ? verdict.verdict : now.cluster ? "the first figures are being gathered" : "engines, router and learner are starting";
+  const text = now.ended ? `ended: ${now.ended}` : verdict ? verdict.verdict : now.cluster ? "collecting the first measurements" : "engines, router and learner are starting";
   setText($("verdict-name"), text[0].toUpperCase() + text.slice(1));
   setText($("verdict-why"), verdict ? (now.ended ? `Last verdict: ${verdict.verdict}. ` : "") + verdict.why : "");
   setText($("verdict-knob"), verdict?.knob ?? "");
 }
 
-/* Who does not answer, and how old the figures are where they are old. */
+/* Shows the processes that do not answer, and the age of the rollout worker's figures if they are old. */
 function drawSilence(now) {
   const silent = Object.entries(now.silent).map(([name, seconds]) => `${name} has not answered for ${duration(Math.round(seconds))}`);
-  if (!now.ended && now.pulse_age > 3) silent.push(`the figures of the rollout side are ${duration(Math.round(now.pulse_age))} old`);
+  if (!now.ended && now.pulse_age > 3) silent.push(`the figures of the rollout worker are ${duration(Math.round(now.pulse_age))} old`);
   $("silent").hidden = !silent.length || Boolean(now.ended);
   setText($("silent"), silent.join("; "));
 }
 
-/* Only what changed is written, so that a screen reader is told of changes and of nothing else. */
+/* Writes only changed text, so that a screen reader announces changes and nothing else. */
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -142,8 +142,8 @@ function drawSamples(root, samples) {
     const mean = sample.rewards.reduce((a, b) => a + b, 0) / sample.rewards.length;
     return el("li", { className: "sample" },
       el("header", {},
-        el("span", {}, el("span", { className: "reward", textContent: `reward ${number(sample.reward)}` }), `, group of ${sample.rewards.length}: ${number(mean)} `, marks),
-        el("span", { textContent: `group ${sample.sequence}, v${oldest}${newest === oldest ? "" : `–v${newest}`}, ${plural(sample.tokens, "token")}${sample.truncated ? ", cut" : ""}` })),
+        el("span", {}, el("span", { className: "reward", textContent: `reward ${number(sample.reward)}` }), `, mean of the group's ${plural(sample.rewards.length, "sample")} ${number(mean)} `, marks),
+        el("span", { textContent: `group ${sample.sequence}, v${oldest}${newest === oldest ? "" : `–v${newest}`}, ${plural(sample.tokens, "token")}${sample.truncated ? ", truncated" : ""}` })),
       el("pre", { className: "prompt", tabIndex: 0, "aria-label": "prompt", textContent: sample.prompt }),
       el("pre", { className: "response", tabIndex: 0, "aria-label": "response", textContent: sample.response }),
       sample.label ? el("div", { className: "small soft", textContent: `expected: ${sample.label}` }) : null);
@@ -152,7 +152,7 @@ function drawSamples(root, samples) {
 }
 
 function drawHeader(now) {
-  $("run").textContent = now.run ? now.run.run : "a run that has not started";
+  $("run").textContent = now.run ? now.run.run : "The run has not started yet";
   $("when").textContent = `${now.run ? now.run.entry : ""} · ${duration(now.elapsed)}`;
   const share = now.run ? now.rollouts_done / now.run.rollouts : 0;
   $("progress").firstElementChild.style.width = `${100 * share}%`;

@@ -1,4 +1,4 @@
-/* The live page: asks for the state once a second, draws it, and says so when nobody answers. */
+/* The live page: requests the state once a second and draws it, or reports that the run does not answer. */
 
 const PERIOD = 1000;
 let span = "recent", held = false, shown = null, next = null;
@@ -33,7 +33,7 @@ async function ask() {
       draw(await answer.json());
       $("lost").hidden = true;
     } catch {
-      setText($("lost"), "The run does not answer any more: it has ended, or its driver hangs. What you see is its last state.");
+      setText($("lost"), "The run no longer answers: it has ended, or its driver hangs. This page shows its last known state.");
       $("lost").hidden = false;
     }
   }

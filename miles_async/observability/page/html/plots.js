@@ -1,4 +1,4 @@
-/* Small multiples over one time axis, with one cursor for all of them. */
+/* Small multiples with a common time axis and a common cursor. */
 
 function smooth(values, reach) {
   if (reach < 1) return values;
@@ -16,9 +16,9 @@ function niceTop(value) {
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
-/* The plots of one page: `sources` are [{name, figures, shift, other}], drawn over each other. */
+/* The plots of one page. `sources` are [{name, figures, shift, other}], which are drawn over each other. */
 class Multiples {
-  /* The learner's own figures go to `learner`, everything else to `root`. */
+  /* Plots of learner metrics go to the element `learner`, all other plots to `root`. */
   constructor(root, learner, announce) {
     this.root = root;
     this.learner = learner;
@@ -30,7 +30,7 @@ class Multiples {
     learner.closest("details").addEventListener("toggle", () => this.draw());
   }
 
-  /* Nothing before `from` is drawn, where it is given. */
+  /* Data before `from` is not drawn, if `from` is given. */
   show(sources, facts, { relative = false, from = null } = {}) {
     this.sources = sources;
     this.facts = facts;
@@ -49,19 +49,19 @@ class Multiples {
     details.hidden = !learner.length;
     const known = [...PLOTS.flatMap((spec) => this.perRun(spec)), ...(details.open ? learner : [])].filter((spec) => this.names(spec).length);
     for (const spec of known) if (!this.plots.has(spec.id)) this.add(spec);
-    // All are equally wide; asking once, before anything is drawn, spares the browser a layout for each.
+    // All plots have the same width. Reading it once, before anything is drawn, avoids a layout pass per plot.
     const width = known.length ? this.plots.get(known[0].id).svg.clientWidth : 0;
     this.width = this.root.clientWidth;
     for (const spec of known) this.plots.get(spec.id).draw(spec, width || 320);
   }
 
-  /* The learner's own figures, whichever it tells. */
+  /* One plot for each metric that the learner reports. */
   learnerPlots() {
     const names = new Set(this.sources.flatMap((s) => Object.keys(s.figures.series).filter((name) => name.startsWith("step:"))));
     return [...names].sort().map((name) => ({ id: name, title: name.slice(5).replaceAll("_", " "), unit: "", learner: true, lines: [[name, "", "blue"]] }));
   }
 
-  /* Shares that fill their plot cannot be drawn over each other: one plot for each run. */
+  /* Stacked fractions fill their plot and cannot be drawn over each other, so each run gets its own plot. */
   perRun(spec) {
     if (!spec.stack || this.sources.length === 1) return [spec];
     return this.sources.map((source, i) => ({ ...spec, id: i ? `${spec.id}-other` : spec.id, title: `${spec.title}, ${source.name}`, source }));
@@ -76,15 +76,15 @@ class Multiples {
     const plot = new Plot(this, spec);
     this.plots.set(spec.id, plot);
     if (spec.learner) return void this.learner.append(plot.figure);
-    // In the order of PLOTS, whichever comes to be known first.
+    // Plots keep the order of PLOTS, although their series may appear in a different order.
     const order = (figure) => PLOTS.findIndex((each) => figure.id === `plot-${each.id}` || figure.id === `plot-${each.id}-other`);
     this.root.insertBefore(plot.figure, [...this.root.children].find((other) => order(other) > order(plot.figure)) ?? null);
   }
 
   point(time, from) {
     this.at = time === null ? null : Math.min(this.to, Math.max(this.from, time));
-    for (const plot of this.plots.values()) plot.pointed();
-    if (from && this.at !== null) this.announce(`${this.clock(this.at)}: ${from.spec.title} ${from.reading()}`);
+    for (const plot of this.plots.values()) plot.updateCursor();
+    if (from && this.at !== null) this.announce(`${this.clock(this.at)}: ${from.spec.title} ${from.valueText()}`);
   }
 
   clock(time) {
@@ -117,10 +117,10 @@ class Plot {
   key(event) {
     const { all } = this;
     const step = (all.to - all.from) / (event.shiftKey ? 10 : 60);
-    const places = { ArrowLeft: (all.at ?? all.to) - step, ArrowRight: (all.at ?? all.to) + step, Home: all.from, End: all.to, Escape: null };
-    if (!(event.key in places)) return;
+    const targets = { ArrowLeft: (all.at ?? all.to) - step, ArrowRight: (all.at ?? all.to) + step, Home: all.from, End: all.to, Escape: null };
+    if (!(event.key in targets)) return;
     event.preventDefault();
-    all.point(places[event.key], this);
+    all.point(targets[event.key], this);
   }
 
   x(time) {
@@ -160,7 +160,7 @@ class Plot {
     this.axis();
     this.mark = shape("line", { class: "cursor", y1: this.top, y2: this.bottom, visibility: "hidden" });
     this.svg.append(this.mark);
-    this.pointed();
+    this.updateCursor();
     this.svg.setAttribute("aria-label", this.summary());
   }
 
@@ -194,13 +194,13 @@ class Plot {
 
   curve(curve) {
     if (!curve.points.length) return;
-    const place = (time, value) => `${this.x(time).toFixed(1)} ${this.y(value).toFixed(1)}`;
+    const coordinates = (time, value) => `${this.x(time).toFixed(1)} ${this.y(value).toFixed(1)}`;
     const banded = !curve.other && curve.points.some((p) => p[2] !== p[3]);
     if (banded) {
-      const upper = curve.points.map((p) => place(p[0], p[3])), lower = curve.points.map((p) => place(p[0], p[2])).reverse();
+      const upper = curve.points.map((p) => coordinates(p[0], p[3])), lower = curve.points.map((p) => coordinates(p[0], p[2])).reverse();
       this.svg.append(shape("path", { class: "range", d: `M${[...upper, ...lower].join("L")}Z`, fill: colour(curve.colour) }));
     }
-    const points = curve.points.map((p) => place(p[0], p[1]));
+    const points = curve.points.map((p) => coordinates(p[0], p[1]));
     if (points.length === 1) points.push(points[0]);
     this.svg.append(shape("path", { class: `curve${curve.other ? " other" : ""}`, d: `M${points.join("L")}`, stroke: colour(curve.colour) }));
   }
@@ -238,7 +238,7 @@ class Plot {
     this.labels(this.drawn.map((c) => [c.label, c.colour, (c.points.at(-1)[2] + c.points.at(-1)[3]) / 2]));
   }
 
-  /* Names at the ends of their lines, moved apart where they would touch. */
+  /* Labels at the ends of the lines, moved apart if they would overlap. */
   labels(entries) {
     const placed = entries.filter((e) => e[2] !== undefined).map(([text, tint, value]) => ({ text, tint, y: this.y(value) + 4 })).sort((a, b) => a.y - b.y);
     for (let i = 1; i < placed.length; i++) placed[i].y = Math.max(placed[i].y, placed[i - 1].y + 13);
@@ -272,13 +272,13 @@ class Plot {
     return curve.points.reduce((best, p) => (Math.abs(p[0] - this.all.at) < Math.abs(best[0] - this.all.at) ? p : best));
   }
 
-  reading() {
+  valueText() {
     const show = this.spec.share || this.spec.stack ? percent : number;
     return this.drawn.map((c) => [c, this.at(c)]).filter(([, p]) => p)
       .map(([c, p]) => (this.spec.stack || this.drawn.length > 1 ? `${c.other ? "other run " : ""}${c.label || c.name} ` : "") + show(p[1])).join(", ");
   }
 
-  pointed() {
+  updateCursor() {
     const { at } = this.all;
     const show = this.spec.share || this.spec.stack ? percent : number;
     const shown = (curves) => curves.map((c) => `${this.spec.stack ? `${c.label} ` : ""}${show(this.at(c)?.[1] ?? null)}`).join(" · ");
@@ -296,11 +296,11 @@ class Plot {
       const name = `${c.other ? "other run, " : ""}${c.label || ""}`.trim();
       return `${name} now ${show(values[values.length - 1])}, between ${show(Math.min(...values))} and ${show(Math.max(...values))}`.trim();
     });
-    return `${this.spec.title}, ${this.spec.unit}: ${parts.join("; ") || "no figures yet"}`;
+    return `${this.spec.title}, ${this.spec.unit}: ${parts.join("; ") || "no data yet"}`;
   }
 }
 
-/* The verdict over time as one band; `phases` are [start, end, verdict]. */
+/* The verdict over time as a band. `phases` are [start, end, verdict]. */
 function verdictBand(root, phases, from, to, shift, title) {
   if (!phases.length) return;
   const svg = shape("svg", { role: "img" });

@@ -1,14 +1,14 @@
-/* The report of one run, or of two drawn over each other. */
+/* The report on one run, or on two runs drawn over each other. */
 
 const FIGURES = [
-  ["wall_seconds", "wall time", duration], ["training_seconds", "of it training", duration], ["warm_start_seconds", "warm start", duration],
+  ["wall_seconds", "wall time", duration], ["training_seconds", "training time", duration], ["warm_start_seconds", "warm start", duration],
   ["rollouts", "rollouts", number], ["versions", "weight versions", number], ["accuracy_before", "held-out accuracy before", percent],
   ["accuracy_after", "held-out accuracy after", percent], ["reward_first", "reward of the first batch", number], ["reward_last", "reward of the last batch", number],
   ["groups_per_second", "groups trained per second", number], ["tokens_per_second", "tokens trained per second", number],
   ["learner_idle_share", "learner idle", percent], ["engine_idle_share", "engines idle", percent],
   ["publish_ms_median", "publish, median ms", number], ["pause_ms_median", "pause, median ms", number], ["pause_ms_max", "pause, longest ms", number],
-  ["staleness_max", "oldest group trained, versions", number], ["recycled", "groups recycled as stale", number],
-  ["weight_transfer", "weights travel by", String], ["reason", "ended", String],
+  ["staleness_max", "highest staleness trained, versions", number], ["recycled", "groups recycled because of staleness", number],
+  ["weight_transfer", "weight transport", String], ["reason", "end of the run", String],
 ];
 
 const { runs, knobs } = JSON.parse($("state").textContent);
@@ -41,16 +41,16 @@ function verdicts() {
     return Object.keys(seconds).sort((a, b) => seconds[b] - seconds[a])
       .map((verdict) => [...(other ? [run.name] : []), verdict, percent(seconds[verdict] / total), duration(longest[verdict]), knobs[verdict] ?? ""]);
   });
-  $("verdicts").append(table([...(other ? ["run"] : []), "verdict", "of the time", "longest stretch", "the knob"], rows, "No verdict was reached."));
+  $("verdicts").append(table([...(other ? ["run"] : []), "verdict", "fraction of the time", "longest phase", "what to change"], rows, "There is no verdict."));
 }
 
-/* Counts and scores of both runs side by side; what cannot be put so is the first run's, and says it. */
-function beside() {
+/* Shows counts and scores of both runs side by side. The other tables show only the first run, and their headings name it. */
+function compareTables() {
   const rows = (of, cells) => [...new Set(runs.flatMap((run) => Object.keys(run.state.now[of])))].map((key) => [key, ...runs.map((run) => cells(run.state.now[of][key]))]);
   const counts = (of) => rows(of, (count) => count ?? 0);
   const names = runs.map((run) => run.name);
-  $("ages").replaceChildren(table(["versions old", ...names], counts("staleness").sort((a, b) => a[0] - b[0]), "Nothing has been trained."));
-  $("outcomes").replaceChildren(table(["what became of groups", ...names], counts("outcomes").map(([name, ...of]) => [name.replaceAll("_", " "), ...of]), "No group has ended."));
+  $("ages").replaceChildren(table(["staleness", ...names], counts("staleness").sort((a, b) => a[0] - b[0]), "Nothing has been trained."));
+  $("outcomes").replaceChildren(table(["outcome", ...names], counts("outcomes").map(([name, ...of]) => [name.replaceAll("_", " "), ...of]), "No group has ended."));
   $("scores").replaceChildren(table(["data set", ...names], rows("scores", (of) => (of ? `${percent(of[0].accuracy)} to ${percent(of.at(-1).accuracy)}` : "–")), "Nothing has been evaluated."));
   for (const heading of ["h-engines", "h-notices", "h-samples"]) $(heading).append(` of ${main.name}`);
 }
@@ -67,20 +67,20 @@ function configuration() {
   const text = (run, name) => (name in run.config ? JSON.stringify(run.config[name]) : "–");
   if (other) {
     const differing = settings.filter((name) => text(main, name) !== text(other, name));
-    $("differences").append(table(["differs", main.name, other.name], differing.map((name) => [name, text(main, name), text(other, name)]), "Both runs had the same settings."));
+    $("differences").append(table(["setting that differs", main.name, other.name], differing.map((name) => [name, text(main, name), text(other, name)]), "Both runs have the same settings."));
   }
-  $("config").append(table(["setting", ...runs.map((run) => run.name)], settings.map((name) => [name, ...runs.map((run) => text(run, name))]), "Unknown."));
+  $("config").append(table(["setting", ...runs.map((run) => run.name)], settings.map((name) => [name, ...runs.map((run) => text(run, name))]), "The settings are unknown."));
 }
 
 const { now } = main.state;
 const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
 drawHeader(now);
-if (!now.ended) $("when").append(" · its end was not told");
+if (!now.ended) $("when").append(" · without a recorded end");
 drawVerdict(now);
 if (main.summary.verdict) {
   const seconds = main.summary.verdict_seconds, total = Object.values(seconds).reduce((a, b) => a + b, 0);
   setText($("verdict-name"), `Mostly ${main.summary.verdict}`);
-  setText($("verdict-why"), `for ${percent(seconds[main.summary.verdict] / total)} of the time. ${now.ended ? `The run ended: ${now.ended}.` : ""}`);
+  setText($("verdict-why"), `for ${percent(seconds[main.summary.verdict] / total)} of the time. ${now.ended ? `End of the run: ${now.ended}.` : ""}`);
   setText($("verdict-knob"), main.summary.knob);
 }
 figures();
@@ -89,7 +89,7 @@ multiples.show(runs.map((run, i) => ({ name: run.name, figures: run.state.figure
 bands();
 new ResizeObserver(bands).observe($("plots"));
 drawTables(now);
-if (other) beside();
+if (other) compareTables();
 configuration();
 drawSamples($("samples"), now.samples);
 if (other) {
