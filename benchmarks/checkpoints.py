@@ -1,10 +1,10 @@
-"""What a checkpoint costs training, and how exactly a run goes on from it.
+"""Measures how long saving a checkpoint interrupts training, and how exactly a resumed run continues.
 
     python -m benchmarks.checkpoints
 
-Trains a model of ten million parameters from recorded samples, saves it while it goes on, and resumes it. Exits with 1
-when the resumed weights are not those of the unbroken run to 1e-6 ten rollouts later. Writes
-benchmarks/results/checkpoints.json.
+Trains a model of ten million parameters on fixed samples, saves it while training continues, and resumes it. Prints the
+results and writes benchmarks/results/checkpoints.json. Exits with 1 if the weights of the resumed run differ by more
+than 1e-6 from those of the uninterrupted run after ten more rollouts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIG = RunConfig(
 
 
 def train(learner: MegatronLearner, rollouts: range) -> float:
-    """Seconds of the median rollout."""
+    """Train and return the median of the seconds per rollout."""
     seconds = []
     for rollout in rollouts:
         draw = random.Random(rollout)
@@ -72,22 +72,22 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model, folder = f"{scratch}/model", Path(scratch) / "saved"
         create_tiny_model(SHAPE, Path(model), seed=1)
-        unbroken = MegatronLearner(CONFIG, model, 0, 1, "127.0.0.1", free_port())
-        train(unbroken, range(BEFORE))
+        uninterrupted = MegatronLearner(CONFIG, model, 0, 1, "127.0.0.1", free_port())
+        train(uninterrupted, range(BEFORE))
         began = time.perf_counter()
-        copy = unbroken.copy_state(str(folder))
-        found["training_stands_still_seconds"] = time.perf_counter() - began
+        copy = uninterrupted.copy_state(str(folder))
+        found["training_interrupted_seconds"] = time.perf_counter() - began
 
         def write() -> None:
             found["written_while_training_seconds"] = timed(lambda: copy.finish([copy.write()]))
 
         writer = threading.Thread(target=write)
         writer.start()
-        train(unbroken, range(BEFORE, BEFORE + 2))
+        train(uninterrupted, range(BEFORE, BEFORE + 2))
         writer.join()
-        found["rollout_seconds"] = train(unbroken, range(BEFORE + 2, BEFORE + AFTER))
-        expected = {name: tensor.clone() for name, tensor in unbroken.weights()}
-        unbroken.close()
+        found["rollout_seconds"] = train(uninterrupted, range(BEFORE + 2, BEFORE + AFTER))
+        expected = {name: tensor.clone() for name, tensor in uninterrupted.weights()}
+        uninterrupted.close()
         found["megabytes"] = sum(file.stat().st_size for file in folder.rglob("*")) / 1e6
         resumed = MegatronLearner(CONFIG, model, 0, 1, "127.0.0.1", free_port())
         found["loaded_seconds"] = timed(lambda: resumed.load_state(str(folder)))

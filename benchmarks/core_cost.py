@@ -1,9 +1,9 @@
-"""What the scheduler itself costs per group: admission, window, queue and ledger, without events, tasks or engines.
+"""Measures the CPU time that the scheduler takes per group: admission, window, queue and ledger.
 
-    python benchmarks/core_cost.py [--groups 200000]
+    python -m benchmarks.core_cost [--groups 200000]
 
-Prints microseconds of CPU time per group, median over the repeats, and writes benchmarks/results/core-cost.json. Exits
-with 1 when the whole way costs 20 microseconds or more.
+Events, tasks and engines are not part of the measurement. Prints microseconds of CPU time per group (median of five
+repetitions) and writes benchmarks/results/core-cost.json. Exits with 1 if a group takes 20 microseconds or more in all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BOUNDS = Bounds.derive(
 )
 
 
-def whole_way(order: list[int]) -> None:
-    """Every group from admission to live weights; `order` picks who in flight finishes next."""
+def whole_lifecycle(order: list[int]) -> None:
+    """Take every group from admission to published weights. `order` selects which group in flight finishes next."""
     ledger, queue = Ledger(), GroupQueue[int](BOUNDS.room)
     window = WindowedFIFOCollector[int](None, BOUNDS.window)
     admission = Admission(max_in_flight=BOUNDS.generation_batch, room=BOUNDS.room, slots=BOUNDS.slots)
@@ -59,8 +59,8 @@ def window_alone(order: list[int]) -> None:
     window = WindowedFIFOCollector[int](None, BOUNDS.window)
     in_flight = list(range(BOUNDS.generation_batch))
     for admitted, choice in enumerate(order, start=BOUNDS.generation_batch):
-        place = choice % len(in_flight)
-        sequence, in_flight[place] = in_flight[place], admitted
+        index = choice % len(in_flight)
+        sequence, in_flight[index] = in_flight[index], admitted
         window.mark_completed(sequence, sequence)
         for _ in window.drain():
             pass
@@ -75,7 +75,7 @@ def queue_alone(order: list[int]) -> None:
 
 def ledger_alone(order: list[int]) -> None:
     ledger = Ledger()
-    way = (
+    lifecycle = (
         GroupState.IN_FLIGHT,
         GroupState.FINISHED,
         GroupState.QUEUED,
@@ -85,7 +85,7 @@ def ledger_alone(order: list[int]) -> None:
     )
     for _ in order:
         sequence = ledger.feed().sequence
-        for state in way:
+        for state in lifecycle:
             ledger.advance(sequence, state)
 
 
@@ -101,12 +101,12 @@ PARTS: dict[str, Callable[[list[int]], None]] = {
     "window": window_alone,
     "queue": queue_alone,
     "ledger": ledger_alone,
-    "the whole way": whole_way,
+    "whole lifecycle": whole_lifecycle,
 }
 
 
 def microseconds(work: Callable[[list[int]], None], order: list[int]) -> float:
-    """CPU time per group: what else runs on the machine is not the scheduler's cost."""
+    """Return the CPU time per group, which other load on the machine hardly affects."""
     times = []
     for _ in range(REPEATS):
         began = time.process_time()
@@ -116,18 +116,18 @@ def microseconds(work: Callable[[list[int]], None], order: list[int]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--groups", type=int, default=200_000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=200_000, help="number of groups (default: 200000)")
     groups: int = parser.parse_args().groups
     rng = random.Random(0)
-    # Mostly the oldest first, as it is with latencies of a moderate spread.
+    # The oldest groups mostly finish first, as with response times of moderate spread.
     order = [int(rng.expovariate(0.2)) for _ in range(groups)]
     costs = {name: microseconds(work, order) for name, work in PARTS.items()}
     for name, cost in costs.items():
         print(f"{name:<16}{cost:8.2f} µs per group")
     content = {"groups": groups, "repeats": REPEATS, "limit_microseconds": LIMIT_MICROSECONDS, "microseconds": costs}
     record("core-cost", content)
-    return 0 if costs["the whole way"] < LIMIT_MICROSECONDS else 1
+    return 0 if costs["whole lifecycle"] < LIMIT_MICROSECONDS else 1
 
 
 if __name__ == "__main__":

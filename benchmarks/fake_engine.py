@@ -1,10 +1,10 @@
-"""What SGLang answers, without a model: for measuring who asks.
+"""A stand-in for SGLang without a model, for measuring the rollout worker.
 
     python -m benchmarks.fake_engine --port 32000 --latency 0.05
 
-Answers `/generate` for lists of prompts as SGLang 0.5 does, with 256 tokens, their log-probabilities and weight
-versions per sample, after `latency` seconds; `/abort_request` ends what waits. Latency can be set while it runs:
-`POST /latency {"seconds": 0.2, "spread": 0.5}` takes between half and one and a half times as long.
+Answers `/generate` like SGLang 0.5 after `latency` seconds. Each sample has 256 tokens with log-probabilities and a
+weight version. `/abort_request` ends all waiting requests. The latency can be changed at any time: after
+`POST /latency {"seconds": 0.2, "spread": 0.5}`, requests take between 0.5 and 1.5 times 0.2 seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VERSION = "0"
 
 
 def answer(request: str, prompt_tokens: int, tokens: int, finish: str = "length") -> dict[str, Any]:
-    """One sample's part of an answer. Log-probabilities have as many digits as the real ones."""
+    """Return the response for one sample. Log-probabilities have as many digits as those of SGLang."""
     return {
         "text": "7" * tokens,
         "output_ids": [55] * tokens,
@@ -46,22 +46,22 @@ class FakeEngine:
         self._latency, self._spread = latency, 0.0
         self._random = random.Random(1)
         self._aborted = asyncio.Event()
-        # Written once: this process must not be what is measured.
-        self._whole = orjson.dumps(answer("fake", 64, TOKENS))
-        self._cut = orjson.dumps(answer("fake", 64, 0, "abort"))
+        # The responses are serialised only once, so that this process is not the bottleneck of the measurement.
+        self._completed = orjson.dumps(answer("fake", 64, TOKENS))
+        self._truncated = orjson.dumps(answer("fake", 64, 0, "abort"))
 
     async def generate(self, http: web.Request) -> web.Response:
         request = orjson.loads(await http.read())
         prompts = request["input_ids"]
-        aborted, body = self._aborted, self._whole
+        aborted, body = self._aborted, self._completed
         try:
             factor = 1 + self._spread * self._random.uniform(-1, 1)
             await asyncio.wait_for(aborted.wait(), self._latency * factor)
-            body = self._cut
+            body = self._truncated
         except TimeoutError:
             pass
-        many = isinstance(prompts[0], list)
-        content = b"[" + b",".join([body] * len(prompts)) + b"]" if many else body
+        is_list = isinstance(prompts[0], list)
+        content = b"[" + b",".join([body] * len(prompts)) + b"]" if is_list else body
         return web.Response(body=content, content_type="application/json")
 
     async def abort(self, http: web.Request) -> web.Response:
@@ -95,8 +95,8 @@ async def serve(port: int, latency: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--latency", type=float, default=0.05, help="seconds per request")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds per request (default: 0.05)")
     arguments = parser.parse_args()
     uvloop.run(serve(arguments.port, arguments.latency))
 

@@ -1,10 +1,10 @@
-"""What a user sees when a part of the run freezes: seconds until line, metrics, verdict and alert speak of it.
+"""Measures how soon a frozen process becomes visible in output, metrics, verdict, live page and alerts.
 
     python -m benchmarks.frozen [PART ...]
 
-Starts the main job once for each part, each time with a real Prometheus beside it, stops (SIGSTOP) the learner, then
-every engine, then the rollout worker, and looks from outside: the lines on stdout, `/metrics`, and Prometheus' alerts.
-Prints a table and writes benchmarks/results/frozen.json.
+The parts are the learner, the engines and the rollout worker. For each part, starts the main job and a real Prometheus,
+stops the processes of the part (SIGSTOP) and observes the run from outside. Prints a table of seconds and writes
+benchmarks/results/frozen.json.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ FROZEN = {
     "engines": ("sglang", "rollout-bound", "engine-0"),
     "rollout worker": ("ray::RolloutWorker", "rollout-bound", "rollout"),
 }
-"""What its processes are called, the verdict that is right, and the process that it should name."""
+"""For each part: text in the command lines of its processes, the expected verdict, and the process it should name."""
 
 
 @contextmanager
 def stopped(running: Job, command: str) -> Iterator[None]:
+    """Stop all processes of the job whose command line contains `command`, until the block ends."""
     pids = [pid for pid, line in running.left_running().items() if command in line and "router" not in line]
-    assert pids, f"no process is called {command}: {running.left_running()}"
+    assert pids, f"no command line contains {command}: {running.left_running()}"
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -62,24 +63,24 @@ def metrics(url: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
-def page_says(url: str, verdict: str, culprit: str) -> bool:
-    """What the live page draws its verdict and its warning from."""
+def page_shows(url: str, verdict: str, silent: str) -> bool:
+    """Return whether the live page shows the verdict and the silent process."""
     with urllib.request.urlopen(url.replace("/metrics", "/state.json"), timeout=5) as answer:
         now = json.load(answer)["now"]
-    return now["verdict"]["verdict"] == verdict and culprit in now["silent"]
+    return now["verdict"]["verdict"] == verdict and silent in now["silent"]
 
 
-def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict: str, culprit: str) -> dict[str, Any]:
-    """Seconds after the freeze until each sign of it is seen; None where it was not within a minute."""
+def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict: str, silent: str) -> dict[str, Any]:
+    """Return the seconds from the freeze to each of its signs, or None for a sign not seen within a minute."""
     lines = running.out.count("Warning: No progress")
     before = metrics(url)["miles_async_since_progress_seconds"]
     signs: dict[str, Callable[[], bool]] = {
-        "metrics": lambda: metrics(url).get(f'miles_async_process_silent_seconds{{name="{culprit}"}}', 0) > 0,
+        "metrics": lambda: metrics(url).get(f'miles_async_process_silent_seconds{{name="{silent}"}}', 0) > 0,
         "verdict": lambda: (
             metrics(url)[f'miles_async_verdict{{verdict="{verdict}"}}'] == 1
-            and f"{culprit} has not answered" in running.err
+            and f"{silent} has not answered" in running.err
         ),
-        "page": lambda: page_says(url, verdict, culprit),
+        "page": lambda: page_shows(url, verdict, silent),
         "stall line": lambda: running.out.count("Warning: No progress") > lines,
         "no progress": lambda: metrics(url)["miles_async_since_progress_seconds"] > before + 2,
         "alert": lambda: "ProcessSilent" in prometheus.firing(),
@@ -97,18 +98,20 @@ def watch(running: Job, url: str, prometheus: Prometheus, command: str, verdict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(FROZEN), metavar="PART", help=f"of {', '.join(FROZEN)}")
+    parser.add_argument(
+        "parts", nargs="*", default=list(FROZEN), metavar="PART", help=f"{', '.join(FROZEN)} (default: all)"
+    )
     seen: dict[str, dict[str, Any]] = {}
     for part in parser.parse_args().parts:
-        command, verdict, culprit = FROZEN[part]
+        command, verdict, silent = FROZEN[part]
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             running = stack.enter_context(job(Path(folder), *FLAGS))
             running.says("Staleness stats", within=120)
             found = re.search(r"http://127.0.0.1:\d+/metrics", running.err)
             assert found is not None, running.err
             prometheus = stack.enter_context(Prometheus(Path(folder) / "runs"))
-            time.sleep(8)  # a verdict needs something to speak of
-            seen[part] = watch(running, found[0], prometheus, command, verdict, culprit)
+            time.sleep(8)  # a verdict needs some seconds of training
+            seen[part] = watch(running, found[0], prometheus, command, verdict, silent)
     print(f"{'frozen':16}" + "".join(f"{name:>14}" for name in next(iter(seen.values()))))
     for part, signs in seen.items():
         print(f"{part:16}" + "".join(f"{seconds!s:>14}" for seconds in signs.values()))

@@ -1,16 +1,18 @@
-"""What looking on costs: groups per second of the rollout worker, with and without all instrumentation.
+"""Measures the cost of observability: groups per second of the rollout worker with and without subscribers.
 
     python -m benchmarks.instrumentation [--seconds 3] [--rounds 12]
 
-The rollout worker of `benchmarks.rollout_worker` with 512 samples in flight against the 50 ms engine, its events going
+Runs the rollout worker of `benchmarks.rollout_worker` with 512 samples in flight against the 50 ms engine, and sends
+its events to different destinations:
 
-    nowhere         to nobody: what there would be without any onlooker
-    to the driver   as in a run: collected, serialized as Ray does it, and sent to another process on the same two
-                    cores that shows them to every onlooker (trace, metrics, verdict, page, stall report, summary, …)
-    all here        to every onlooker in the same process, which no run does
+    nowhere         Events are dropped. This is the baseline.
+    to the driver   As in a run: events are collected, serialised like Ray does, and sent to another process on the same
+                    cores, which passes them to all subscribers (event log, metrics, verdict, page, summary, …).
+    same process    Events are passed to all subscribers in the process of the rollout worker, which no run does.
 
-in turns, one after the other, again and again. `cost` is the median over the rounds, each compared with itself: two
-stretches differ by 10 % on a laptop. Prints a table and writes benchmarks/results/instrumentation.json.
+The destinations are measured alternately, because two measurements of the same destination differ by up to 10 % on a
+laptop. `cost` is the median over the rounds of the loss against the baseline of the same round. Prints a table and
+writes benchmarks/results/instrumentation.json.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from statistics import median
 import uvloop
 
 from benchmarks.records import record
-from benchmarks.rollout_worker import measure, until_healthy
+from benchmarks.rollout_worker import measure, wait_until_healthy
 from miles_async.adapters.system.garbage_collection import spare_the_loop
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Observability, RunConfig
@@ -50,22 +52,22 @@ from workers.driver import run_started
 from workers.rollout import Outbox
 
 
-class Nobody:
+class NullSink:
     def emit(self, event: Event) -> None: ...
 
 
 @asynccontextmanager
 async def nowhere() -> AsyncIterator[EventSink]:
-    yield Nobody()
+    yield NullSink()
 
 
 @asynccontextmanager
 async def to_the_driver() -> AsyncIterator[EventSink]:
     outbox = Outbox()
     ours, theirs = multiprocessing.Pipe()
-    driver = multiprocessing.get_context("spawn").Process(target=drive, args=(theirs,))
+    driver = multiprocessing.get_context("spawn").Process(target=run_driver, args=(theirs,))
     driver.start()
-    await asyncio.to_thread(ours.recv)  # it is ready
+    await asyncio.to_thread(ours.recv)  # until the driver is ready
 
     async def send() -> None:
         while True:
@@ -80,9 +82,9 @@ async def to_the_driver() -> AsyncIterator[EventSink]:
         await asyncio.to_thread(driver.join)
 
 
-def drive(rollout_worker: Connection) -> None:
-    """What the driver does with a run's events."""
-    with looking_on() as subscribers:
+def run_driver(rollout_worker: Connection) -> None:
+    """Receive events and pass them to all subscribers, like the driver of a run."""
+    with all_subscribers() as subscribers:
         rollout_worker.send("ready")
         while True:
             if rollout_worker.poll(0.25):
@@ -94,8 +96,8 @@ def drive(rollout_worker: Connection) -> None:
 
 
 @contextmanager
-def looking_on() -> Iterator[EventSubscribers]:
-    """Every onlooker of a run, in a folder of its own; what they print is thrown away."""
+def all_subscribers() -> Iterator[EventSubscribers]:
+    """Yield all subscribers of a run, with a temporary run folder. Their output is discarded."""
     with tempfile.TemporaryDirectory() as runs, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         configure_logging("console")
         config = RunConfig(observability=Observability(run_dir=runs, progress_bar=False))
@@ -106,8 +108,8 @@ def looking_on() -> Iterator[EventSubscribers]:
 
 
 @asynccontextmanager
-async def all_here() -> AsyncIterator[EventSink]:
-    with looking_on() as subscribers:
+async def same_process() -> AsyncIterator[EventSink]:
+    with all_subscribers() as subscribers:
 
         async def tick() -> None:
             while True:
@@ -121,28 +123,28 @@ async def all_here() -> AsyncIterator[EventSink]:
             ticking.cancel()
 
 
-WAYS: dict[str, Callable[[], AbstractAsyncContextManager[EventSink]]] = {
+DESTINATIONS: dict[str, Callable[[], AbstractAsyncContextManager[EventSink]]] = {
     "nowhere": nowhere,
     "to the driver": to_the_driver,
-    "all here": all_here,
+    "same process": same_process,
 }
 
 
 async def play(url: str, seconds: float, rounds: int) -> dict[str, list[float]]:
-    await until_healthy(url)
+    await wait_until_healthy(url)
     spare_the_loop()
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates: dict[str, list[float]] = {name: [] for name in DESTINATIONS}
     for _ in range(rounds):
-        for way, opened in WAYS.items():
-            async with opened() as sink:
-                rates[way].append((await measure(url, 512, 0.05, 0.0, seconds, sink)).groups_per_second)
+        for name, destination in DESTINATIONS.items():
+            async with destination() as sink:
+                rates[name].append((await measure(url, 512, 0.05, 0.0, seconds, sink)).groups_per_second)
     return rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each stretch")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement (default: 3)")
+    parser.add_argument("--rounds", type=int, default=12, help="measurements per destination (default: 12)")
     arguments = parser.parse_args()
     port = free_port()
     engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])
@@ -152,16 +154,16 @@ def main() -> None:
         engine.terminate()
         engine.wait()
     rows = {
-        way: {
+        name: {
             "groups_per_second": median(each),
-            "cost": median(1 - this / without for this, without in zip(each, rates["nowhere"], strict=True)),
+            "cost": median(1 - rate / baseline for rate, baseline in zip(each, rates["nowhere"], strict=True)),
             "rounds": each,
         }
-        for way, each in rates.items()
+        for name, each in rates.items()
     }
     print(f"{'events go':16}{'groups/s':>10}{'cost':>8}")
-    for way, row in rows.items():
-        print(f"{way:16}{row['groups_per_second']:10.1f}{row['cost']:8.1%}")
+    for name, row in rows.items():
+        print(f"{name:16}{row['groups_per_second']:10.1f}{row['cost']:8.1%}")
     record("instrumentation", rows)
 
 

@@ -1,10 +1,11 @@
-"""How soon a large JSONL gives its first prompt, and what that costs in memory.
+"""Measures how long a large JSONL file takes until its first prompt, and how much memory it needs.
 
-    python benchmarks/jsonl_start.py [--rows 1000000] [--row-bytes 500]
+    python -m benchmarks.jsonl_start [--rows 1000000] [--row-bytes 500]
 
-Writes a file of rows, then opens it in a fresh process as a run does: shuffled, 512 problems held out. Prints seconds
-to the first group and memory growth in MiB (peak, imports aside), and writes benchmarks/results/jsonl-start.json. Exits
-with 1 where the first prompt takes 2 s or more, or memory grows by 200 MiB or more.
+Writes a JSONL file and opens it in a new process like a run, shuffled and with 512 held-out problems. Prints the
+seconds until the first group and the growth of peak memory in MiB (without imports), and writes
+benchmarks/results/jsonl-start.json. Exits with 1 if the first prompt takes 2 s or more, or if memory grows by 200 MiB
+or more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def write_rows(path: Path, rows: int, row_bytes: int) -> None:
     filler = "x" * row_bytes
     with path.open("w") as file:
         for row in range(rows):
-            # Rows of different lengths: nothing may depend on where a line ends.
+            # Rows have different lengths, so that no result depends on where a line ends.
             text = f"{row}: {filler[: row_bytes // 2 + row * 7919 % row_bytes]}"
             file.write(json.dumps({"prompt": text, "label": str(row)}) + "\n")
 
@@ -60,10 +61,10 @@ def measure(rows: int, row_bytes: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--row-bytes", type=int, default=500)
-    chosen = parser.parse_args()
-    figures = measure(chosen.rows, chosen.row_bytes)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="number of rows (default: 1000000)")
+    parser.add_argument("--row-bytes", type=int, default=500, help="average size of a row in bytes (default: 500)")
+    arguments = parser.parse_args()
+    figures = measure(arguments.rows, arguments.row_bytes)
     for name, value in figures.items():
         print(f"{name:<22}{value:>12.2f}")
     record("jsonl-start", figures)

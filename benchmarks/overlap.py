@@ -1,10 +1,10 @@
-"""How much of generation and training overlaps: the asynchronous run against the same work in turns.
+"""Measures how far generation and training overlap in an asynchronous run, compared with a synchronous run.
 
     python -m benchmarks.overlap [--rollouts 40] [--set --rollout-batch-size=32 …]
 
-Engine and learner get one core each. `R` and `T` are the seconds that generation and training of all batches take when
-they take turns on those cores; the asynchronous run cannot be faster than the larger of the two, so `max(R, T) / wall`
-is the share of the possible that it reaches. Prints a table and writes benchmarks/results/overlap.json.
+Engine and learner run on one core each. `R` and `T` are the seconds for generation and for training of all batches in
+the synchronous run. The asynchronous run takes at least the larger of the two, so `max(R, T) / wall` is the fraction of
+the ideal throughput that it reaches. Prints a table and writes benchmarks/results/overlap.json.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CONFIG = "configs/arithmetic-cpu.yaml"
 FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 PINNED = ["--engine-cpus", "[0]", "--learner-cpus", "[1]", "--learner-threads", "1"]
 VARIANTS = {
-    "in turns, pinned": ("train.py", PINNED),
-    "in turns": ("train.py", ["--learner-threads", "2"]),
+    "synchronous, pinned": ("train.py", PINNED),
+    "synchronous": ("train.py", ["--learner-threads", "2"]),
     "fully async, pinned": ("train_async.py", PINNED),
 }
 
 
-def play(entry: str, flags: list[str], rollouts: int) -> dict[str, float]:
-    """Seconds of generation, of training and in all, over the batches after the first, which warms everything up."""
+def run(entry: str, flags: list[str], rollouts: int) -> dict[str, float]:
+    """Return seconds of waiting for rollout, of training and in all, without the first batch, which is a warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, entry, "--config", CONFIG, "--rollout-function-path", FULLY_ASYNC, *flags]
         command += ["--num-rollout", str(rollouts), "--eval-size", "0", "--run-dir", folder]
@@ -53,13 +53,13 @@ def play(entry: str, flags: list[str], rollouts: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=40)
-    parser.add_argument("--set", nargs="*", default=[], help="flags for all runs, as --flag=value")
+    parser.add_argument("--rollouts", type=int, default=40, help="batches per run (default: 40)")
+    parser.add_argument("--set", nargs="*", default=[], help="further flags for all runs, in the form --flag=value")
     arguments = parser.parse_args()
     shared = [word for flag in arguments.set for word in flag.split("=", 1)]
-    figures = {name: play(entry, flags + shared, arguments.rollouts) for name, (entry, flags) in VARIANTS.items()}
-    turns, overlapped = figures["in turns, pinned"], figures["fully async, pinned"]
-    rollout, training = turns["waiting for rollout"], turns["training"]
+    figures = {name: run(entry, flags + shared, arguments.rollouts) for name, (entry, flags) in VARIANTS.items()}
+    synchronous, overlapped = figures["synchronous, pinned"], figures["fully async, pinned"]
+    rollout, training = synchronous["waiting for rollout"], synchronous["training"]
     results = {
         "rollouts": arguments.rollouts,
         "runs": figures,
@@ -67,11 +67,11 @@ def main() -> None:
         "T": training,
         "R / T": rollout / training,
         "max(R, T) / wall": max(rollout, training) / overlapped["wall"],
-        "speed-up over turns": turns["wall"] / overlapped["wall"],
+        "speed-up over synchronous": synchronous["wall"] / overlapped["wall"],
     }
     print(f"{'':22}{'rollout s':>12}{'training s':>12}{'wall s':>12}{'groups/s':>12}")
-    for name, run in figures.items():
-        print(f"{name:22}" + "".join(f"{value:12.2f}" for value in run.values()))
+    for name, row in figures.items():
+        print(f"{name:22}" + "".join(f"{value:12.2f}" for value in row.values()))
     print(f"R / T {results['R / T']:.2f}, max(R, T) / wall {results['max(R, T) / wall']:.2f}")
     record("overlap", results)
 

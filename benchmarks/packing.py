@@ -1,10 +1,13 @@
-"""Packing against its lower bound and against padding: 200 batches of 256 log-normal lengths, 8 ranks, cap 16,384.
+"""Compares packing with its lower bound, with padding and with dynamic batching.
 
     python -m benchmarks.packing
 
-Prints what is compared, writes benchmarks/results/packing.json, and exits with 1 when a target is missed: work between
-ranks within 3 %, micro-batches within one of the lower bound on average, 100,000 sequences planned in under a second.
-The same batches are laid out for ranks that share sequences and cut them evenly (CP 2, TP 2 with sequence parallelism).
+Packs 200 batches of 256 sequences with log-normal lengths for 8 ranks, with at most 16,384 tokens per micro-batch. The
+same batches are also packed for ranks that split sequences evenly (CP 2, TP 2 with sequence parallelism).
+
+Prints the results and writes benchmarks/results/packing.json. Exits with 1 if a target is missed: the FLOPs of the
+ranks differ by less than 3 %, there is at most one micro-batch above the lower bound on average, and planning 100,000
+sequences takes less than a second.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from miles_async.config.schema import Learner
 BATCHES, SAMPLES, LONGEST, RANKS, CAP = 200, 256, 8192, 8, 16_384
 ROUND = 128
 KNEE = 24_500.0
-"""Of Qwen3-4B: 201 million FLOPs of linear layers per token and layer over 8,192 of attention per pair of tokens."""
+"""Length at which attention takes as many FLOPs as the linear layers, for Qwen3-4B: 201 million FLOPs of the linear
+layers per token and layer, divided by 8,192 FLOPs of attention per pair of tokens."""
 MANY = 100_000
-SHARED = Learner(
+SPLIT = Learner(
     max_tokens_per_gpu=CAP // 2, context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True
 )
-"""The same cap: a micro-batch holds what two ranks take."""
+"""The same limit in all: with context parallelism, a micro-batch holds the tokens of two ranks."""
 
 
 def lengths(draw: random.Random, count: int) -> list[int]:
@@ -38,17 +42,17 @@ def lengths(draw: random.Random, count: int) -> list[int]:
 def main() -> int:
     draw = random.Random(0)
     batches = [lengths(draw, SAMPLES) for _ in range(BATCHES)]
-    reports, shared, overfull, seeds_padding, seeds_count = [], [], 0, [], []
+    reports, split, overfull, dynamic_padding, dynamic_count = [], [], 0, [], []
     for batch in batches:
         packed = pack(batch, CAP, RANKS, knee=KNEE)
         assert sorted(i for bins in packed for bin_ in bins for i in bin_) == list(range(SAMPLES))
         overfull += sum(sum(batch[i] for i in bin_) > CAP for bins in packed for bin_ in bins)
         reports.append(report_on(packed, batch, CAP, knee=KNEE))
-        shared.append(training_layout(batch, SHARED, RANKS, KNEE).report)
+        split.append(training_layout(batch, SPLIT, RANKS, KNEE).report)
         rows = dynamic_batches(batch, RANKS, max_tokens=CAP, round_to=ROUND)
         sizes = [len(bin_) * padded for bins in rows.bins for bin_, padded in zip(bins, rows.padded, strict=True)]
-        seeds_padding.append(sum(sizes) / sum(batch))
-        seeds_count.append(len(rows.padded))
+        dynamic_padding.append(sum(sizes) / sum(batch))
+        dynamic_count.append(len(rows.padded))
     many = lengths(draw, MANY)
     began = time.process_time()
     pack(many, CAP, RANKS, knee=KNEE)
@@ -62,11 +66,11 @@ def main() -> int:
         "above_the_bound_worst": max(report.micro_batches - report.lower_bound for report in reports),
         "micro_batches_above_the_cap": overfull,
         "padding": fmean(report.padding for report in reports),
-        "padding_cp_2_tp_2": fmean(report.padding for report in shared),
-        "above_the_bound_mean_cp_2_tp_2": fmean(report.micro_batches - report.lower_bound for report in shared),
+        "padding_cp_2_tp_2": fmean(report.padding for report in split),
+        "above_the_bound_mean_cp_2_tp_2": fmean(report.micro_batches - report.lower_bound for report in split),
         "padding_to_the_longest": fmean(LONGEST * SAMPLES / sum(batch) for batch in batches),
-        "padding_of_dynamic_batching": fmean(seeds_padding),
-        "micro_batches_of_dynamic_batching": fmean(seeds_count),
+        "padding_of_dynamic_batching": fmean(dynamic_padding),
+        "micro_batches_of_dynamic_batching": fmean(dynamic_count),
         "seconds_for_100_000": seconds,
     }
     for name, value in found.items():

@@ -1,11 +1,10 @@
-"""How large a day's report is, how soon the live page is painted, and what following the events costs.
+"""Measures the size of a day's report, the first paint of the live page, and the CPU time per event.
 
     python -m benchmarks.page [--hours 24]
 
-Plays the real pipeline for a day of virtual time, writes its events as a run does, makes the report from them, and
-opens the live page of its last hour in a real Chromium, ten times. Prints the figures and writes
-benchmarks/results/page.json. Exits with 1 where the report has 10 MB or more, or the median first paint takes 300 ms or
-more.
+Simulates the real pipeline for a day of virtual time, writes its events like a run, creates the report from them, and
+opens the live page of the last hour ten times in Chromium. Prints the results and writes benchmarks/results/page.json.
+Exits with 1 if the report has 10 MB or more, or if the median first paint takes 300 ms or more.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ PAINTS = 10
 STEP_SECONDS, BATCH = 20.0, 8
 
 
-class Recorder:
-    """An event sink that writes what a run's driver would write."""
+class EventRecorder:
+    """An event sink that writes the event log of a run."""
 
     def __init__(self, path: Path) -> None:
         self._writer = EventLogWriter(path)
@@ -57,7 +56,7 @@ class Recorder:
             self._writer.observe(ready)
 
     def close(self) -> None:
-        """With samples as long as they get, and the end."""
+        """Write samples of maximum length and the end of the run, and close the log."""
         text = "x" * CHARACTERS_SHOWN
         for sequence in range(12):
             sample = SampleDisplayed(
@@ -78,7 +77,7 @@ class Recorder:
         self._writer.close()
 
 
-def play(folder: RunFolder, hours: float) -> None:
+def simulate(folder: RunFolder, hours: float) -> None:
     settings = {
         "num_rollout": round(hours * 3600 / STEP_SECONDS),
         "rollout_batch_size": BATCH,
@@ -89,7 +88,7 @@ def play(folder: RunFolder, hours: float) -> None:
     }
     config = RunConfig.model_validate({"rollout": settings})
     write_config(config, folder.path / "config.yaml")
-    recorder = Recorder(folder.events)
+    recorder = EventRecorder(folder.events)
     world = World(
         config=config,
         latency=log_normal(mean=15.0, sigma=0.7),
@@ -102,18 +101,18 @@ def play(folder: RunFolder, hours: float) -> None:
     recorder.close()
 
 
-def follow(name: str, onlooker: View | PerfettoTrace, events: Iterable[Event]) -> dict[str, float]:
-    """CPU time per event, reading aside."""
+def time_events(name: str, subscriber: View | PerfettoTrace, events: Iterable[Event]) -> dict[str, float]:
+    """Return the CPU time that the subscriber takes per event, without the time to read the events."""
     spent = count = 0
     for event in events:
         begun = time.process_time_ns()
-        onlooker.observe(event)
+        subscriber.observe(event)
         spent += time.process_time_ns() - begun
         count += 1
     return {f"{name}_microseconds_per_event": spent / count / 1e3}
 
 
-def paint(view: View) -> dict[str, float]:
+def time_paint(view: View) -> dict[str, float]:
     server = HttpServer(CollectorRegistry(), LivePage(view), 0)
     try:
         with chromium() as browser:
@@ -128,9 +127,9 @@ def paint(view: View) -> dict[str, float]:
 
 
 def measure(hours: float) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as place:
-        folder = RunFolder(Path(place))
-        play(folder, hours)
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        simulate(folder, hours)
         begun = time.process_time()
         report = write_report(folder, None, None).stat().st_size
         figures = {
@@ -140,16 +139,16 @@ def measure(hours: float) -> dict[str, float]:
             "report_cpu_seconds": time.process_time() - begun,
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        last_hour = list(of_last_hour(folder, hours))
+        last_hour = list(events_of_last_hour(folder, hours))
         view, trace = View(), PerfettoTrace(folder.trace, 64 * 2**20)
-        figures |= follow("view", view, last_hour) | follow("trace", trace, last_hour)
+        figures |= time_events("view", view, last_hour) | time_events("trace", trace, last_hour)
         trace.close()
         figures["trace_mb_per_hour"] = folder.trace.stat().st_size / 1e6
-        return figures | paint(view)
+        return figures | time_paint(view)
 
 
-def of_last_hour(folder: RunFolder, hours: float) -> Iterator[Event]:
-    """With the start of the run before them."""
+def events_of_last_hour(folder: RunFolder, hours: float) -> Iterator[Event]:
+    """Yield the start of the run and the events of its last hour."""
     start = None
     for event in read_events(folder.events):
         start = start or event.time
@@ -159,7 +158,7 @@ def of_last_hour(folder: RunFolder, hours: float) -> Iterator[Event]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--hours", type=float, default=24.0, help="virtual hours to simulate (default: 24)")
     figures = measure(parser.parse_args().hours)
     for name, value in figures.items():
         print(f"{name:<32}{value:>12.2f}")

@@ -1,12 +1,16 @@
-"""How many requests one rollout worker can drive: the real pipeline against an engine that costs nothing.
+"""Measures how many requests one rollout worker can handle, with the real pipeline and a fake engine.
 
     python -m benchmarks.rollout_worker [--seconds 10]
 
-The whole of `pipeline/service.py` runs with the real generator and reward; engine and learner are stand-ins that only
-keep time. Each sample brings 256 tokens with log-probabilities; groups have 8 samples. First 512 samples in flight
-against a 50 ms engine: what the worker can do at most. Then 5,000 in flight at 70% of that, answers taking half to one
-and a half times the mean: whether its loop stays responsive. Prints a table and writes
-benchmarks/results/rollout_worker.json.
+The pipeline of `pipeline/service.py` runs with the real generator and reward. The engine only waits before it answers,
+and the learner takes no time. Each sample has 256 tokens with log-probabilities, and each group has 8 samples. There
+are two measurements:
+
+- the capacity, with 512 samples in flight and responses after 50 ms;
+- the event-loop lag at 70 % of this capacity, with 5,000 samples in flight and response times between 0.5 and 1.5 times
+  their mean.
+
+Prints a table and writes benchmarks/results/rollout_worker.json.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ LOAD = 0.7
 LAG_TICK_SECONDS = 0.005
 
 
-class Bytes:
+class FixedTokenizer:
+    """Encodes every prompt as the same 64 tokens."""
+
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         return list(PROMPT)
 
@@ -56,8 +62,8 @@ class Bytes:
         return bytes(ids).decode()
 
 
-class Prompts:
-    """Endless."""
+class EndlessPrompts:
+    """A data source that never ends."""
 
     def __init__(self) -> None:
         self._fed = 0
@@ -78,11 +84,11 @@ class Prompts:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError("a benchmark is not resumed")
+        raise NotImplementedError("this benchmark cannot be resumed")
 
 
 class Instant:
-    """Learner, weight channel, fleet and dead letters that take no time."""
+    """Stand-in for learner, weight channel, fleet and dead letters. All calls return at once."""
 
     name = "instant"
 
@@ -99,7 +105,7 @@ class Instant:
         return ("fake",)
 
     def members(self) -> Sequence[str]:
-        """None that could fall ill."""
+        """No engine needs health checks."""
         return ()
 
     async def check_router(self) -> None: ...
@@ -121,34 +127,37 @@ class Instant:
 
 
 @dataclass
-class Finished:
-    """An event sink that notes when groups were generated and rewarded, and tells `further` of all that happens."""
+class GroupTimes:
+    """An event sink that records when groups are generated and rewarded, and passes all events on to `forward_to`."""
 
-    further: EventSink | None = None
+    forward_to: EventSink | None = None
     times: list[float] = field(default_factory=list)
 
     def emit(self, event: Event) -> None:
         if isinstance(event, GroupGenerated):
             self.times.append(event.time)
-        if self.further is not None:
-            self.further.emit(event)
+        if self.forward_to is not None:
+            self.forward_to.emit(event)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of one measured stretch."""
+    """The result of one measurement."""
 
     groups_per_second: float
     cpu_ms_per_sample: float
     lag_p99_ms: float
     in_flight: int
-    """Samples at the engine, on average."""
+    """Average number of samples at the engine."""
 
 
 async def measure(
     url: str, in_flight: int, latency: float, spread: float, seconds: float, sink: EventSink | None = None
 ) -> Load:
-    """`in_flight` samples at the engine throughout, after a warm-up of one second and two latencies."""
+    """Measure for `seconds` with `in_flight` samples at the engine, after a warm-up of one second and two latencies.
+
+    `latency` is the mean response time in seconds. Response times vary by up to `spread` times `latency`.
+    """
     rollout = Rollout(
         rollout_function_path=FULLY_ASYNC_FUNCTION,
         num_rollout=10**6,
@@ -162,12 +171,12 @@ async def measure(
     await client.post(f"{url}/latency", {"seconds": latency, "spread": spread}, within=10)
     await client.close()
     sampling = SamplingParams(max_new_tokens=TOKENS)
-    generator = SGLangGenerator(url, Bytes(), sampling, limit=lambda: in_flight, engine_urls=lambda: [url])
-    instant, finished = Instant(), Finished(sink)
+    generator = SGLangGenerator(url, FixedTokenizer(), sampling, limit=lambda: in_flight, engine_urls=lambda: [url])
+    instant, finished = Instant(), GroupTimes(sink)
     ports = Ports(
         clock=SystemClock(),
         events=finished,
-        data=Prompts(),
+        data=EndlessPrompts(),
         generator=generator,
         evaluator=generator,
         rewarder=Rewarder(exact, None, name="exact", timeout_seconds=60),
@@ -186,8 +195,8 @@ async def measure(
     run = asyncio.create_task(service.run(rollout_function))
     await asyncio.sleep(1 + 2 * latency)
     lags: list[float] = []
-    present: list[int] = []
-    watching = asyncio.create_task(watch(lags, present, generator))
+    in_flight_counts: list[int] = []
+    watching = asyncio.create_task(watch(lags, in_flight_counts, generator))
     began, cpu, groups = time.perf_counter(), cpu_seconds(), len(finished.times)
     await asyncio.sleep(seconds)
     wall, cpu, groups = time.perf_counter() - began, cpu_seconds() - cpu, len(finished.times) - groups
@@ -196,15 +205,18 @@ async def measure(
     await asyncio.gather(run, watching, return_exceptions=True)
     await generator.close()
     lags.sort()
-    return Load(groups / wall, 1e3 * cpu / (groups * GROUP), 1e3 * lags[int(0.99 * len(lags))], round(mean(present)))
+    return Load(
+        groups / wall, 1e3 * cpu / (groups * GROUP), 1e3 * lags[int(0.99 * len(lags))], round(mean(in_flight_counts))
+    )
 
 
-async def watch(lags: list[float], present: list[int], generator: SGLangGenerator) -> None:
+async def watch(lags: list[float], in_flight_counts: list[int], generator: SGLangGenerator) -> None:
+    """Record event-loop lag and samples in flight until cancelled."""
     while True:
-        asked = time.perf_counter()
+        before = time.perf_counter()
         await asyncio.sleep(LAG_TICK_SECONDS)
-        lags.append(time.perf_counter() - asked - LAG_TICK_SECONDS)
-        present.append(generator.in_flight)
+        lags.append(time.perf_counter() - before - LAG_TICK_SECONDS)
+        in_flight_counts.append(generator.in_flight)
 
 
 def cpu_seconds() -> float:
@@ -212,7 +224,7 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-async def until_healthy(url: str) -> None:
+async def wait_until_healthy(url: str) -> None:
     client = JsonClient()
     for _ in range(200):
         try:
@@ -224,7 +236,7 @@ async def until_healthy(url: str) -> None:
 
 
 async def play(url: str, seconds: float) -> dict[str, Load]:
-    await until_healthy(url)
+    await wait_until_healthy(url)
     spare_the_loop()
     capacity = await measure(url, 512, 0.05, 0.0, seconds)
     at_70 = capacity.groups_per_second * LOAD
@@ -234,7 +246,7 @@ async def play(url: str, seconds: float) -> dict[str, Load]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each stretch")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement (default: 10)")
     arguments = parser.parse_args()
     port = free_port()
     engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])

@@ -109,7 +109,7 @@ def test_it_works_in_a_narrow_window_and_without_a_mouse(subscribers: EventSubsc
     visit = Visit.to(browser, subscribers.page_url, width=320)
     assert not visit.scrolls_sideways
     reached = visit.tab_through()
-    assert reached.index("hold") > reached.index("plot-reward") > reached.index("plot-queue") >= 2
+    assert reached.index("pause") > reached.index("plot-reward") > reached.index("plot-queue") >= 2
     visit.page.focus("#plot-queue")
     visit.page.keyboard.press("ArrowLeft")
     expect(visit.page.locator("#spoken")).to_contain_text("Queue queued")

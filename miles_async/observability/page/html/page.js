@@ -1,7 +1,7 @@
-/* The live page: requests the state once a second and draws it, or reports that the run does not answer. */
+/* The live page: requests the state once a second and draws it, or reports that the run does not response. */
 
 const PERIOD = 1000;
-let span = "recent", held = false, shown = null, next = null;
+let span = "recent", paused = false, shown = null, next = null;
 
 const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
 
@@ -17,7 +17,7 @@ function draw(state) {
   multiples.show([{ figures: state.figures, shift: 0 }], { staleness_limit: now.staleness_limit },
     { relative: !whole, from: now.training_began });
   const newest = now.samples[0]?.sequence;
-  if (!held && newest !== shown && !$("samples").contains(document.activeElement)) {
+  if (!paused && newest !== shown && !$("samples").contains(document.activeElement)) {
     drawSamples($("samples"), now.samples);
     shown = newest;
   }
@@ -25,12 +25,12 @@ function draw(state) {
   document.title = `${now.ended ? "ended" : (now.verdict?.verdict ?? "starting")} · ${now.rollouts_done}/${now.run?.rollouts ?? "–"} · ${now.run?.run ?? "miles_async"}`;
 }
 
-async function ask() {
+async function poll() {
   if (!document.hidden) {
     try {
-      const answer = await fetch(`state.json?span=${span}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
-      if (!answer.ok) throw new Error(answer.statusText);
-      draw(await answer.json());
+      const response = await fetch(`state.json?span=${span}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
+      if (!response.ok) throw new Error(response.statusText);
+      draw(await response.json());
       $("lost").hidden = true;
     } catch {
       setText($("lost"), "The run no longer answers: it has ended, or its driver hangs. This page shows its last known state.");
@@ -38,20 +38,20 @@ async function ask() {
     }
   }
   clearTimeout(next);
-  next = setTimeout(ask, PERIOD);
+  next = setTimeout(poll, PERIOD);
 }
 
 for (const button of document.querySelectorAll("[data-span]")) {
   button.addEventListener("click", () => {
     span = button.dataset.span;
     for (const other of document.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", other === button);
-    ask();
+    poll();
   });
 }
-$("hold").addEventListener("click", () => {
-  held = !held;
-  $("hold").setAttribute("aria-pressed", held);
+$("pause").addEventListener("click", () => {
+  paused = !paused;
+  $("pause").setAttribute("aria-pressed", paused);
 });
 
 draw(JSON.parse($("state").textContent));
-next = setTimeout(ask, PERIOD);
+next = setTimeout(poll, PERIOD);
