@@ -1,11 +1,11 @@
-"""How soon generation is back after the only engine was killed in the middle of it.
+"""Measures how soon generation continues after the only engine of a run is killed.
 
     python -m benchmarks.engine_recovery [--seconds 10]
 
-A fully asynchronous run on the CPU job; its engine's whole process group gets a SIGKILL. Times are seconds after the
-kill. `start` is the engine's own start: what the same engine took when the run began (beside the learner's start). The
-rate is response tokens per second over `--seconds` before the kill and after the first group that the new engine made.
-Prints a table and writes benchmarks/results/engine_recovery.json.
+Starts a fully asynchronous run on the CPU and kills the process group of its engine (SIGKILL). Times are in seconds
+after the kill. `engine start` is the time that the engine took to start at the beginning of the run, while the learner
+was starting too. Rates are response tokens per second, over `--seconds` before the kill and after the first group from
+the new engine. Prints a table and writes benchmarks/results/engine_recovery.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMMAND = [
 
 
 def play(folder: Path, seconds: float) -> tuple[float, float, list[Event]]:
-    """When the engine was killed, what its first start took, and all events."""
+    """Run the job, and return when the engine was killed, how many seconds its first start took, and all events."""
     with (folder / "log").open("wb") as log:
         run = subprocess.Popen([*COMMAND, "--run-dir", str(folder / "runs")], stdout=log, stderr=log)
     try:
@@ -57,7 +57,7 @@ def play(folder: Path, seconds: float) -> tuple[float, float, list[Event]]:
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    """The leader of its process group."""
+    """Return whether the process is an engine and the leader of its process group."""
     return "sglang.launch_server" in process.cmdline() and os.getpgid(process.pid) == process.pid
 
 
@@ -78,7 +78,7 @@ def _wait(reached: Callable[[], bool], within: float) -> None:
     deadline = time.monotonic() + within
     while not reached():
         if time.monotonic() > deadline:
-            raise SystemExit(f"nothing after {within:.0f} s")
+            raise SystemExit(f"the run did not reach the expected state within {within:.0f} s")
         time.sleep(0.5)
 
 
@@ -104,14 +104,14 @@ def figures(killed: float, start: float, events: list[Event], seconds: float) ->
         "tokens/s before": rate(killed - seconds),
         "tokens/s after": rate(back),
         "groups in flight at the kill": len(lost),
-        "of these not tried again": len(lost - later),
+        "of these not generated again": len(lost - later),
         "audit violations": len(audit.violations),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=10.0, help="time over which rates are measured (default: 10)")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder:
         found = figures(*play(Path(folder), seconds), seconds)

@@ -1,11 +1,11 @@
-"""How long requests in flight feel a publish: gaps between two tokens of one request, with and without publishes.
+"""Measures how publishes delay requests in flight: the gaps between tokens with and without publishes.
 
     python -m benchmarks.publish_gap [--publishes 20] [--streams 32] [--new-tokens 32] [--mode retract] [--every 0.5]
 
-One real SGLang server behind a real router, a tiny model, streaming requests. Each way weights can travel is measured
-beside a run without publishes, in turn. A publish is the pipeline's own: stage, pause, write, commit, resume. After a
-pause with `retract` the keys and values of all requests are computed anew: the gap grows with the tokens they have.
-Prints a table in milliseconds and writes benchmarks/results/publish-gap.json.
+Streams requests for a tiny model from a real SGLang server behind a real router, once for each weight transport, and
+without publishes before and after. A publish has the steps of the pipeline: stage, pause, send, commit, resume. After a
+pause in the mode `retract`, the engine computes the keys and values of all requests again, so the gap grows with the
+number of their tokens. Prints a table in milliseconds and writes benchmarks/results/publish-gap.json.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Load:
     new_tokens: int
     mode: str
     every: float
-    """Seconds from one publish to the next."""
+    """Seconds between the end of a publish and the start of the next one."""
 
 
 class Bench:
-    """An engine that answers streams while new versions arrive. Create it inside the running loop."""
+    """An engine that serves streaming requests while weights are published. Create it inside a running event loop."""
 
     def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, folder: Path, load: Load) -> None:
         self._engine = engine
@@ -69,7 +69,7 @@ class Bench:
         await self._fleet.close()
 
     async def play(self, transport: str | None, publishes: int) -> dict[str, float]:
-        """Keep the streams going for `publishes` publishes, or as long without any; figures in milliseconds."""
+        """Stream during `publishes` publishes, or for the same time without any, and return gaps in milliseconds."""
         gaps: list[float] = []
         pauses: list[float] = []
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -109,7 +109,7 @@ class Bench:
         return time.perf_counter() - began
 
     async def _stream(self, session: aiohttp.ClientSession, k: int, gaps: list[float], over: asyncio.Event) -> None:
-        """One request after the other, the seconds between any two tokens of one into `gaps`."""
+        """Send one request after the other, and append the seconds between any two tokens to `gaps`."""
         request = {
             "input_ids": [(3 * k + i) % 250 for i in range(12)],
             "sampling_params": {"max_new_tokens": self._load.new_tokens, "ignore_eos": True},
@@ -146,12 +146,14 @@ async def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--publishes", type=int, default=20)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--mode", choices=("retract", "in_place"), default="retract")
-    parser.add_argument("--every", type=float, default=0.5, help="seconds between two publishes")
-    parser.add_argument("--ways", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--publishes", type=int, default=20, help="publishes per transport (default: 20)")
+    parser.add_argument("--streams", type=int, default=32, help="concurrent requests (default: 32)")
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens per response (default: 32)")
+    parser.add_argument("--mode", choices=("retract", "in_place"), default="retract", help="how SGLang pauses requests")
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between two publishes (default: 0.5)")
+    parser.add_argument(
+        "--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="transports to measure (default: all)"
+    )
     arguments = parser.parse_args()
     load = Load(arguments.streams, arguments.new_tokens, arguments.mode, arguments.every)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
-"""Fifty publishes under load to two real engines while writes are delayed, lost, torn, refused, and engines killed.
+"""Publishes weights under load to two real engines while transfers fail and engines are killed.
 
     python -m benchmarks.weight_faults [--publishes 50] [--kills 1] [--seed 0]
 
-Under `retract` every token of every request is then drawn from the weights that its span names: the log-probabilities
-of all of them are computed anew by the Hugging Face model with the weights of that version. Prints what was injected,
-what was done about it and the largest distance; writes benchmarks/results/weight-faults.json.
+Transfers are delayed, lost, torn or refused at random. In the pause mode `retract`, every token must nevertheless be
+sampled from the weight version that its span names. To check this, the Hugging Face model computes the log-probability
+of every token with the weights of that version. Prints the injected faults, the reactions to them and the largest
+difference, and writes benchmarks/results/weight-faults.json. Exits with 1 if a log-probability differs.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from tests.stack.engine_stack import Stack
 from tests.stack.weight_faults import RunData, publish_under_load
 
 
-class Dice:
-    """The faults of a run, and how many of each there were."""
+class RandomFaults:
+    """An endless random sequence of faults, with the number of each."""
 
     def __init__(self, seed: int, kills: int, publishes: int) -> None:
         self._draw = random.Random(seed)
         self._writes = 0
-        # A publish is two writes at least.
+        # A publish consists of at least two transfers, one per engine.
         self._kill_at = {2 * publishes * (number + 1) // (kills + 1) for number in range(kills)}
-        self.thrown: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[str | None]:
         while True:
@@ -47,17 +48,17 @@ class Dice:
             fault = self._draw.choices(["lost", "torn", "refused", "slow", None], [0.08, 0.08, 0.06, 0.15, 0.63])[0]
             if self._writes in self._kill_at:
                 fault = "killed"
-            self.thrown[fault or "none"] += 1
+            self.counts[fault or "none"] += 1
             yield fault
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--publishes", type=int, default=50)
-    parser.add_argument("--kills", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--publishes", type=int, default=50, help="number of publishes (default: 50)")
+    parser.add_argument("--kills", type=int, default=1, help="number of times an engine is killed (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random faults (default: 0)")
     arguments = parser.parse_args()
-    dice = Dice(arguments.seed, arguments.kills, arguments.publishes)
+    faults = RandomFaults(arguments.seed, arguments.kills, arguments.publishes)
     results: list[RunData] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -90,7 +91,7 @@ def main() -> None:
                     generator,
                     folder / "weights",
                     engines=list(infos.values()),
-                    faults=iter(dice),
+                    faults=iter(faults),
                     publishes=arguments.publishes,
                     streams=6,
                     new_tokens=120,
@@ -110,24 +111,24 @@ def main() -> None:
             router.stop()
             for server in servers.values():
                 server.stop()
-    [told] = results
-    errors = told.errors(stack)
+    [run] = results
+    errors = run.errors(stack)
     result = {
         "publishes": arguments.publishes,
-        "writes": dict(dice.thrown),
-        "steps": dict(Counter(step.then for step in told.steps)),
-        "requests lost with an engine": told.lost_requests,
-        "samples": len(told.samples),
-        "tokens": sum(sample.response_length for sample in told.samples),
+        "writes": dict(faults.counts),
+        "steps": dict(Counter(step.then for step in run.steps)),
+        "requests lost with an engine": run.lost_requests,
+        "samples": len(run.samples),
+        "tokens": sum(sample.response_length for sample in run.samples),
         "spans": len(errors),
-        "samples over several versions": sum(len(sample.spans) > 1 for sample in told.samples),
-        "largest distance of a log-probability": max(errors),
+        "samples over several versions": sum(len(sample.spans) > 1 for sample in run.samples),
+        "largest difference of a log-probability": max(errors),
     }
     for key, value in result.items():
         print(f"{key:40} {value}")
     record("weight-faults", result)
     if max(errors) > 1e-4:
-        raise SystemExit("a token was not drawn from the weights that its span names")
+        raise SystemExit("a token was not sampled from the weight version that its span names")
 
 
 if __name__ == "__main__":

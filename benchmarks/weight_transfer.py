@@ -1,13 +1,16 @@
-"""Weights from one process to two real SGLang engines on this machine: which way is how fast, and how long they pause.
+"""Measures the weight transports from one process to two real SGLang engines on this machine.
 
-    python -m benchmarks.weight_transfer --megabytes 100 [--few-tensors] [--rounds 20] [--only bare|ways|pause]
+    python -m benchmarks.weight_transfer --megabytes 100 [--few-tensors] [--rounds 20] [--only bare|transports|pause]
 
-Three questions, for a model of so many bytes in 200 tensors (or nearly all of them in one):
-- what share of the bytes per second of bare `batch_transfer_sync_write` the p2p way keeps, between the same processes;
-- how far what `auto` takes is from the best of all ways, and of p2p and broadcast, with one engine and with two;
-- how long a publish stands in the way of decoding, against 1.2 times the write, one decode step and 20 ms.
+Transfers a model of the given size, with 200 tensors or with nearly all bytes in one tensor, and measures:
 
-All are medians of interleaved rounds. Prints tables and adds to benchmarks/results/weight-transfer.json.
+- bare: the throughput of the p2p transport compared with Mooncake's `batch_transfer_sync_write` between the same
+  processes;
+- transports: the time of each transport, and how close the transport that `auto` selects comes to the fastest one, with
+  one engine and with two;
+- pause: how long a publish pauses decoding, compared with 1.2 times the transfer plus one decode step plus 20 ms.
+
+All results are medians of interleaved rounds. Prints tables and updates benchmarks/results/weight-transfer.json.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ STREAMS = 4
 NEW_TOKENS = 32
 TITLES = {
     "bare": "GB/s to one engine",
-    "ways": "milliseconds for a checked write to all engines at once",
-    "pause": "milliseconds of a publish under load, one engine",
+    "transports": "milliseconds for a verified transfer to all engines at once",
+    "pause": "milliseconds of a publish under load to one engine",
 }
 
 
 def create_model(path: Path, megabytes: int, *, few_tensors: bool) -> None:
-    """18 layers have 200 tensors; one layer below a large vocabulary has nearly all bytes in the embedding."""
+    """Create a model of 18 layers and 200 tensors, or one whose large embedding has nearly all of the bytes."""
     size = megabytes * 1_000_000 // 4
     width = 64 if few_tensors else max(32, round((size / (16 * 18)) ** 0.5 / 16) * 16)
     config = Qwen3Config(
@@ -128,7 +131,7 @@ class Bench:
         return {"tensors": len(pieces), **rates, "p2p / bare": rates["p2p"] / rates["bare"]}
 
     def transports(self, engines: Sequence[EngineInfo]) -> dict[str, Any]:
-        """Milliseconds per way, and what `auto` takes after the two writes that it makes."""
+        """Return milliseconds per transport, and the transport that `auto` selects after its two trial transfers."""
         tried = {}
         for transport in TRANSPORTS:
             self._write(transport, engines)
@@ -165,7 +168,8 @@ class Bench:
             for _ in range(self._rounds):
                 for transport in TRANSPORTS:
                     paused[transport].append(await self._publish(fleet, engine, transport))
-                    # Until what was retracted is computed anew, the engine is in one long step.
+                    # Retracted requests are prefilled again, during which the engine runs one long step. Wait until
+                    # all streams decode normally.
                     while not gaps.empty():
                         gaps.get_nowait()
                     for _ in range(2 * STREAMS):
@@ -178,7 +182,7 @@ class Bench:
             allowed = 1.2 * write + step + 0.020
             rows.append(
                 {
-                    "way": transport,
+                    "transport": transport,
                     "pause": 1e3 * pause,
                     "stop": 1e3 * stop,
                     "write": 1e3 * write,
@@ -191,7 +195,7 @@ class Bench:
         return rows
 
     async def _publish(self, fleet: SGLangFleet, engine: EngineInfo, transport: str) -> tuple[float, ...]:
-        """Seconds from the order to stop to that to go on; of stopping, writing with its check, and committing."""
+        """Publish once, and return the seconds of the whole pause, of stopping, of the transfer and of the commit."""
         await asyncio.to_thread(self._stage)
         began = time.perf_counter()
         await fleet.pause("retract")
@@ -209,7 +213,7 @@ class Bench:
 async def stream(
     session: aiohttp.ClientSession, url: str, k: int, gaps: asyncio.Queue[float], over: asyncio.Event
 ) -> None:
-    """One request after the other; seconds between two tokens into `gaps`."""
+    """Send one streaming request after the other, and put the seconds between any two tokens into `gaps`."""
     request = {
         "input_ids": [(3 * k + i) % 250 for i in range(12)],
         "sampling_params": {"max_new_tokens": NEW_TOKENS, "ignore_eos": True},
@@ -237,10 +241,10 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--few-tensors", action="store_true")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=["bare", "ways", "pause"])
+    parser.add_argument("--megabytes", type=int, default=100, help="size of the model (default: 100)")
+    parser.add_argument("--few-tensors", action="store_true", help="put nearly all bytes into one tensor")
+    parser.add_argument("--rounds", type=int, default=20, help="transfers per measurement (default: 20)")
+    parser.add_argument("--only", choices=["bare", "transports", "pause"], help="run only one of the measurements")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -256,12 +260,12 @@ def main() -> None:
                 starting = pool.submit(router.start)
                 engines = list(pool.map(EngineServer.start, servers))
             bench = Bench(engines, checkpoint, folder / "weights", arguments.rounds)
-            questions: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            measurements: dict[str, Callable[[], list[dict[str, Any]]]] = {
                 "bare": lambda: [bench.against_bare()],
-                "ways": lambda: [bench.transports(engines[:1]), bench.transports(engines)],
+                "transports": lambda: [bench.transports(engines[:1]), bench.transports(engines)],
                 "pause": lambda: asyncio.run(bench.pauses(starting.result())),
             }
-            result = {name: ask() for name, ask in questions.items() if arguments.only in (None, name)}
+            result = {name: run() for name, run in measurements.items() if arguments.only in (None, name)}
         finally:
             router.stop()
             for server in servers:
