@@ -64,21 +64,21 @@ async def nowhere() -> AsyncIterator[EventSink]:
 @asynccontextmanager
 async def to_the_driver() -> AsyncIterator[EventSink]:
     outbox = Outbox()
-    ours, theirs = multiprocessing.Pipe()
-    driver = multiprocessing.get_context("spawn").Process(target=run_driver, args=(theirs,))
+    pipe, driver_pipe = multiprocessing.Pipe()
+    driver = multiprocessing.get_context("spawn").Process(target=run_driver, args=(driver_pipe,))
     driver.start()
-    await asyncio.to_thread(ours.recv)  # until the driver is ready
+    await asyncio.to_thread(pipe.recv)  # until the driver is ready
 
     async def send() -> None:
         while True:
-            ours.send_bytes(pickle.dumps(await outbox.take(0.5), protocol=5))
+            pipe.send_bytes(pickle.dumps(await outbox.take(0.5), protocol=5))
 
     sending = asyncio.create_task(send())
     try:
         yield outbox
     finally:
         sending.cancel()
-        ours.send_bytes(pickle.dumps(None))
+        pipe.send_bytes(pickle.dumps(None))
         await asyncio.to_thread(driver.join)
 
 

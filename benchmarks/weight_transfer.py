@@ -98,7 +98,7 @@ class Bench:
             self._source.prepare(transport)
 
     def _write(self, transport: str, engines: Sequence[EngineInfo]) -> None:
-        """All engines at once, as the learner does it, checked."""
+        """Transfer to all engines at once and verify the result, like the learner."""
         with ThreadPoolExecutor(len(engines)) as pool:
             outcomes = list(pool.map(lambda engine: self._source.write(self._version, engine.name, transport), engines))
         for outcome in outcomes:
@@ -106,7 +106,7 @@ class Bench:
                 raise SystemExit(outcome.error)
 
     def against_bare(self) -> dict[str, float]:
-        """Gigabytes per second to one engine: Mooncake's own call, the way, and the way with its check."""
+        """Return GB/s to one engine for Mooncake's own call, the p2p transport, and p2p with verification."""
         transport = self._source._transports["p2p"]
         assert isinstance(transport, P2PTransport)
         staging, engine = self._source._staging, self._source._engines[self._engines[0].name]

@@ -314,7 +314,7 @@ WINDOW_AND_ADMISSION = Dashboard(
                     "Response tokens per group",
                     "Mean per group, and the fraction of truncated samples.",
                     "short",
-                    {"mean": mean("group_response_tokens"), "truncated share": rule("truncated_share:rate1m")},
+                    {"mean": mean("group_response_tokens"), "truncated fraction": rule("truncated_share:rate1m")},
                 ),
             ),
         ),

@@ -21,7 +21,7 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
 )
-from miles_async.observability.trace.perfetto import GROUPS, REQUESTS, TRAINER, WEIGHTS, PerfettoTrace
+from miles_async.observability.trace.perfetto import GROUPS, LEARNER, REQUESTS, WEIGHTS, PerfettoTrace
 from miles_async.observability.trace.trace_file import TraceFile
 from tests.unit.example_events import RUN
 
@@ -156,7 +156,7 @@ def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) 
             fenced=[],
         ),
     )
-    trainer, weights = slices(entries, TRAINER), slices(entries, WEIGHTS)
+    trainer, weights = slices(entries, LEARNER), slices(entries, WEIGHTS)
     assert trainer["waiting for a batch"] == (1_000_000, 2_000_000)
     assert trainer["rollout 5"] == (2_100_000, 2_900_000)
     assert weights["publish version 6"] == (3_500_000, 4_000_000)

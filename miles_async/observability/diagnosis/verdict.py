@@ -6,7 +6,7 @@ The verdict follows from how the learner spends its time, because a run is as fa
 - If the learner seldom waits, the run is `trainer-bound` if admission is held back for it, and `balanced` otherwise.
 - In a synchronous run (`train.py`), generation and training alternate, and the longer of the two is the verdict.
 
-A process that does not answer determines the verdict at once, because time shares of the past say nothing about a run
+A process that does not answer determines the verdict at once, because fractions of past time say nothing about a run
 that hangs.
 """
 
@@ -67,13 +67,13 @@ WAITS = {
 }
 """The verdict for each thing the learner may wait for."""
 REASONS = {
-    Bottleneck.ROLLOUT: "the learner waited {share:.0%} of the time for groups that were still being generated",
-    Bottleneck.TRAINER: "the learner trained {share:.0%} of the time, and generation waited for it",
-    Bottleneck.PUBLISH: "the learner waited {share:.0%} of the time for weights to be published",
-    Bottleneck.WINDOW: "the learner waited {share:.0%} of the time for groups that the window held back",
-    Bottleneck.FILTER: "the learner waited {share:.0%} of the time while filters dropped most groups",
-    Bottleneck.REWARD: "the learner waited {share:.0%} of the time for rewards",
-    Bottleneck.BALANCED: "the learner trained {share:.0%} of the time, and generation kept up",
+    Bottleneck.ROLLOUT: "the learner waited {fraction:.0%} of the time for groups that were still being generated",
+    Bottleneck.TRAINER: "the learner trained {fraction:.0%} of the time, and generation waited for it",
+    Bottleneck.PUBLISH: "the learner waited {fraction:.0%} of the time for weights to be published",
+    Bottleneck.WINDOW: "the learner waited {fraction:.0%} of the time for groups that the window held back",
+    Bottleneck.FILTER: "the learner waited {fraction:.0%} of the time while filters dropped most groups",
+    Bottleneck.REWARD: "the learner waited {fraction:.0%} of the time for rewards",
+    Bottleneck.BALANCED: "the learner trained {fraction:.0%} of the time, and generation kept up",
 }
 
 NEGLIGIBLE = 0.15
@@ -204,14 +204,14 @@ class Verdicts:
     @property
     def finding(self) -> Finding:
         """The current verdict."""
-        shares = self._recent.fractions
+        fractions = self._recent.fractions
         if self._silent:
             process, since = min(self._silent.items(), key=lambda item: item[1])
             kind = Bottleneck.TRAINER if process.startswith("learner") else Bottleneck.ROLLOUT
             seconds = self._accounted_until - since
-            return Finding(kind, f"{process} has not answered for {seconds:.0f}s", shares, process)
-        kind, share = self._judge(shares)
-        return Finding(kind, REASONS[kind].format(share=share), shares)
+            return Finding(kind, f"{process} has not answered for {seconds:.0f}s", fractions, process)
+        kind, fraction = self._judge(fractions)
+        return Finding(kind, REASONS[kind].format(fraction=fraction), fractions)
 
     def take_change(self, now: float) -> VerdictChanged | None:
         """Return a new verdict as an event once it has held for SETTLE_SECONDS, and None at any other time."""
@@ -232,10 +232,10 @@ class Verdicts:
         """The verdict that held longest; None before the first batch is requested."""
         return max(self.seconds, key=lambda kind: self.seconds[kind], default=None)
 
-    def _judge(self, shares: dict[str, float]) -> tuple[Bottleneck, float]:
+    def _judge(self, fractions: dict[str, float]) -> tuple[Bottleneck, float]:
         """Return the verdict and the fraction of the learner's time that justifies it."""
-        step = shares.get("step", 0.0)
-        waited = {kind: shares.get(label, 0.0) for label, kind in WAITS.items()}
+        step = fractions.get("step", 0.0)
+        waited = {kind: fractions.get(label, 0.0) for label, kind in WAITS.items()}
         longest = max(waited, key=lambda kind: waited[kind])
         if self._synchronous:
             return (longest, waited[longest]) if waited[longest] > step else (Bottleneck.TRAINER, step)

@@ -62,7 +62,7 @@ class Charts:
         self._batch = 0
         """Number of groups in the training step that runs now."""
         self._phases: dict[str, _Phase] = {}
-        """The current phase of each family: what the trainer does, and the verdict."""
+        """The current phase of each family: what the learner does, and the verdict."""
         self._names: defaultdict[str, set[str]] = defaultdict(set)
         """The series that are kept, by family; see `MAX_NAMES`."""
 

@@ -201,7 +201,7 @@ class RunStatus:
             "publishing": self._publish_started and self._publish_started.version,
             "router": self._router,
             "engines": [self._engines[name] for name in sorted(self._engines)],
-            "silent": {name: now - heard for name, heard in self._silent.items()},
+            "silent": {name: now - answered for name, answered in self._silent.items()},
             "scores": self._scores,
             "slots": self._window(now),
             "samples": list(self._samples)[::-1],

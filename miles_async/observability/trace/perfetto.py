@@ -29,9 +29,9 @@ from miles_async.events import (
 from miles_async.observability.trace.trace_file import TraceFile
 from miles_async.scheduling.ledger import GroupState
 
-TRAINER, WEIGHTS, QUEUE, ADMISSION, EVALUATION, REQUESTS, GROUPS = range(1, 8)
+LEARNER, WEIGHTS, QUEUE, ADMISSION, EVALUATION, REQUESTS, GROUPS = range(1, 8)
 _NAMES = {
-    TRAINER: "trainer",
+    LEARNER: "learner",
     WEIGHTS: "weights and pauses",
     QUEUE: "queue",
     ADMISSION: "admission",
@@ -199,14 +199,14 @@ class PerfettoTrace:
     def _finish_phase(self, now: float) -> None:
         if self._phase is not None:
             name = _WAITING.get(self._phase.to, self._phase.to)
-            self._slice(TRAINER, 0, name, self._phase.time, now)
+            self._slice(LEARNER, 0, name, self._phase.time, now)
             self._phase = None
 
     def _stepped(self, event: StepEnded) -> None:
         facts: dict[str, Any] = {"tokens": event.tokens, "reward": event.reward, "finite": event.finite}
         if self._step is not None:
             facts |= {"version": self._step.version, "staleness": self._step.staleness, "groups": self._step.groups}
-        self._slice(TRAINER, 0, f"rollout {event.rollout}", event.started, event.ended, **facts)
+        self._slice(LEARNER, 0, f"rollout {event.rollout}", event.started, event.ended, **facts)
 
     def _published(self, event: PublishEnded) -> None:
         if self._publish is None:

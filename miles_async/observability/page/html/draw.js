@@ -154,7 +154,7 @@ function drawSamples(root, samples) {
 function drawHeader(now) {
   $("run").textContent = now.run ? now.run.run : "The run has not started yet";
   $("when").textContent = `${now.run ? now.run.entry : ""} · ${duration(now.elapsed)}`;
-  const share = now.run ? now.rollouts_done / now.run.rollouts : 0;
-  $("progress").firstElementChild.style.width = `${100 * share}%`;
-  $("progress").setAttribute("aria-valuenow", Math.round(100 * share));
+  const done = now.run ? now.rollouts_done / now.run.rollouts : 0;
+  $("progress").firstElementChild.style.width = `${100 * done}%`;
+  $("progress").setAttribute("aria-valuenow", Math.round(100 * done));
 }

@@ -171,7 +171,7 @@ class Plot {
     const values = [...curves.flatMap((c) => c.points.flatMap((p) => [p[2], p[3]])), ...dots.map((d) => d[1])];
     const highest = Math.max(0, ...values, limit !== null && Math.max(...values) >= limit / 2 ? limit : 0);
     const lowest = Math.min(0, ...values);
-    this.high = this.spec.share ? Math.max(niceTop(highest), highest > 0.25 ? 1 : 0) : niceTop(highest);
+    this.high = this.spec.fraction ? Math.max(niceTop(highest), highest > 0.25 ? 1 : 0) : niceTop(highest);
     this.low = lowest < 0 ? -niceTop(-lowest) : 0;
     if (lowest < 0 && highest <= 0) this.high = 0;
     this.gridlines();
@@ -217,16 +217,18 @@ class Plot {
     this.low = 0; this.high = 1;
     this.drawn = [];
     const { figures, shift } = this.spec.source ?? this.all.sources[0];
+    // Bars narrower than two seconds, or more than 90 of them, would flicker instead of showing a trend, so buckets are
+    // combined into bins.
     const parts = Object.keys(this.spec.colours).map((key) => [key, figures.series[this.spec.stack + key]?.mean]).filter((p) => p[1]);
     const count = length(figures), bin = Math.max(1, Math.ceil(Math.max(count / 90, 2 / figures.width)));
     const base = new Array(Math.ceil(count / bin)).fill(0);
     this.gridlines();
-    for (const [key, mean] of parts) {
+    for (const [key, values] of parts) {
       const points = base.map((low, b) => {
-        const part = mean.slice(b * bin, (b + 1) * bin);
-        const share = part.reduce((sum, v) => sum + (v ?? 0), 0) / Math.max(1, part.length);
-        base[b] = Math.min(1, low + share);
-        return [figures.start - shift + b * bin * figures.width, low, base[b], share];
+        const part = values.slice(b * bin, (b + 1) * bin);
+        const mean = part.reduce((sum, v) => sum + (v ?? 0), 0) / Math.max(1, part.length);
+        base[b] = Math.min(1, low + mean);
+        return [figures.start - shift + b * bin * figures.width, low, base[b], mean];
       }).filter((p) => p[0] >= this.all.from);
       if (!points.length) continue;
       const end = (i) => Math.min(this.all.to, points[i][0] + bin * figures.width);
@@ -252,7 +254,7 @@ class Plot {
   }
 
   gridlines() {
-    const show = this.spec.share || this.spec.stack ? percent : number;
+    const show = this.spec.fraction || this.spec.stack ? percent : number;
     for (const value of this.low < 0 && this.high > 0 ? [this.low, 0, this.high] : [this.low, (this.low + this.high) / 2, this.high]) {
       const y = this.y(value);
       this.svg.append(shape("line", { class: value === 0 ? "zero" : "grid", x1: this.left, x2: this.right, y1: y, y2: y }));
@@ -273,14 +275,14 @@ class Plot {
   }
 
   valueText() {
-    const show = this.spec.share || this.spec.stack ? percent : number;
+    const show = this.spec.fraction || this.spec.stack ? percent : number;
     return this.drawn.map((c) => [c, this.at(c)]).filter(([, p]) => p)
       .map(([c, p]) => (this.spec.stack || this.drawn.length > 1 ? `${c.other ? "other run " : ""}${c.label || c.name} ` : "") + show(p[1])).join(", ");
   }
 
   updateCursor() {
     const { at } = this.all;
-    const show = this.spec.share || this.spec.stack ? percent : number;
+    const show = this.spec.fraction || this.spec.stack ? percent : number;
     const shown = (curves) => curves.map((c) => `${this.spec.stack ? `${c.label} ` : ""}${show(this.at(c)?.[1] ?? null)}`).join(" · ");
     const chief = this.spec.stack ? this.drawn.slice(0, 1) : this.drawn.filter((c) => !c.other);
     const others = this.drawn.filter((c) => c.other);
@@ -290,7 +292,7 @@ class Plot {
   }
 
   summary() {
-    const show = this.spec.share || this.spec.stack ? percent : number;
+    const show = this.spec.fraction || this.spec.stack ? percent : number;
     const parts = this.drawn.filter((c) => c.points.length).map((c) => {
       const values = c.points.map((p) => p[1]);
       const name = `${c.other ? "other run, " : ""}${c.label || ""}`.trim();
