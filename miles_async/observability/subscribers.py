@@ -171,7 +171,7 @@ class EventSubscribers:
             log.warning("further skipped data is only in the event log", file=str(self._folder.events))
 
     def update_scrape_targets(self, addresses: Mapping[str, str]) -> None:
-        """Update the targets file with the addresses at which engines and router serve metrics (`host:port` by name)."""
+        """Update the targets file with the addresses (`host:port` by name) at which engines and router serve metrics."""
         self._scrape_targets.write(addresses)
 
     def stalled_for(self, now: float) -> float:
