@@ -97,6 +97,7 @@ class EventSubscribers:
         return self._server.page_url
 
     def emit(self, *events: Event) -> None:
+        """Pass events to all subscribers, in order. Raises FatalError if the event log cannot be written."""
         for event in events:
             self._dispatch(event)
 
@@ -171,7 +172,7 @@ class EventSubscribers:
             log.warning("further skipped data is only in the event log", file=str(self._folder.events))
 
     def update_scrape_targets(self, addresses: Mapping[str, str]) -> None:
-        """Update the targets file with the addresses (`host:port` by name) at which engines and router serve metrics."""
+        """Update the targets file with the addresses (`host:port` by name) of engines and router."""
         self._scrape_targets.write(addresses)
 
     def stalled_for(self, now: float) -> float:

@@ -156,17 +156,17 @@ class Kept:
 POINT = Point("train/step", 1, {"train/loss": 1.0})
 
 
-def test_a_sink_gets_every_point_before_it_is_closed() -> None:
+def test_a_tracker_gets_every_point_before_it_is_closed() -> None:
     kept = Kept()
-    aside = BackgroundTracker("kept", lambda: kept)
+    background = BackgroundTracker("kept", lambda: kept)
     for _ in range(100):
-        aside.write(POINT)
-    aside.close()
+        background.write(POINT)
+    background.close()
     assert (len(kept.points), kept.closed) == (100, True)
 
 
 @pytest.mark.parametrize("breaks", ["open", "write", "close"])
-def test_a_sink_that_fails_is_one_warning_and_never_an_exception(breaks: str, logged: Any) -> None:
+def test_a_tracker_that_fails_is_one_warning_and_never_an_exception(breaks: str, logged: Any) -> None:
     class Broken(Kept):
         def __init__(self) -> None:
             super().__init__()
@@ -182,15 +182,17 @@ def test_a_sink_that_fails_is_one_warning_and_never_an_exception(breaks: str, lo
             if breaks == where:
                 raise OSError("no space left")
 
-    aside = BackgroundTracker("broken", Broken)
+    background = BackgroundTracker("broken", Broken)
     for _ in range(3):
-        aside.write(POINT)
-    aside.close()
+        background.write(POINT)
+    background.close()
     (line,) = logged()
     assert (line["tracker"], line["error"]) == ("broken", "OSError: no space left")
 
 
-def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
+def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_its_end(
+    monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
     monkeypatch.setattr(trackers, "MAX_QUEUED_POINTS", 4)
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     for_ever = threading.Event()
@@ -199,11 +201,11 @@ def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch: pyt
         def write(self, point: Point) -> None:
             for_ever.wait()
 
-    aside = BackgroundTracker("hangs", Hangs)
+    background = BackgroundTracker("hangs", Hangs)
     began = time.monotonic()
     for _ in range(100):
-        aside.write(POINT)
-    aside.close()
+        background.write(POINT)
+    background.close()
     assert time.monotonic() - began < 5
     for_ever.set()
     assert "hangs and is abandoned" in logged()[0]["event"]

@@ -33,6 +33,8 @@ from miles_async.events import (
 
 
 class Bottleneck(StrEnum):
+    """The part of the pipeline that limits the speed of a run."""
+
     ROLLOUT = "rollout-bound"
     TRAINER = "trainer-bound"
     PUBLISH = "publish-bound"
@@ -91,8 +93,11 @@ MOSTLY_FILTERED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """A verdict with its reason."""
+
     verdict: Bottleneck
     why: str
+    """One sentence."""
     shares: dict[str, float]
     """Fractions of the learner's time within the horizon, by `step`, `save`, `evaluate` and the keys of WAITS."""
     silent: str | None = None
@@ -100,6 +105,7 @@ class Finding:
 
     @property
     def knob(self) -> str:
+        """Which setting to change."""
         return KNOBS[self.verdict]
 
 
@@ -162,7 +168,7 @@ class Verdicts:
         self._changed_at: float | None = None
         """Since when the verdict has differed from the announced one."""
         self.seconds: dict[Bottleneck, float] = {}
-        """How long each verdict has held since the first batch was requested."""
+        """Seconds for which each verdict has held since the first batch was requested."""
         self.trainer_seconds: dict[str, float] = {}
         """The learner's time since the first batch was requested, by the labels of `Finding.shares`."""
 

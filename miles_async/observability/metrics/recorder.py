@@ -77,7 +77,7 @@ class _EngineIdle:
 
 
 class MetricsRecorder:
-    """Pass every event to `observe`, and the time to `tick` about once a second."""
+    """Keeps the metrics of a run up to date. Pass every event to `observe`, and the time to `tick` once a second."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._metrics = Instruments(registry)
@@ -86,8 +86,9 @@ class MetricsRecorder:
         self._learner_idle = _LearnerIdle()
         self._engine_idle: _EngineIdle | None = None
         self._counted: dict[Counter, float] = {}
+        """The value of each counter that `_increase_to` sets."""
         self._blocked_seconds: dict[str, float] = {}
-        """Seconds of finished blocks of admission, by cause."""
+        """Seconds in which admission was blocked, by cause, without the time for which it is blocked now."""
         self._last_progress: float | None = None
         self._routed: set[str] = set()
         self._lost: set[str] = set()
@@ -107,7 +108,7 @@ class MetricsRecorder:
                 self._metrics.loop_lag_seconds.observe(event.seconds)
             case AdmissionBlocked():
                 self._blocked_seconds[event.cause] = self._blocked_seconds.get(event.cause, 0.0) + event.seconds
-                self._raise_blocked(event.cause, 0.0)
+                self._count_blocked(event.cause, 0.0)
             case EngineBusy():
                 self._engine_busy(event)
             case BatchDrained():
@@ -181,18 +182,18 @@ class MetricsRecorder:
         """Update the metrics that grow with time alone to `now` (wall-clock seconds)."""
         if self._last_progress is not None:
             self._metrics.since_progress_seconds.set(max(0.0, now - self._last_progress))
-        self._raise_to(self._metrics.learner_idle_seconds, self._learner_idle.total(now))
+        self._increase_to(self._metrics.learner_idle_seconds, self._learner_idle.total(now))
         if self._engine_idle is not None:
-            self._raise_to(self._metrics.engine_idle_seconds, self._engine_idle.total(now))
+            self._increase_to(self._metrics.engine_idle_seconds, self._engine_idle.total(now))
 
     def set_verdict(self, verdict: Bottleneck, trainer_seconds: Mapping[str, float]) -> None:
         """Set the current verdict and the learner's time so far, in seconds by activity."""
         for kind in Bottleneck:
             self._metrics.verdict.labels(kind).set(kind is verdict)
         for doing, seconds in trainer_seconds.items():
-            self._raise_to(self._metrics.trainer_seconds.labels(doing), seconds)
+            self._increase_to(self._metrics.trainer_seconds.labels(doing), seconds)
 
-    def _raise_to(self, counter: Counter, total: float) -> None:
+    def _increase_to(self, counter: Counter, total: float) -> None:
         # Events arrive slightly late, so a tick may count idle seconds that a later event shows to have been busy. A
         # counter must never decrease, so it keeps its value until the true total has caught up.
         counted = self._counted.get(counter, 0.0)
@@ -200,9 +201,9 @@ class MetricsRecorder:
             counter.inc(total - counted)
             self._counted[counter] = total
 
-    def _raise_blocked(self, cause: str, still_waiting: float) -> None:
+    def _count_blocked(self, cause: str, still_waiting: float) -> None:
         total = self._blocked_seconds.get(cause, 0.0) + still_waiting
-        self._raise_to(self._metrics.admission_blocked_seconds.labels(cause), total)
+        self._increase_to(self._metrics.admission_blocked_seconds.labels(cause), total)
 
     def _record_progress(self, what: str, now: float) -> None:
         self._last_progress = now
@@ -256,7 +257,7 @@ class MetricsRecorder:
         self._metrics.live_version.set(event.live_version)
         self._record_version(event.trainer_version, event.time)
         if event.waits_for is not None:
-            self._raise_blocked(event.waits_for, event.waits_seconds)
+            self._count_blocked(event.waits_for, event.waits_seconds)
 
     def _engine_busy(self, event: EngineBusy) -> None:
         self._metrics.in_flight_requests.set(event.in_flight)
