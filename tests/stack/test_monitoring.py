@@ -76,7 +76,7 @@ def test_configuration_and_rules_are_valid() -> None:
 def test_every_alert_fires_when_it_should_and_only_then() -> None:
     assert promtool("test", "rules", "alerts_test.yml") == ""
     tested = [case["name"] for case in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]]
-    assert sorted(tested) == sorted(f"{rule['alert']} {does}" for rule in ALERTS for does in ("fires", "stays calm"))
+    assert sorted(tested) == sorted(f"{rule['alert']} {does}" for rule in ALERTS for does in ("fires", "does not fire"))
 
 
 def test_every_alert_says_what_to_do() -> None:
@@ -100,7 +100,7 @@ def test_a_folder_that_holds_no_run_is_one_sentence(tmp_path: Path) -> None:
 class Monitored:
     played: Played
     folder: RunFolder
-    """Of those who look on."""
+    """The run folder of the subscribers."""
     prometheus: Prometheus
     subscribers: EventSubscribers
 
