@@ -20,12 +20,25 @@ GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 
 
 def schedule_of(config: RunConfig, entry: str) -> Schedule:
-    """`entry` is `train_async.py` or `train.py`. A user's own function returns a batch per call."""
+    """The schedule of a run: `rollout.schedule`, else what entry script and rollout function imply.
+
+    `entry` is `train_async.py` or `train.py`. A run that trains saved batches is always synchronous.
+    """
+    if trains_only(config):
+        return Schedule.SYNCHRONOUS
+    if config.rollout.schedule is not None:
+        return Schedule(config.rollout.schedule)
     if entry == "train.py":
         return Schedule.SYNCHRONOUS
     if config.rollout.rollout_function_path == FULLY_ASYNC_FUNCTION:
         return Schedule.FULLY_ASYNC
     return Schedule.ONE_STEP_OFF
+
+
+def takes_from_queue(config: RunConfig, entry: str) -> bool:
+    """Whether batches come directly from the queue: fully asynchronous runs with a rollout function of this project."""
+    collecting = (FULLY_ASYNC_FUNCTION, WINDOWED_FUNCTION, GREEDY_FUNCTION)
+    return schedule_of(config, entry) is Schedule.FULLY_ASYNC and config.rollout.rollout_function_path in collecting
 
 
 def trains_only(config: RunConfig) -> bool:
@@ -93,6 +106,12 @@ def checkpoint_due(config: RunConfig, rollout_id: int) -> bool:
     if learner.save is None and learner.save_hf is None:
         return False
     return done == config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
+
+
+def evaluation_due(config: RunConfig, rollout_id: int) -> bool:
+    """Whether an evaluation follows rollout `rollout_id`. The evaluation at the end of the run is not counted."""
+    interval, done = config.rollout.eval_interval, rollout_id + 1
+    return interval is not None and done % interval == 0 and done < config.rollout.num_rollout
 
 
 def hf_export(template: str, rollout_id: int) -> Path:
@@ -194,15 +213,17 @@ def demand_of(config: RunConfig) -> Demand:
 def table(config: RunConfig, entry: str) -> str:
     """The figures of start-up and of `--check-config`, one per line."""
     bounds, rollout, learner = bounds_of(config, entry), config.rollout, config.learner
-    cut = f", cut from {bounds.window_asked}: a publish needs slots" if bounds.window < bounds.window_asked else ""
+    schedule = schedule_of(config, entry)
+    reduced = bounds.window < bounds.requested_window
+    cut = f", cut from {bounds.requested_window}: a publish needs slots" if reduced else ""
     rows: list[tuple[str, object, str]] = [
-        ("schedule", bounds.schedule.replace("_", " "), entry),
+        ("schedule", schedule.replace("_", " "), entry),
         ("N", bounds.generation_batch, "groups in flight at most"),
         ("W", bounds.window, f"window in groups{cut}"),
         ("P", bounds.publish_groups, "groups trained per publish"),
         ("staleness", _or_none(bounds.staleness), "versions at most for a freshly sampled group"),
     ]
-    if bounds.schedule is Schedule.FULLY_ASYNC:
+    if schedule is Schedule.FULLY_ASYNC:
         rows += [
             ("B", _or_none(bounds.slots), "slots between admission and live weights"),
             ("queue", bounds.room, f"groups at most, with those in flight; queue_capacity {rollout.queue_capacity}"),

@@ -120,6 +120,10 @@ class EvalDataset(Section):
 class Rollout(Section):
     rollout_function_path: str = "miles_async.rollout.sglang_rollout.generate_rollout"
     """The function that yields a batch of groups, as module.function."""
+    schedule: Literal["fully_async", "one_step_off", "synchronous"] | None = None
+    """How generation and training overlap: a persistent producer fills a queue (fully_async), the next batch is
+    generated while the current one trains (one_step_off), or they alternate (synchronous). Unset: train.py is
+    synchronous, and train_async.py is fully_async with fully_async_rollout and one_step_off with other functions."""
     num_rollout: int = Field(100, ge=1)
     """Batches to train; then the run ends."""
     rollout_batch_size: int = Field(32, ge=1)

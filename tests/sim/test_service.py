@@ -19,7 +19,7 @@ from miles_async.events import (
     StepEnded,
     StepStarted,
 )
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.rollout import external_rollout
 from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.ledger import GroupState
@@ -283,6 +283,9 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
 
 class Discarding(World):
     """A user's function that collects more than it returns."""
+
+    def _rollout_function(self) -> RolloutFunction:
+        return self._rollout
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         size = self.config.rollout.rollout_batch_size
