@@ -26,7 +26,7 @@ class RunStarted(Event, frozen=True):
     run: str
     """Name of the run folder."""
     entry: str
-    """The entry script, `train_async.py` or `train.py`."""
+    """`train.py` if the schedule is synchronous, else `train_async.py`."""
     rollouts: int
     """Number of batches to train."""
     groups_per_rollout: int

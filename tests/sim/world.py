@@ -241,6 +241,7 @@ class World:
                 keep=self.keep,
                 rollout=self._rollout_function(),
                 on_rollout=self._on_rollout,
+                prepare=self._prepare,
                 problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
                 evaluate=self.evaluate,
             ),
@@ -272,6 +273,9 @@ class World:
     def _rollout_function(self) -> RolloutFunction | None:
         """None takes batches directly from the queue."""
         return None if self.schedule is Schedule.FULLY_ASYNC else self._rollout
+
+    async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:
+        """Called with each batch before it is trained."""
 
     def _on_rollout(self, rollout_id: int) -> None:
         """Called when the collection of a batch begins."""

@@ -183,7 +183,7 @@ def test_a_search_answers_from_the_corpus(tmp_path: Path) -> None:
 def test_a_broken_corpus_line_is_named(tmp_path: Path) -> None:
     corpus = tmp_path / "documents.jsonl"
     corpus.write_text('{"text": "a"}\n{"words": "b"}\n')
-    with pytest.raises(UserError, match=r"documents\.jsonl, line 2: no object with a text"):
+    with pytest.raises(UserError, match=r"documents\.jsonl, line 2: expected an object with a text"):
         SearchIndex.from_file(str(corpus))
 
 

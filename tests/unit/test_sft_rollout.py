@@ -67,10 +67,10 @@ def test_a_plain_prompt_teaches_its_label_and_where_to_end() -> None:
 
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:
-    with pytest.raises(UserError, match="changes turn 1 of a lesson when others follow it"):
+    with pytest.raises(UserError, match="changes turn 1 of an example when other turns follow"):
         fill_example(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
 
 
 def test_a_lesson_without_an_answer_is_named() -> None:
-    with pytest.raises(UserError, match="sample 3: its lesson holds nothing to train"):
+    with pytest.raises(UserError, match="sample 3: its example has no text to train on"):
         fill_example(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)

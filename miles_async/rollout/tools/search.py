@@ -41,7 +41,7 @@ class SearchIndex:
                         documents.append(str(msgspec.json.decode(line)["text"]))
                     except (msgspec.DecodeError, KeyError, TypeError) as error:
                         raise UserError(
-                            f"tool_search_corpus {path}, line {number}: expected a JSON object with a text"
+                            f"tool_search_corpus {path}, line {number}: expected an object with a text"
                         ) from error
         except OSError as error:
             raise UserError(f"tool_search_corpus {path} cannot be read: {error.strerror}") from error
