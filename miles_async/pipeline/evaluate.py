@@ -58,14 +58,14 @@ class Evaluator:
     def report(self, rollout_id: int, scores: Scores, seconds: float) -> None:
         """Emit the scores as events. Raises UserError if a user's evaluation function returned invalid scores."""
         self.run_state.mark_progress()
-        for name, of_set in scores.items():
-            rewards = list(of_set.get("rewards", ()))
+        for name, set_scores in scores.items():
+            rewards = list(set_scores.get("rewards", ()))
             if not rewards or not all(isinstance(reward, int | float) and isfinite(reward) for reward in rewards):
                 raise UserError(
                     f"eval_function_path returned no list of finite rewards for {name!r}: "
                     'return {name: {"rewards": [...], "truncated": [...]}}'
                 )
-            truncated = [float(flag) for flag in of_set.get("truncated", ())] or [0.0]
+            truncated = [float(flag) for flag in set_scores.get("truncated", ())] or [0.0]
             self.run_state.events.emit(
                 Evaluated(
                     time=self.run_state.clock.now(),

@@ -62,10 +62,12 @@ class FunctionGenerator:
 
     @property
     def in_flight(self) -> int:
+        """Number of requests at the engines now."""
         return self._engine.in_flight
 
     @property
     def busy_seconds(self) -> float:
+        """Seconds since the start in which the engines had at least one request."""
         return self._engine.busy_seconds
 
     async def generate(self, group: Group) -> None:
@@ -97,6 +99,7 @@ class FunctionGenerator:
             stopped = [running] if (running := self._running.get(id(group))) else []
         tasks = [task for _, tasks in stopped for task in tasks]
         samples = [sample for members, _ in stopped for sample in members]
+        # Requests end first: most functions return as soon as their request does.
         await self._turns.stop(samples, everything=group is None)
         try:
             if tasks:
@@ -106,6 +109,7 @@ class FunctionGenerator:
                 if late:
                     await asyncio.wait(late)
         finally:
+            # The samples may be sampled again once their functions have ended.
             self._turns.release(samples)
 
     async def _generate_sample(self, group: Group, index: int) -> None:
