@@ -1,7 +1,7 @@
 """Decides when the next group may start.
 
 Admission bounds staleness without discarding work: with B slots between admission and live weights, no freshly sampled
-group can exceed the staleness that `scheduling/bounds.py` derives. Admission keeps no counters of its own; it reads the
+group can exceed the staleness that `scheduling/bounds.py` derives. Admission keeps no counters; it reads the
 ledger's.
 """
 
