@@ -111,6 +111,12 @@ def checkpoint_due(config: RunConfig, rollout_id: int) -> bool:
     return done == config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
 
 
+def publish_due(config: RunConfig, rollout_id: int) -> bool:
+    """Whether a new weight version follows rollout `rollout_id`."""
+    done = rollout_id + 1
+    return done % config.weights.update_weights_interval == 0 or done == config.rollout.num_rollout
+
+
 def evaluation_due(config: RunConfig, rollout_id: int) -> bool:
     """Whether an evaluation follows rollout `rollout_id`. The evaluation at the end of the run is not counted."""
     interval, done = config.rollout.eval_interval, rollout_id + 1

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 
-from miles_async.config.derived import checkpoint_due, evaluation_due
+from miles_async.config.derived import checkpoint_due, evaluation_due, publish_due
 from miles_async.config.schema import RunConfig
 from miles_async.events import TrainerPhaseChanged
 from miles_async.observability.page.samples import SampleDisplay
@@ -167,10 +167,9 @@ class Service:
     async def run(self) -> None:
         """Run to the end. Raises UserError, FatalError or an error of a user's function, after ending all tasks."""
         async with self._tasks:
-            self._tasks.forever("watch", self._monitor.run())
+            self._tasks.forever("monitor", self._monitor.run())
             if self._adaptive is not None:
-                load_loop = follow_engine_load(self.run_state, self._ports.fleet, self._adaptive)
-                self._tasks.forever("feedback", load_loop)
+                self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
             await self._devices.release_learner()
             self._tasks.forever("repair", self._repair.run())
@@ -205,7 +204,8 @@ class Service:
             self._enter_phase("step")
             if await self._training.step(rollout_id, groups):
                 self._trained += groups
-            if self._stages_after(rollout_id):
+            # Without a finite step since the last version, the weights are unchanged and no version is due.
+            if publish_due(self._config, rollout_id) and self._trained:
                 await self._stage()
                 if schedule is Schedule.FULLY_ASYNC:
                     self._publisher.start()
@@ -265,12 +265,6 @@ class Service:
         finally:
             stopping.cancel()
         return None if self.stopped else await batch
-
-    def _stages_after(self, rollout_id: int) -> bool:
-        """Whether a new version follows. Without a finite step since the last version, the weights are unchanged."""
-        done = rollout_id + 1
-        due = done % self._config.weights.update_weights_interval == 0 or done == self._config.rollout.num_rollout
-        return due and bool(self._trained)
 
     async def _stage(self) -> None:
         """Stage the learner's weights as the next version."""
