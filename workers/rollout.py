@@ -182,9 +182,9 @@ class RolloutWorker:
         config = self._config
         if trains_only(config):
             return SavedBatches(config)
-        function = rollout_function(config, self._entry)
         if takes_from_queue(config, self._entry):
             return None
+        function = rollout_function(config, self._entry)
         return RolloutFunctionAdapter(function, args, config, score_tokens=generators.frontend.rate, skipping=skipping)
 
     async def _connect(self, surroundings: Surroundings) -> SGLangFleet:
