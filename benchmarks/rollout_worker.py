@@ -39,10 +39,11 @@ from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
 from miles_async.config.schema import Rollout, RunConfig
 from miles_async.errors import EngineLostError
 from miles_async.events import Event, EventSink, GroupGenerated
-from miles_async.pipeline.service import Ports, Service
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.run_ports import Ports
+from miles_async.pipeline.service import Service
 from miles_async.rewards.builtin import exact
 from miles_async.rewards.rewarder import Rewarder
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, EngineLoad, Group, Sample, StepReport, WriteOutcome
 
 GROUP = 8
@@ -187,12 +188,8 @@ async def measure(
         keep=lambda group: True,
         problems=[],
     )
-    service = Service(config, bounds_of(config, "train_async.py"), ports, synchronous=False)
-
-    async def rollout_function(rollout_id: int, source: RolloutSource) -> list[Group]:
-        return await source.drain_stream(rollout_id, BATCH)
-
-    run = asyncio.create_task(service.run(rollout_function))
+    service = Service(config, bounds_of(config, "train_async.py"), ports, schedule=Schedule.FULLY_ASYNC)
+    run = asyncio.create_task(service.run())
     await asyncio.sleep(1 + 2 * latency)
     lags: list[float] = []
     in_flight_counts: list[int] = []

@@ -1,34 +1,35 @@
-"""The taxonomy of failures. What a class is decides what the run does; the message says what a person should do.
+"""The exceptions of this project. The class decides how the run reacts; the message tells the user what to do.
 
 - `UserError`: the configuration, a file or a user function is wrong. One sentence, exit code 2, no traceback.
-- `DataRowError`: one row of the data is broken. It is skipped, named and counted; the run goes on.
-- `TrajectoryError`: one group went wrong. It is data: retried, then dead-lettered and counted; the run goes on.
-- `EngineLostError`: an engine stopped answering. The group is retried elsewhere, the engine is fenced and replaced.
-- `FatalError`: the run cannot go on (the learner, the producer or a disk broke). It stops within seconds, with its
-  cause.
+- `DataRowError`: one row of the data is broken. The row is reported, counted and skipped; the run continues.
+- `TrajectoryError`: one group failed. The group is retried, then dead-lettered and counted; the run continues.
+- `EngineLostError`: an engine stopped answering. Its groups are retried on other engines; the engine is fenced and
+  replaced.
+- `FatalError`: the run cannot continue because the learner, the producer or a disk failed. The run stops within seconds
+  and reports the cause.
 """
 
 from __future__ import annotations
 
 
 class MilesError(Exception):
-    """Base of all errors this project raises on purpose."""
+    """The base class of every error that this project raises deliberately."""
 
 
 class UserError(MilesError):
-    """Something the user gave is wrong; the message names it and says what to set instead."""
+    """A setting, a file or a function of the user is invalid; the message names it and says what to change."""
 
 
 class DataRowError(MilesError):
-    """A row of the data cannot be used; the message names file, line and key."""
+    """A row of the data is unusable; the message names the file, the line and the key."""
 
 
 class TrajectoryError(MilesError):
-    """A group cannot be trained as it is; the run goes on without it."""
+    """A group cannot be trained in its current state; the run continues without it."""
 
 
 class PromptTooLongError(TrajectoryError):
-    """The prompt exceeds `rollout_max_prompt_len`: no other attempt can end otherwise, so there is none."""
+    """The prompt exceeds `rollout_max_prompt_len`. It is not retried, because every attempt would fail the same way."""
 
 
 class EngineLostError(MilesError):
@@ -36,12 +37,12 @@ class EngineLostError(MilesError):
 
 
 class FatalError(MilesError):
-    """The run cannot go on; the message names the broken part and its cause."""
+    """The run cannot continue; the message names the part that failed and the cause."""
 
 
 class WindowError(MilesError, ValueError):
-    """The window was used against its rules (a position out of range, completed twice, or after close)."""
+    """The window was misused: a position was out of range, ended twice, or used after close."""
 
 
 class LedgerError(MilesError):
-    """A group took a step that its state does not allow: a bug in the scheduler, never the user's fault."""
+    """A group made a transition that its state does not allow. This is a bug in the scheduler, not a user error."""

@@ -1,10 +1,9 @@
-"""Everything that happens in a run, as typed events.
+"""The typed events of a run.
 
-The pipeline emits them; the trace file, the metrics, the three log lines, the progress bar and the summary are folds
-over the one stream. Nobody who only looks on is asked anything by the pipeline, so looking on cannot slow it down.
+The pipeline emits events; the trace file, the metrics, the log lines, the progress bar, the status page and the summary
+are computed from this one stream. The pipeline never waits for a subscriber, so observing a run cannot slow it down.
 
-`time` is wall-clock seconds (`time.time`), so that events of several processes compare. On disk an event is one JSON
-object per line with its `type` (`events.jsonl`).
+On disk (`events.jsonl`) an event is one JSON object per line with its class name as `type`. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -15,114 +14,130 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    """The base class of all events."""
+
     time: float
+    """Wall-clock seconds (`time.time`), so that events of several processes can be compared."""
 
 
 class RunStarted(Event, frozen=True):
+    """The run begins; its sizes follow from the configuration (`scheduling/bounds.py`)."""
+
     run: str
+    """Name of the run folder."""
     entry: str
-    """`train_async.py` or `train.py`."""
+    """`train.py` if the schedule is synchronous, else `train_async.py`."""
     rollouts: int
+    """Number of batches to train."""
     groups_per_rollout: int
     samples_per_group: int
     queue_capacity: int
     window: int
+    """W, in groups."""
     slots: int | None
-    """B, or None where no staleness limit is set."""
+    """B, in groups; None without a staleness limit."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
 
 
 class ClusterReady(Event, frozen=True):
-    """Engines, router and learner are up and connected; the first request comes next."""
+    """Engines, router and learner are connected; the first request follows."""
 
     weight_transfer: str
-    """The way weights travel, chosen where the configuration says `auto`."""
+    """The transport of the weights; the chosen one if the configuration sets `auto`."""
     warm_start_seconds: float
     warm_start_cached: bool
+    """Whether the warm-started model came from the cache."""
 
 
 class GroupMoved(Event, frozen=True):
-    """A ledger transition. `counts` are the groups in each state after it, by state name."""
+    """A group changed its state in the ledger (`scheduling/ledger.py`)."""
 
     sequence: int
     feed_index: str
     attempt: int
     before: str | None
+    """None for a group that was just fed."""
     after: str
     reason: str | None
+    """A `DropReason` if the group was dropped."""
     counts: dict[str, int]
-    """Live states only (fed, in_flight, finished, queued, leased, trained)."""
+    """Number of groups in each live state after the transition (fed, in_flight, finished, queued, leased, trained)."""
 
 
 class GroupGenerated(Event, frozen=True):
-    """A group's generation and reward are done."""
+    """Generation and reward of a group are complete."""
 
     sequence: int
     started: float
+    """When generation began."""
     generated: float
-    """When the last sample ended; `time` is when its reward was there too."""
+    """When the last sample ended. The reward was complete at `time`."""
     versions: tuple[int, int]
-    """Oldest and newest weight version of its tokens."""
+    """Oldest and newest weight version of the group's tokens."""
     response_tokens: int
+    """Sum over the samples."""
     reward: float
+    """Mean over the samples."""
     truncated: int
+    """Number of samples that reached the length limit."""
 
 
 class GroupReplayed(Event, frozen=True):
-    """A group was given what an earlier run recorded: its tokens may be older than its admission."""
+    """A group was replayed from a recording of an earlier run, so its tokens may be older than its admission."""
 
     sequence: int
     recorded: str
-    """The feed index that it was recorded under."""
+    """The feed index under which the group was recorded."""
 
 
 class SampleDisplayed(Event, frozen=True):
-    """A sample for people to read, of a group that was just generated; one every few seconds."""
+    """One sample of a group that was just generated, to be displayed; emitted every few seconds."""
 
     sequence: int
     feed_index: str
     prompt: str
-    """Shortened, and without control characters, like `response`."""
+    """Shortened and without control characters; `response` likewise."""
     response: str
     label: str
     reward: float
     rewards: list[float]
-    """Of all samples of its group."""
+    """Rewards of all samples of the group."""
     tokens: int
-    """Of the response."""
+    """Number of response tokens."""
     versions: tuple[int, int]
-    """Oldest and newest weight version of its tokens."""
+    """Oldest and newest weight version of the sample's tokens."""
     truncated: bool
 
 
 class RequestEnded(Event, frozen=True):
-    """Samples came back from the engines. Told with `--trace` only."""
+    """The engines answered a request. Emitted only with `--trace`."""
 
     sequence: int | None
-    """The group's; None in evaluations and single turns."""
+    """Sequence number of the group; None in evaluations and for single chat turns."""
     started: float
     samples: int
     response_tokens: int
 
 
 class GroupFiltered(Event, frozen=True):
-    """A filter decided against a finished group."""
+    """A filter rejected a finished group."""
 
     sequence: int
     reason: str
-    """In the filter's own words, such as `all_0` or `over_sampling`."""
+    """The reason that the filter gave, such as `all_0.0` or `over_sampling`."""
 
 
 class SamplesRemoved(Event, frozen=True):
-    """A sample filter took samples of a batch out of the loss."""
+    """A sample filter excluded samples of a batch from the loss."""
 
     rollout: int
     samples: int
+    """Number of excluded samples."""
 
 
 class DataSkipped(Event, frozen=True):
-    """The data source passed something over: a broken row, or what a buffer filter did that it must not do."""
+    """The data source skipped a broken row, or ignored an invalid result of a buffer filter."""
 
     reason: str
     """`bad_row`, `buffer_filter_raised`, `buffer_filter_unknown` or `buffer_filter_removed`."""
@@ -130,212 +145,251 @@ class DataSkipped(Event, frozen=True):
 
 
 class AdmissionBlocked(Event, frozen=True):
-    """Admission could not go on for `seconds`, because of `cause` (`core.admission.Blocked`)."""
+    """Admission was blocked for `seconds` by `cause` (`scheduling.admission.Blocked`)."""
 
     cause: str
     seconds: float
 
 
 class QueueChanged(Event, frozen=True):
-    """The queue after a put, a get or a sweep."""
+    """The state of queue and window after a group ended or a batch was collected."""
 
     depth: int
+    """Number of queued groups."""
     blocked: int
-    """Finished groups that the window holds back."""
+    """Number of finished groups outside the window."""
 
 
 class BatchDrained(Event, frozen=True):
-    """A batch left the queue for the trainer."""
+    """The trainer took a batch out of the queue."""
 
     rollout: int
     depth: int
-    """Groups still queued."""
+    """Number of groups that remain in the queue."""
     waited: float
-    """Seconds the trainer waited for it."""
+    """Seconds that the trainer waited for the batch."""
     recycled: int
-    """Groups recycled as stale since the drain before."""
+    """Number of groups recycled as stale since the previous batch."""
 
 
 class StepStarted(Event, frozen=True):
+    """The optimizer steps of one batch begin."""
+
     rollout: int
     version: int
-    """Trainer version when the batch entered the step."""
+    """Trainer version of the weights that are trained."""
     staleness: list[int]
-    """One entry per group of the batch, in versions."""
+    """Staleness of each group of the batch, in versions."""
     groups: list[int]
-    """Their sequence numbers."""
+    """Sequence numbers of the groups."""
 
 
 class StepEnded(Event, frozen=True):
+    """The optimizer steps of one batch ended."""
+
     rollout: int
     started: float
+    """When the first optimizer step began, on the learner's clock."""
     ended: float
+    """When the last optimizer step ended, on the learner's clock."""
     tokens: int
+    """Prompt and response tokens that the model processed."""
     finite: bool
-    """False where the step was skipped."""
+    """False if a loss or gradient was not finite and the batch was skipped."""
     reward: float
-    """Mean over the batch's samples, those left out whose reward is not finite."""
+    """Mean over the samples with a finite reward."""
     response_length: float
+    """Mean over the samples, in tokens."""
     metrics: dict[str, float]
-    """The finite ones."""
+    """The learner's metrics that are finite, by name."""
 
 
 class PublishStarted(Event, frozen=True):
+    """The staged weights are about to be written to the engines."""
+
     version: int
     queue: int
-    """Queue depth at that moment."""
+    """Queue depth at this moment."""
 
 
 class PublishEnded(Event, frozen=True):
+    """The staged weights were written, and the engines decode again."""
+
     version: int
     live: bool
-    """False when no engine took it."""
+    """False if no engine received the version."""
     staged_seconds: float
+    """Duration of staging, before the pause."""
     paused_seconds: float
-    """From the first pause request until every engine decodes again; see `pause`."""
+    """From the first pause request until every engine decodes again; `pause` lists its parts."""
     stopping_seconds: float
-    """Until every engine stood still."""
+    """Until every engine had stopped."""
     write_seconds: float
+    """The slowest engine's write."""
     resuming_seconds: float
-    """Until every engine decoded again."""
+    """From the resume request until every engine decoded again."""
     bytes: int
+    """Sum over the engines."""
     queue: int
+    """Queue depth at the end."""
     fenced: list[str]
+    """Engines that did not receive the version and were removed from the router."""
 
     @property
     def pause(self) -> dict[str, float]:
-        """Its parts, in seconds. `commit`: old prefixes are dropped and the version is announced."""
+        """The parts of the pause in seconds. `commit` covers flushing old prefixes and announcing the version."""
         known = {"stopping": self.stopping_seconds, "write": self.write_seconds, "resuming": self.resuming_seconds}
         return {**known, "commit": max(0.0, self.paused_seconds - sum(known.values()))}
 
 
 class WriteFailed(Event, frozen=True):
-    """A weight write did not arrive whole at an engine, or was not taken there."""
+    """A weight write to an engine failed or could not be verified."""
 
     version: int
     engine: str
     error: str
     then: str
-    """What is done about it: `retry`, `fall_back` to another way, or `fence`, after which the engine is replaced."""
+    """The reaction: `retry`, `fall_back` to another transport, or `fence`, after which the engine is replaced."""
     transport: str | None
-    """The way that is fallen back to."""
+    """The transport that is used next after `fall_back`, else None."""
 
 
 class Evaluated(Event, frozen=True):
+    """One data set was evaluated."""
+
     name: str
     rollout: int
-    """-1 before training."""
+    """The last rollout before the evaluation; -1 before training."""
     accuracy: float
-    """Share of samples with the full reward."""
+    """Fraction of samples with the full reward."""
     reward: float
     """Mean over the samples."""
     problems: int
+    """Number of samples."""
     seconds: float
     truncated: float
+    """Fraction of samples that reached the length limit."""
 
 
 class EngineChanged(Event, frozen=True):
+    """An engine was added to the router or removed from it, or was lost."""
+
     engine: str
     state: str
     """`routed`, `fenced` or `lost`."""
     version: int | None
+    """The weight version of the engine, if known."""
     reason: str | None
 
 
 class RouterChanged(Event, frozen=True):
-    """What the router knows has changed, or whether it answers."""
+    """The router started or stopped answering, or its list of engines changed."""
 
     up: bool
     engines: int
-    """That it lists, those of other runs among them where it is shared."""
+    """Engines that the router lists; a shared router also lists those of other runs."""
     healthy: int
-    """Of these, that it finds healthy."""
+    """Listed engines that the router considers healthy."""
 
 
 class EngineBusy(Event, frozen=True):
-    """Seconds in which at least one request was at the engines, since the run began."""
+    """The use of the engines so far."""
 
     busy: float
+    """Seconds since the start in which the engines had at least one request."""
     in_flight: int
     """Requests at the engines now."""
 
 
 class Stalled(Event, frozen=True):
-    """No group was collected for `seconds` while the trainer waited."""
+    """The run made no progress for `seconds`."""
 
     seconds: float
     queue: int
+    """Queue depth."""
     collected: int
+    """Groups of the current batch that the trainer has."""
     wanted: int
+    """Groups that the trainer waits for; 0 while it does not wait."""
 
 
 class LoopLag(Event, frozen=True):
+    """How late the event loop of the rollout worker woke a task."""
+
     seconds: float
 
 
 class TrainerPhaseChanged(Event, frozen=True):
-    """The trainer turns to something else."""
+    """The training loop entered another phase."""
 
     to: str
-    """`batch` (waits for one), `step`, `publish` (waits for or makes one), `save` or `evaluate`."""
+    """`batch` (waits for a batch), `step`, `publish` (waits for or performs a publish), `save` or `evaluate`."""
 
 
 class Pulse(Event, frozen=True):
-    """Where the rollout side stands, twice a second, whether anything happens or not."""
+    """The state of the rollout side, emitted twice a second whether it changed or not."""
 
     generating: int
     """Groups at the engines."""
     rewarding: int
     """Groups that are generated and wait for their reward."""
     oldest: int | None
-    """Sequence number of the group that is at the engines for longest."""
+    """Sequence number of the group that has been at the engines longest."""
     oldest_seconds: float
+    """How long this group has been at the engines."""
     waits_for: str | None
-    """What admission waits for now (`core.admission.Blocked`)."""
+    """The limit that blocks admission now (`scheduling.admission.Blocked`), or None."""
     waits_seconds: float
+    """How long admission has been blocked."""
     head: int
-    """Head of the window: its sequence number."""
+    """Sequence number of the window's head."""
     head_state: str | None
-    """None where it is not admitted yet."""
+    """State of the head; None if it is not admitted yet."""
     head_seconds: float
     """How long it has been the head."""
     queue: int
+    """Queue depth."""
     blocked: int
-    """Finished groups that the window holds back."""
+    """Finished groups outside the window."""
     collected: int
+    """Groups of the current batch that the trainer has."""
     wanted: int
-    """Groups the trainer waits for now; 0 while it does not wait."""
+    """Groups that the trainer waits for; 0 while it does not wait."""
     trainer_version: int
     live_version: int
 
 
 class ProcessSilent(Event, frozen=True):
-    """A process of the run leaves the question whether it is there unanswered; 0 seconds: it answers again."""
+    """A process of the run does not answer heartbeats; `seconds` is 0 when it answers again."""
 
     process: str
-    """Such as `learner-0`, `engine-1`, `router` or `rollout`."""
+    """Name of the process, such as `learner-0`, `engine-1`, `router` or `rollout`."""
     seconds: float
 
 
 class VerdictChanged(Event, frozen=True):
-    """The verdict (`verdict.py`) is another one."""
+    """The verdict on what limits the run's speed changed (`observability/diagnosis/verdict.py`)."""
 
     verdict: str
     why: str
+    """The evidence for the verdict."""
     knob: str
+    """The setting to change."""
     shares: dict[str, float]
-    """Of the trainer's recent time, by what it did or waited for."""
+    """Fractions of the trainer's recent time, by phase."""
 
 
 class WarningRaised(Event, frozen=True):
-    """Something the user should know, after which the run goes on."""
+    """A problem that the user should know about; the run continues."""
 
     text: str
 
 
 class RunEnded(Event, frozen=True):
+    """The run ended."""
+
     reason: str
-    """`done`, `interrupted` or the sentence that says what broke."""
+    """`done`, `interrupted` or a sentence with the cause of the failure."""
 
 
 AnyEvent = (
@@ -373,8 +427,10 @@ AnyEvent = (
 
 
 class EventSink(Protocol):
+    """Receives the events of a run."""
+
     def emit(self, event: Event) -> None:
-        """Take note of an event. Never blocks and never raises."""
+        """Accept an event. Never blocks and never raises."""
         ...
 
 

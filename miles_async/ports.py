@@ -1,7 +1,7 @@
-"""The outside world as the pipeline sees it: one Protocol per neighbour.
+"""The interfaces between the pipeline and the outside world, one Protocol each.
 
-`pipeline/` is written against these and nothing else; `adapters/` implements them for Ray, SGLang, Megatron and
-Mooncake, and `tests/sim/` for a virtual clock.
+`pipeline/` uses these interfaces and nothing else. `adapters/` implements them for Ray, SGLang, Megatron and Mooncake;
+`tests/sim/` implements them under a virtual clock.
 """
 
 from __future__ import annotations
@@ -13,55 +13,63 @@ from miles_async.types import DropReason, EngineLoad, Group, StepReport, WriteOu
 
 
 class Clock(Protocol):
-    """Time. `now` is wall-clock seconds (`time.time`), so that events of several processes compare."""
+    """The time, in seconds."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Wall-clock seconds (`time.time`), so that events of several processes can be compared."""
+        ...
 
-    async def sleep(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
+        ...
 
 
 class DataSource(Protocol):
-    """Prompts, in feed order, recycled ones first (slime's `RolloutDataSourceWithBuffer`)."""
+    """Prompts in feed order, recycled ones first (slime's `RolloutDataSourceWithBuffer`)."""
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next groups of pending samples; at most `num_samples`, fewer only when the data ends for good."""
+        """Take up to `num_samples` groups of pending samples; fewer are returned only if the data is exhausted."""
         ...
 
     def add_samples(self, samples: Sequence[Group]) -> None:
-        """Take groups back, first in line: recycled ones after a reset, partial ones with their tokens."""
+        """Return groups to the front of the feed: recycled ones after a reset, partial ones with their tokens."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, ready for JSON."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned."""
+        ...
 
 
 class Generator(Protocol):
-    """Turns a group of pending samples into one of finished samples, in place."""
+    """Generates the responses of a group, in place."""
 
     async def generate(self, group: Group) -> None:
-        """Fill tokens, log-probabilities, spans and status of every sample.
+        """Set tokens, log-probabilities, spans and status of every sample.
 
-        Raises TrajectoryError when this group cannot be generated (4xx, prompt too long), EngineLostError when the
-        engine went away and another attempt may succeed.
+        Raises TrajectoryError if the group cannot be generated (a 4xx answer, a prompt that is too long), and
+        EngineLostError if its engine was lost and another attempt may succeed.
         """
         ...
 
     async def abort(self, group: Group | None = None) -> None:
-        """Stop one group, or all that is in flight.
+        """Abort the generation of one group, or of every group if `group` is None.
 
-        The pending `generate` calls return with status ABORTED and the tokens so far.
+        The pending `generate` calls return, with status ABORTED and the tokens so far.
         """
         ...
 
     @property
     def in_flight(self) -> int:
-        """Requests at the engines now."""
+        """Number of requests at the engines now."""
         ...
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which at least one request was at the engines, since the start."""
+        """Seconds since the start in which the engines had at least one request."""
         ...
 
 
@@ -69,37 +77,41 @@ class Rewarder(Protocol):
     """Scores a finished group, in place."""
 
     async def score(self, group: Group) -> None:
-        """Set `reward` on every sample. Raises TrajectoryError when a score cannot be had."""
+        """Set `reward` on every sample. Raises TrajectoryError if a reward cannot be computed."""
         ...
 
 
 class DeadLetters(Protocol):
-    """Where prompts go that failed or aged in every attempt: kept with the reason, never lost silently."""
+    """Keeps the prompts that failed in every attempt, so that no prompt is lost silently."""
 
-    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None: ...
+    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
+        """Keep a group with the reason for its last drop and the error message."""
+        ...
 
 
 class Learner(Protocol):
-    """The trainer, all ranks of it."""
+    """The processes that train, all ranks together."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
-        """Take the optimizer steps of one batch. Raises Fatal when a rank is lost."""
+        """Take the optimizer steps of one batch. Raises FatalError if a rank is lost."""
         ...
 
     async def offload(self) -> None:
-        """Leave the devices' memory to engines that share them, until `onload`."""
+        """Free the memory of devices that are shared with engines, until `onload`."""
         ...
 
-    async def onload(self) -> None: ...
+    async def onload(self) -> None:
+        """Move model and optimizer back to the devices."""
+        ...
 
     async def copy_state(self, rollout_id: int) -> None:
-        """Copy aside what a checkpoint needs. Called between two `train`; the next may begin once this returns."""
+        """Copy the state of a checkpoint. Called between two `train` calls; the next may begin when this returns."""
         ...
 
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
-        """Write what was copied as a checkpoint from which `progress` and the learner are resumed; whole or not at all.
+        """Write the copied state and `progress` as a checkpoint, atomically.
 
-        Raises Fatal when it cannot be written: the one before stays good.
+        Raises FatalError if the checkpoint cannot be written; the previous checkpoint is then intact.
         """
         ...
 

@@ -1,6 +1,7 @@
-"""Skipping generation: which steps are eligible, which recording answers one, and what a replay gives back.
+"""Rules for skipping generation: which steps are eligible, which recording is replayed, and what a replay restores.
 
-Seed `skip-manager`. Pure: the store is `adapters/recordings`, the decorator flow `miles_async/skip`.
+The idea is verl's SkipManager. These rules do no I/O: `adapters/storage` stores recordings, and `miles_async/skip`
+decides per call.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ _FEED_INDEX = re.compile(r"sample_\d+_(\d+)")
 
 
 class SkipAction(StrEnum):
+    """Which recording an eligible step replays."""
+
     CACHE = "cache"
-    """Replay the recording of this very step; without one, generate and record."""
+    """The recording of the same step. Without one, the step is generated and recorded."""
     REPEAT = "repeat"
-    """Replay the nearest recording there is; without any, generate and record."""
+    """The nearest recording. Without any, the step is generated and recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The eligible steps, as closed ranges; an end of None is open."""
+    """The eligible steps as closed ranges; a range with the end None is open."""
 
     ranges: tuple[tuple[int, int | None], ...]
 
     @staticmethod
     def parse(entries: Iterable[int | str]) -> Steps:
-        """From `3`, `"1-128"` (both ends included) and `"5-"` (5 and all after it). Raises ValueError for others."""
+        """Parse `3`, `"1-128"` (both ends included) and `"5-"` (5 and later). Raises ValueError for anything else."""
         ranges: list[tuple[int, int | None]] = []
         for entry in entries:
             match = None if isinstance(entry, bool) else _RANGE.fullmatch(str(entry).strip())
@@ -50,9 +53,9 @@ class Steps:
 
 
 def choose_step(action: SkipAction, current: int, available: Collection[int]) -> int | None:
-    """The recorded step that answers `current`; None: generate.
+    """The recorded step to replay as step `current`; None if the step is to be generated.
 
-    `repeat` takes the current step, else the largest below it, else the smallest above it (seed `skip-manager`).
+    `repeat` takes the current step, else the largest step below it, else the smallest above it (verl SkipManager).
     """
     if current in available:
         return current
@@ -63,13 +66,13 @@ def choose_step(action: SkipAction, current: int, available: Collection[int]) ->
 
 
 def feed_step(feed_index: str) -> int | None:
-    """The feed order in `sample_{epoch}_{index}`; None where a group has no place in the feed."""
+    """The index in `sample_{epoch}_{index}`; None for a group that did not come from the feed."""
     match = _FEED_INDEX.fullmatch(feed_index)
     return int(match[1]) if match else None
 
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """What was recorded under other conditions: a phrase for each field that differs."""
+    """The conditions under which a recording differs from the current run: a phrase for each differing field."""
     names = [*recorded, *(name for name in current if name not in recorded)]
     return {
         name: f"{name} was {recorded.get(name)!r} and is {current.get(name)!r}"
@@ -80,20 +83,20 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """One generated group, before its reward."""
+    """One generated group without its rewards."""
 
     feed_index: str
     prompt: str
-    """Hash of the prompt as it came from the data: a generate function may change it."""
+    """Hash of the prompt as it came from the data, because a generate function may change the prompt."""
     version: int
-    """The live weight version when its generation ended; its spans are of this one or older."""
+    """The live weight version when generation ended. Spans are of this version or older."""
     seconds: float
-    """How long its generation took."""
+    """Duration of the generation."""
     samples: Sequence[Sample]
 
     @staticmethod
     def of(group: Group, *, prompt: str, live_version: int, seconds: float) -> GroupRecord:
-        """A copy that later stages do not change."""
+        """Record a copy of `group`, so that later stages do not change the record."""
         newest = max((span.version for sample in group for span in sample.spans), default=live_version)
         samples = [replace(sample, metadata=dict(sample.metadata), reward=None) for sample in group]
         version = max(live_version, newest)
@@ -102,37 +105,39 @@ class GroupRecord:
         )
 
     def replay_into(self, group: Group, live_version: int) -> None:
-        """Make `group` what was recorded, as old relative to `live_version` as it was when it was recorded.
+        """Fill `group` with the recorded responses, in place.
 
-        What generation noted in the metadata comes back; what the data says now, of label or metadata, holds. Where
-        another prompt was recorded (action `repeat`), all of it comes with the tokens; index and place in the feed
-        stay.
+        The spans are shifted so that the group is as old relative to `live_version` as it was when it was recorded.
+        Metadata that generation added is restored, but label and metadata from the current data take precedence. If
+        another prompt was recorded (action `repeat`), its prompt, label and metadata come with its tokens, and only
+        the sample's index and feed index stay.
         """
         for sample, recorded in zip(group, self.samples, strict=True):
-            own = sample.metadata
+            current = sample.metadata
             if group.feed_index != self.feed_index:
-                own = {key: value for key, value in own.items() if key == "feed_index"}
+                # The reward function must see the label of the prompt that the recorded tokens answer.
+                current = {key: value for key, value in current.items() if key == "feed_index"}
                 sample.label = recorded.label
-            sample.prompt, sample.metadata = recorded.prompt, {**recorded.metadata, **own}
+            sample.prompt, sample.metadata = recorded.prompt, {**recorded.metadata, **current}
             sample.tokens, sample.rollout_log_probs = list(recorded.tokens), list(recorded.rollout_log_probs)
             sample.response, sample.response_length = recorded.response, recorded.response_length
             sample.loss_mask = None if recorded.loss_mask is None else list(recorded.loss_mask)
-            sample.spans = shifted(recorded.spans, live_version - self.version)
+            sample.spans = shift_versions(recorded.spans, live_version - self.version)
             sample.status = recorded.status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What one step generated: one group in the stream, all groups of a batch otherwise."""
+    """The groups that one step generated: one group in a stream, all groups of a batch otherwise."""
 
     groups: list[GroupRecord] = field(default_factory=list)
     seconds: float = 0.0
     replayed_from: int | None = None
-    """The step it was loaded from; None when it was generated now."""
+    """The step that the recording was loaded from; None if it was generated now."""
 
 
-def shifted(spans: Iterable[VersionSpan], by: int) -> list[VersionSpan]:
-    """The spans `by` versions later, none before version 0, neighbours of one version joined."""
+def shift_versions(spans: Iterable[VersionSpan], by: int) -> list[VersionSpan]:
+    """The spans with `by` added to their versions, but none below 0; adjacent spans of one version are merged."""
     result: list[VersionSpan] = []
     for span in spans:
         version, start = max(0, span.version + by), span.start
@@ -143,7 +148,7 @@ def shifted(spans: Iterable[VersionSpan], by: int) -> list[VersionSpan]:
 
 
 def is_first_attempt(group: Group) -> bool:
-    """Whether nothing of the group was generated yet: later attempts and continued ones always go live."""
+    """Whether no token of the group exists yet. Later and continued attempts are always generated, never replayed."""
     return group.attempt == 0 and all(
         sample.status is SampleStatus.PENDING and not sample.response_length for sample in group
     )

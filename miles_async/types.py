@@ -1,8 +1,17 @@
-"""What the stages hand each other.
+"""The data types that the stages of a run exchange.
 
-A run moves `Group`s of `Sample`s from the data source to the optimizer step. Everything here is plain data: the
-stages own the behaviour. `Sample` keeps the field names of slime's sample, so that reward functions, filters and
-rollout functions written for slime work unchanged.
+A run moves `Group`s of `Sample`s from the data source to the optimizer step. The types are plain data; the behaviour
+belongs to the stages. `Sample` keeps the field names of slime's `Sample`, so that reward functions, filters and rollout
+functions written for slime work unchanged.
+
+Example::
+
+    sample = Sample(index=0, prompt="1+1=", label="2")
+    sample.tokens, sample.response, sample.response_length = [10, 11, 12, 13, 14], "2", 1
+    sample.rollout_log_probs, sample.spans = [-0.1], [VersionSpan(version=3, start=0, end=1)]
+    sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    group = Group([sample], feed_index="sample_0_0")
+    group.oldest_version  # 3
 """
 
 from __future__ import annotations
@@ -17,21 +26,23 @@ from miles_async.errors import TrajectoryError
 
 
 class SampleStatus(StrEnum):
+    """The progress of one response; the values are slime's."""
+
     PENDING = "pending"
     """Not generated yet, or partly generated and waiting to be continued."""
     COMPLETED = "completed"
-    """The model ended its answer itself."""
+    """The model ended its response."""
     TRUNCATED = "truncated"
-    """Cut at the response limit."""
+    """The response reached the length limit."""
     ABORTED = "aborted"
-    """Stopped by us before it ended; its tokens may be continued."""
+    """The run aborted the request before the response ended; the tokens so far may be continued."""
     FAILED = "failed"
-    """Its generation or reward failed; the text of the failure is in `metadata["error"]`."""
+    """The generation or the reward failed; `metadata["error"]` holds the error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Response tokens `[start, end)` were sampled under weight version `version`."""
+    """Response tokens `[start, end)` were sampled by weight version `version`; positions count from the response."""
 
     version: int
     start: int
@@ -39,79 +50,93 @@ class VersionSpan:
 
 
 class Turn(NamedTuple):
-    """Response tokens `[start, end)` that one side said."""
+    """Response tokens `[start, end)` of one chat turn."""
 
     start: int
     end: int
     sampled: bool
-    """By the model, and so trained on; else a tool or a user said it."""
+    """True if the model sampled the tokens, which are then trained on; False for tokens of a tool or a user."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
     """One response to one prompt.
 
-    `tokens` holds prompt and response ids; the last `response_length` of them are the response. `loss_mask` and
-    `rollout_log_probs` have one entry per response token (a mask of None means all ones). `spans` tells which weight
-    version sampled which response tokens, half-open and in order; tokens no model sampled (tool output) carry none.
+    `tokens` holds P prompt ids followed by R response ids, with R = `response_length`. `loss_mask` and
+    `rollout_log_probs` have R entries.
     """
 
     index: int | None = None
+    """Position of the sample in the data, counted over all groups; None if a rollout function set none."""
     prompt: str | list[dict[str, Any]] = ""
+    """The prompt as text or as chat messages."""
     label: Any = None
+    """The expected answer."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
     tokens: list[int] = field(default_factory=list)
+    """Token ids of prompt and response, P + R entries."""
     response: str = ""
+    """The response as text."""
     response_length: int = 0
+    """R: number of response tokens."""
     loss_mask: list[int] | None = None
+    """1 for each response token that is trained on, else 0; None means all ones."""
     rollout_log_probs: list[float] = field(default_factory=list)
+    """Log-probability of each response token under the weights that sampled it."""
     spans: list[VersionSpan] = field(default_factory=list)
+    """The weight versions that sampled the response, in order. Tokens no model sampled (tool output) have no span."""
     reward: float | dict[str, Any] | None = None
     reward_key: str | None = None
-    """The entry that counts, where the reward is a dictionary."""
+    """The entry of a dictionary reward that is trained on."""
     remove_sample: bool = False
-    """Set by a sample filter: it counts in its group's advantages, but its own tokens are not trained on."""
+    """Set by a sample filter: the sample counts in its group's advantages, but its tokens are not trained on."""
     status: SampleStatus = SampleStatus.PENDING
 
-    # slime code speaks of `Sample.Status.COMPLETED`.
+    # An alias, because code written for slime uses `Sample.Status.COMPLETED`.
     Status = SampleStatus
 
     @property
     def prompt_length(self) -> int:
+        """P: number of prompt tokens."""
         return len(self.tokens) - self.response_length
 
     @property
     def turns(self) -> list[Turn]:
-        """The response, cut wherever the other side begins to speak."""
+        """The response, split into chat turns wherever the loss mask changes."""
         mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
-        starts = [place for place, entry in enumerate(mask) if not place or bool(entry) != bool(mask[place - 1])]
+        starts = [i for i, entry in enumerate(mask) if i == 0 or bool(entry) != bool(mask[i - 1])]
         return [Turn(start, end, bool(mask[start])) for start, end in pairwise([*starts, len(mask)])]
 
     @property
     def oldest_version(self) -> int | None:
+        """The oldest weight version of the response; None without spans."""
         return min((span.version for span in self.spans), default=None)
 
     @property
     def scalar_reward(self) -> float:
-        """The reward as the trainer uses it. Raises TrajectoryError while there is none."""
+        """The reward as a number. Raises TrajectoryError if the sample has no numeric reward."""
         reward = self.reward
         if isinstance(reward, dict):
             if self.reward_key is None:
-                raise TrajectoryError(f"sample {self.index} has a dictionary for a reward: set reward_key to an entry")
+                raise TrajectoryError(
+                    f"sample {self.index} has a dictionary as its reward: set reward_key to one of its entries"
+                )
             reward = reward.get(self.reward_key)
         if not isinstance(reward, (int, float)):
-            raise TrajectoryError(f"sample {self.index} has the reward {reward!r}; the trainer needs a number")
+            raise TrajectoryError(
+                f"sample {self.index} has the reward {reward!r}: return a number from the reward function"
+            )
         return float(reward)
 
     def get_reward_value(self, args: Any) -> float:
-        """slime's name for `scalar_reward`; `args.reward_key` says which entry of a dictionary counts."""
+        """slime's name for `scalar_reward`; `args.reward_key` names the entry of a dictionary reward."""
         if isinstance(self.reward, dict) and self.reward_key is None:
             self.reward_key = args.reward_key
         return self.scalar_reward
 
     def reset(self) -> None:
-        """Forget the attempt, keep the prompt: the sample can be generated afresh."""
+        """Discard the response and its reward; keep the prompt, so that the sample can be generated again."""
         self.tokens = self.tokens[: self.prompt_length]
         self.response, self.response_length = "", 0
         self.loss_mask, self.reward, self.reward_key, self.remove_sample = None, None, None, False
@@ -119,10 +144,12 @@ class Sample:
         self.status = SampleStatus.PENDING
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data, by name."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Sample:
+        """The inverse of `to_dict`. Raises KeyError or TypeError for a missing or an unknown field."""
         fields = dict(values)
         fields["status"] = SampleStatus(fields["status"])
         fields["spans"] = [VersionSpan(**span) for span in fields["spans"]]
@@ -132,7 +159,7 @@ class Sample:
 class Group(list[Sample]):
     """The `n_samples_per_prompt` samples of one prompt: the unit of admission, queueing and training.
 
-    It is a list of samples, so functions written for slime's `list[Sample]` take it as it is.
+    A group is a list of samples, so functions written for slime's `list[Sample]` accept it.
     """
 
     __slots__ = ("attempt", "feed_index", "sequence")
@@ -142,48 +169,69 @@ class Group(list[Sample]):
     ) -> None:
         super().__init__(samples)
         self.feed_index = feed_index
-        """The prompt's place in the data, `sample_{epoch}_{index}`; survives recycling."""
+        """The prompt's position in the data, `sample_{epoch}_{index}`. Recycling keeps it."""
         self.attempt = attempt
-        """0 for the first attempt; one more each time the prompt is recycled as stale or failed."""
+        """0 for the first attempt; incremented each time the prompt is recycled as stale or failed."""
         self.sequence = sequence
-        """The order of admission, given by the scheduler; None before admission. Each attempt gets a new one."""
+        """The order of admission, assigned by the scheduler to each attempt; None before admission."""
 
     @staticmethod
     def of(samples: Iterable[Sample]) -> Group:
-        """A group as it is; a plain list, as slime's functions return it, with the feed index its samples name."""
+        """Return a group unchanged; turn a plain list, as slime's functions return it, into a group.
+
+        The feed index of a plain list comes from its first sample's metadata; without one it is empty.
+        """
         if isinstance(samples, Group):
             return samples
         members = list(samples)
         return Group(members, feed_index=members[0].metadata.get("feed_index", "") if members else "")
 
+    def to_dict(self) -> dict[str, Any]:
+        """The group as plain data: `feed_index`, `attempt` and `samples` (see `Sample.to_dict`).
+
+        `sequence` is left out: a loaded group gets a new one when it is admitted.
+        """
+        return {
+            "feed_index": self.feed_index,
+            "attempt": self.attempt,
+            "samples": [sample.to_dict() for sample in self],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Group:
+        """The inverse of `to_dict`. Raises KeyError for a missing field."""
+        samples = map(Sample.from_dict, values["samples"])
+        return Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
+
     @property
     def oldest_version(self) -> int:
         """The oldest weight version that sampled any token of the group.
 
-        Raises TrajectoryError where a sample names no version: an unknown age must never pass for a fresh one.
+        Raises TrajectoryError if a sample has no span, because a group of unknown age must not pass as a fresh one.
         """
         versions = [sample.oldest_version for sample in self]
         known = [version for version in versions if version is not None]
         if not known or len(known) != len(versions):
             raise TrajectoryError(
-                f"group {self.feed_index}: a sample carries no weight-version span; "
+                f"group {self.feed_index}: a sample has no weight-version span; "
                 "the generator must record the version that sampled each token"
             )
         return min(known)
 
     @property
     def response_tokens(self) -> int:
+        """Response tokens of all samples."""
         return sum(sample.response_length for sample in self)
 
     def reset(self) -> None:
-        """Forget tokens, versions and rewards, keep the prompt: the group can be admitted afresh."""
+        """Discard responses, versions and rewards; keep the prompt, so that the group can be admitted again."""
         for sample in self:
             sample.reset()
         self.sequence = None
 
 
 class Verdict(NamedTuple):
-    """What a dynamic filter may return instead of true or false, so that the metrics can tell why groups go."""
+    """The result of a dynamic filter, with a reason for the metrics. A filter may also return a plain bool."""
 
     keep: bool
     reason: str = "filter"
@@ -193,55 +241,63 @@ class Verdict(NamedTuple):
 
 
 class DropReason(StrEnum):
-    """Why a group left without training. Every drop has exactly one."""
+    """The reason why a group was dropped without training. Every drop has exactly one."""
 
     STALE = "stale"
+    """Its staleness exceeded `--max-weight-staleness`."""
     FILTERED = "filtered"
+    """A filter or a rollout function rejected it."""
     FAILED = "failed"
+    """Its generation, reward or filter raised."""
     PROMPT_TOO_LONG = "prompt_too_long"
+    """Its prompt exceeded `--rollout-max-prompt-len`."""
     ENGINE_LOST = "engine_lost"
+    """The engine that generated it was lost."""
     HEAD_DEADLINE = "head_deadline"
-    """The head of the window took too long and was sent back (`scheduling/head.py`)."""
+    """It was the head of the window for too long (`scheduling/window.py`)."""
     NONFINITE = "nonfinite"
+    """The loss or a gradient of its batch was not finite."""
     ABORTED = "aborted"
+    """Aborted at the end of a batch; its prompt is fed again."""
     PARTIAL = "partial"
-    """Aborted at the end of a batch, and given back with its tokens (`--partial-rollout`)."""
-    SHUTDOWN = "shutdown"
+    """Aborted at the end of a batch and fed again with its tokens (`--partial-rollout`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What the learner says of one drained batch (`num_steps_per_rollout` optimizer steps)."""
+    """The learner's report on one batch, which takes `num_steps_per_rollout` optimizer steps."""
 
     started: float
-    """Wall-clock seconds (`time.time`) at which the first optimizer step began; `ended` likewise."""
+    """Wall-clock seconds (`time.time`) at which the first optimizer step began."""
     ended: float
+    """Wall-clock seconds at which the last optimizer step ended."""
     tokens: int
-    """Prompt and response tokens that went through the model."""
+    """Prompt and response tokens that the model processed."""
     finite: bool
-    """False when a loss or gradient was not finite: the weights were left as they were."""
+    """False if a loss or gradient was not finite; the weights are then unchanged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Loss, gradient norm, clip fraction and the rest, by name."""
+    """Loss, gradient norm, clip fraction and others, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOutcome:
-    """What became of one engine's part of a weight write."""
+    """The result of writing one weight version to one engine."""
 
     engine: str
     seconds: float
+    """Duration of the write."""
     bytes: int
     error: str | None = None
-    """None when every byte landed and was verified; otherwise one sentence."""
+    """None if every byte arrived and was verified; otherwise one sentence."""
     final: bool = False
-    """The engine is not to be written again: it is gone, or a write that did not end in time may still be under way."""
+    """True if the write must not be retried: the engine is gone, or a write that timed out may still be running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How full one engine is."""
+    """The load of one engine."""
 
     kv_usage: float
-    """Share of its KV cache in use, 0 to 1."""
+    """Fraction of the KV cache in use, 0 to 1."""
     queued: int
-    """Requests that wait inside it for room to run."""
+    """Requests that wait inside the engine."""

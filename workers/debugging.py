@@ -1,4 +1,4 @@
-"""Runs of which half is left out, or whose details are kept: what the debug settings make of a run's parts."""
+"""The debug settings: runs without a learner or without engines, and runs that keep details on disk."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from miles_async.adapters.datasets.factory import save_tokenizer
 from miles_async.adapters.null import NullEngines, NullLearner
 from miles_async.config.derived import generates, trains_only
 from miles_async.config.schema import RunConfig
-from miles_async.pipeline.service import Ports
+from miles_async.pipeline.run_ports import Ports
 
 
-def half_of(config: RunConfig, ports: Ports) -> Ports:
-    """The ports without the half that is left out: the learner, or the engines where nothing is generated."""
+def replace_unused_ports(config: RunConfig, ports: Ports) -> Ports:
+    """Replace the learner under `debug_rollout_only`, and the engines if the run generates nothing, by null objects."""
     if config.debug.debug_rollout_only:
         return replace(ports, learner=NullLearner(), channel=NullLearner())
     if not generates(config):
-        absent = NullEngines()
+        engines = NullEngines()
         return replace(
             ports,
             channel=NullLearner(),
-            fleet=absent,
-            generator=absent,
-            evaluator=absent,
-            rewarder=absent,
+            fleet=engines,
+            generator=engines,
+            evaluator=engines,
+            rewarder=engines,
             problems=(),
             eval_sets=(),
             evaluate=None,
@@ -32,14 +32,14 @@ def half_of(config: RunConfig, ports: Ports) -> Ports:
     return ports
 
 
-def without_gate(config: RunConfig) -> RunConfig:
-    """Saved batches are trained whatever their age: there is nobody who could generate them anew."""
+def without_staleness_limit(config: RunConfig) -> RunConfig:
+    """Remove the staleness limit if the run trains saved batches, because stale groups could not be regenerated."""
     if not trains_only(config):
         return config
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_weight_staleness": None})})
 
 
 async def dump_tokenizer(config: RunConfig, checkpoint: str) -> None:
-    """With `dump_details`: the tokenizer beside the batches, so that their tokens can be read anywhere."""
+    """Under `dump_details`, save the tokenizer next to the batches, so that their tokens can be decoded anywhere."""
     if config.debug.dump_details is not None:
         await asyncio.to_thread(save_tokenizer, checkpoint, config.debug.dump_details)

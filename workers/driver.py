@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from miles_async.config.derived import bounds_of, engines, table
+from miles_async.config.derived import bounds_of, engines, schedule_of, table
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
@@ -23,6 +23,7 @@ from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
+from miles_async.scheduling.bounds import Schedule
 from workers.preflight import SftExamples, preflight
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
     return RunStarted(
         time=time.time(),
         run=folder.path.name,
-        entry=entry,
+        entry="train.py" if schedule_of(config, entry) is Schedule.SYNCHRONOUS else "train_async.py",
         rollouts=config.rollout.num_rollout,
         groups_per_rollout=config.rollout.rollout_batch_size,
         samples_per_group=config.rollout.n_samples_per_prompt,

@@ -1,4 +1,4 @@
-"""What generates in a run: the engines, and on top of them agents and a user's own function."""
+"""Builds the generators of a run: the engines, and a user's generate function or agents on top of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from workers.specs import greedy_of, sampling_of
 
 
 class Generators:
-    """One for training and some for evaluations, over the same engines. Agents are served while it is entered."""
+    """Builds the generator for training and those for evaluations, which use the same engines.
+
+    The endpoint for agents is served inside the `async with` block.
+    """
 
     def __init__(
         self,
@@ -41,51 +44,54 @@ class Generators:
         self._live_version = live_version
         trajectories = Trajectories(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
         self._endpoint = AgentEndpoint(trajectories)
-        self.args = args.adding(tokenizer=tokenizer, trajectories=trajectories)
-        """What users' functions are given."""
+        self.args = args.with_values(tokenizer=tokenizer, trajectories=trajectories)
+        """The arguments of user functions."""
         engines = partial(
             SGLangGenerator,
             router_url,
             tokenizer,
-            limit=partial(self._room, config.engine.sglang_server_concurrency),
+            limit=partial(self._max_requests, config.engine.sglang_server_concurrency),
             engine_urls=fleet.urls,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=events.emit if config.observability.trace else None,
         )
         self.frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
-        """The engines themselves, as training samples from them."""
+        """Samples from the engines with the settings of training."""
         self._evaluation = engines(greedy_of(config))
-        if beside := evaluation_places(config):
-            room = partial(self._room, beside)
-            self._evaluation = engines(greedy_of(config), limit=room, priority=EVALUATION_PRIORITY)
+        if extra_requests := evaluation_places(config):
+            # Evaluations then run while training generates, so they get their own requests at a lower priority.
+            limit = partial(self._max_requests, extra_requests)
+            self._evaluation = engines(greedy_of(config), limit=limit, priority=EVALUATION_PRIORITY)
 
     async def __aenter__(self) -> Self:
-        """Raises UserError where `agent_port` is taken."""
+        """Start the endpoint for agents. Raises UserError if `agent_port` is already in use."""
         await self._endpoint.start(self._config.rollout.agent_port)
         if self._config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             sampling = self.frontend.sampling
             turns = MultiTurnSampler(self.frontend, self._tokenizer)
-            self._endpoint.welcome(turns, sampling.body(sampling.max_new_tokens), live=self._serves)
+            self._endpoint.welcome(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._endpoint.close()
 
     def training(self) -> Generator:
-        return self._over(self.frontend, sampling_of(self._config))
+        """The generator of the training data."""
+        return self._with_user_function(self.frontend, sampling_of(self._config))
 
     def evaluation(self, sampling: SamplingParams) -> Generator:
-        return self._over(self._evaluation, sampling)
+        """A generator for evaluations with the given sampling settings."""
+        return self._with_user_function(self._evaluation, sampling)
 
-    def _over(self, engine: SGLangGenerator, sampling: SamplingParams) -> Generator:
-        """Whole groups by the engines themselves, or each sample by the user's own function on top of them."""
+    def _with_user_function(self, engine: SGLangGenerator, sampling: SamplingParams) -> Generator:
+        """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:
             return SampledAs(engine, sampling)
         turns = MultiTurnSampler(engine, self._tokenizer)
         return FunctionGenerator(
             load_generate_function(path),
-            self.args.adding(turns=turns, agents=Agents(self._endpoint, turns)),
+            self.args.with_values(turns=turns, agents=Agents(self._endpoint, turns)),
             sampling,
             engine,
             turns,
@@ -93,9 +99,10 @@ class Generators:
             timeout_seconds=self._config.rollout.generate_timeout_seconds,
         )
 
-    def _room(self, places: int) -> int:
-        """Samples at so many engines as there are now, by the places of each."""
-        return places * len(self._fleet.members())
+    def _max_requests(self, per_engine: int) -> int:
+        """The most concurrent requests for the current number of engines."""
+        return per_engine * len(self._fleet.members())
 
-    def _serves(self) -> bool:
+    def _weights_live(self) -> bool:
+        """Whether the engines hold weights of this run."""
         return self._live_version() >= 0

@@ -142,9 +142,13 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
 
 
 def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
-    """train.py takes turns whatever the function: the persistent producer makes way for the batch function."""
+    """Import the rollout function. Raises UserError if that fails.
+
+    Without the fully asynchronous schedule there is no stream to drain, so the batch function replaces
+    `fully_async_rollout`.
+    """
     path = config.rollout.rollout_function_path
-    if schedule_of(config, entry) is Schedule.SYNCHRONOUS and path == FULLY_ASYNC_FUNCTION:
+    if schedule_of(config, entry) is not Schedule.FULLY_ASYNC and path == FULLY_ASYNC_FUNCTION:
         path = BATCH_FUNCTION
     return load_function(path, setting="rollout_function_path")
 

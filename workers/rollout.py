@@ -1,4 +1,4 @@
-"""The process that generates: a Ray actor whose event loop (uvloop) is `pipeline/service.py`."""
+"""The process that generates: a Ray actor that composes and runs `pipeline/service.py` on its event loop (uvloop)."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import spare_the_loop
 from miles_async.adapters.weights.channel import Channel
-from miles_async.config.derived import bounds_of, trains_only
+from miles_async.config.derived import bounds_of, schedule_of, takes_from_queue, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.events import DataSkipped, Event, WarningRaised
 from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
+from miles_async.pipeline.checkpoint import resume
 from miles_async.pipeline.evaluate import EvalSet, Scores
-from miles_async.pipeline.progress import resume
-from miles_async.pipeline.service import EvaluationFunction, Ports, Service
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
+from miles_async.pipeline.run_ports import EvaluationFunction, Ports, leave_unchanged
+from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.rewards.factory import open_rewarder
-from miles_async.rollout.contract import Arguments, call_rollout_function, flat_args
+from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
-from workers.batches import Batches
-from workers.debugging import dump_tokenizer, half_of, without_gate
+from workers.batches import BatchPreparation, SavedBatches
+from workers.debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from workers.generators import Generators
 from workers.preflight import dynamic_filter, rollout_function
 from workers.specs import eval_sampling_of, greedy_of
@@ -50,27 +51,27 @@ from workers.specs import eval_sampling_of, greedy_of
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The processes that a rollout worker finds running."""
+    """The processes of a run that are up before the rollout worker starts."""
 
     checkpoint: str
-    """The folder that learner and engines were started from."""
+    """The model folder that learner and engines were started from."""
     router_url: str
-    """Empty where nothing is generated."""
+    """Empty if the run generates nothing."""
     engines: Sequence[EngineInfo]
     engine_actors: Mapping[str, Sequence[Any]]
-    """Handles of their actors, by name: one per node that the engine spans."""
+    """Handles of the engines' actors, by engine name: one per node that the engine spans."""
     router_actor: Any
-    """Handle of the router's actor; None where the router is somebody else's."""
+    """Handle of the router's actor; None for an external router."""
     learner_ranks: Sequence[Any]
     """Handles of the learner's actors, by rank."""
     weight_transports: Sequence[str]
-    """The ways that weights can take, best first."""
+    """The usable weight transports, best first."""
     resume_from: Path | None
-    """The checkpoint that the learner was resumed from."""
+    """The checkpoint that the learner was resumed from, if any."""
 
 
 class Outbox:
-    """An event sink that the driver empties; `take` waits for the next events instead of polling."""
+    """An event sink that the driver empties. `take` waits for events, so the driver does not have to poll."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -81,7 +82,7 @@ class Outbox:
         self._filled.set()
 
     async def take(self, patience_seconds: float) -> list[Event]:
-        """Everything since the last call; waits up to `patience_seconds` for something."""
+        """Return the events since the last call; waits up to `patience_seconds` for the first one."""
         try:
             await asyncio.wait_for(self._filled.wait(), patience_seconds)
         except TimeoutError:
@@ -92,12 +93,12 @@ class Outbox:
 
 
 class RolloutWorker:
-    """Hosts the service. `run` ends with the run; `events` and `stop` are served meanwhile."""
+    """Hosts the service. `run` returns at the end of the run; the other methods are served meanwhile."""
 
     def __init__(self, config: RunConfig, entry: str, folder: RunFolder) -> None:
         self._config = config
         self._entry = entry
-        self._bounds = bounds_of(config, entry)
+        self._schedule = schedule_of(config, entry)
         self._folder = folder
         self._outbox = Outbox()
         self._service: Service | None = None
@@ -106,35 +107,35 @@ class RolloutWorker:
         self._fleet: SGLangFleet
 
     async def log_to(self, logs: Path, process: str) -> None:
-        """Write log and output into files there from now on."""
+        """Write log and output of this process to files in `logs` from now on."""
         configure_worker_logging(logs, process, logs.parent.name)
 
-    async def run(self, around: Surroundings) -> None:
-        """The whole run. Raises UserError, Fatal, or what a user's function raised."""
+    async def run(self, surroundings: Surroundings) -> None:
+        """Run to the end. Raises UserError, FatalError or an error of a user's function."""
         config = self._config
-        async with AsyncExitStack() as at_the_end:
-            fleet = await self._connect(around)
-            if around.router_actor is None:
-                at_the_end.push_async_callback(self._leave_router)
-            generators = await at_the_end.enter_async_context(
+        async with AsyncExitStack() as cleanup:
+            fleet = await self._connect(surroundings)
+            if surroundings.router_actor is None:
+                cleanup.push_async_callback(self._leave_router)
+            generators = await cleanup.enter_async_context(
                 Generators(
                     config,
-                    around.router_url,
+                    surroundings.router_url,
                     fleet,
-                    CheckpointTokenizer(around.checkpoint),
-                    self._arguments(around.router_url),
+                    CheckpointTokenizer(surroundings.checkpoint),
+                    self._arguments(surroundings.router_url),
                     events=self._outbox,
                     live_version=self._live_version,
                 )
             )
             args = generators.args
-            data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
-            resumed = around.resume_from
-            first_rollout = 0 if resumed is None else resume(progress_in(resumed), data)
+            data = open_data(config, checkpoint=surroundings.checkpoint, args=args, report=self._reporter())
+            checkpoint = surroundings.resume_from
+            first_rollout = 0 if checkpoint is None else resume(progress_in(checkpoint), data)
             rewarder = open_rewarder(config, args)
-            at_the_end.push_async_callback(rewarder.close)
+            cleanup.push_async_callback(rewarder.close)
             live = generators.training()
-            skipping = await self._skipping(live, around.checkpoint)
+            skipping = await self._skipping(live, surroundings.checkpoint)
             ports = Ports(
                 clock=SystemClock(),
                 events=self._outbox,
@@ -142,16 +143,19 @@ class RolloutWorker:
                 generator=skipping or live,
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
-                learner=RayLearner(config, around.learner_ranks),
-                channel=Channel(around.weight_transports, RaySources(around.learner_ranks), fleet.address),
+                learner=RayLearner(config, surroundings.learner_ranks),
+                channel=Channel(surroundings.weight_transports, RaySources(surroundings.learner_ranks), fleet.address),
                 fleet=fleet,
                 dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                 keep=dynamic_filter(config, args),
+                rollout=self._rollout(args, generators, skipping),
+                prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._outbox),
+                on_rollout=SkipManager.set_step,
                 problems=data.eval_problems(),
                 eval_sets=[
                     EvalSet(
                         name=name,
-                        problems=eval_groups(config, name, dataset, checkpoint=around.checkpoint),
+                        problems=eval_groups(config, name, dataset, checkpoint=surroundings.checkpoint),
                         generator=generators.evaluation(eval_sampling_of(config, dataset)),
                     )
                     for name, dataset in config.rollout.eval_datasets.items()
@@ -159,51 +163,55 @@ class RolloutWorker:
                 evaluate=self._evaluation(args),
             )
             self._service = Service(
-                without_gate(config),
-                self._bounds,
-                half_of(config, ports),
-                synchronous=self._bounds.schedule is Schedule.SYNCHRONOUS or trains_only(config),
+                without_staleness_limit(config),
+                bounds_of(config, self._entry),
+                replace_unused_ports(config, ports),
+                schedule=self._schedule,
                 first_rollout=first_rollout,
             )
             if self._asked_to_stop:
                 self._service.stop()
-            await dump_tokenizer(config, around.checkpoint)
-            run_state = self._service.run_state
-            rollout = Batches(
-                config,
-                rollout_function(config, self._entry),
-                args,
-                self._outbox,
-                trainer_version=lambda: run_state.trainer_version,
-                rate=generators.frontend.rate,
-                skipping=skipping,
-            )
+            await dump_tokenizer(config, surroundings.checkpoint)
             spare_the_loop()
-            await self._service.run(rollout)
+            await self._service.run()
 
-    async def _connect(self, around: Surroundings) -> SGLangFleet:
-        """The engines that were found running, and the router told of them."""
+    def _rollout(
+        self, args: Arguments, generators: Generators, skipping: SkippingGenerator | None
+    ) -> RolloutFunction | None:
+        """The rollout function; None if the service takes its batches directly from the queue."""
+        config = self._config
+        if trains_only(config):
+            return SavedBatches(config)
+        if takes_from_queue(config, self._entry):
+            return None
+        function = rollout_function(config, self._entry)
+        return RolloutFunctionAdapter(function, args, config, score_tokens=generators.frontend.rate, skipping=skipping)
+
+    async def _connect(self, surroundings: Surroundings) -> SGLangFleet:
+        """Connect to the running engines and add them to the router."""
         engine = self._config.engine
-        self._servers = RayServers(around.engine_actors, around.router_actor, engine.engine_start_timeout_seconds)
+        self._servers = RayServers(
+            surroundings.engine_actors, surroundings.router_actor, engine.engine_start_timeout_seconds
+        )
         self._fleet = SGLangFleet(
-            around.router_url,
+            surroundings.router_url,
             processes=self._servers,
             tell=self._outbox.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
         )
-        for info in around.engines:
+        for info in surroundings.engines:
             self._fleet.introduce(info)
             await self._fleet.admit(info.name)
         return self._fleet
 
     async def _leave_router(self) -> None:
-        """Nobody else would tell somebody else's router that the engines are gone."""
+        """Remove the engines from an external router, which would otherwise keep them after the run."""
         for engine in self._fleet.routed():
             await self._fleet.fence(engine, "the run has ended")
 
     def _reporter(self) -> Report:
-        """Tells of what the data source passes over; a batch function may call it from a thread of its own."""
+        """Report rows that the data source skips as events. A rollout function may call this from its own thread."""
         loop = asyncio.get_running_loop()
 
         def report(reason: str, sentence: str) -> None:
@@ -225,30 +233,30 @@ class RolloutWorker:
         return evaluate
 
     async def events(self) -> list[Event]:
-        """What happened since the last call; waits up to half a second for something to happen."""
+        """Return the events since the last call; waits up to half a second for the first one."""
         return await self._outbox.take(0.5)
 
     async def answers(self) -> None:
-        """Return, to show that the event loop turns."""
+        """Answer a heartbeat, which shows that the event loop is responsive."""
 
     async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
-        """Start another engine in the background; it serves once it holds the current weights."""
+        """Start another engine in the background. It receives requests once it holds the current weights."""
         self._servers.add(name, actors)
         self._fleet.enlist(name)
 
     async def remove_engine(self, name: str) -> None:
-        """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""
+        """Stop sending requests to an engine. Its unfinished groups fail when it ends and are generated elsewhere."""
         assert self._service is not None, "only a run has engines"
         await self._service.remove_engine(name)
 
     async def stop(self) -> None:
-        """End the run after the step being taken, or before the first where it is still being set up."""
+        """End the run after the current step, or before the first step if the run is still starting."""
         self._asked_to_stop = True
         if self._service is not None:
             self._service.stop()
 
     async def _skipping(self, live: Generator, checkpoint: str) -> SkippingGenerator | None:
-        """Around `live` where some role is enabled; None otherwise."""
+        """A generator that records or replays calls of `live`; None if no skip role is enabled."""
         config = self._config
 
         def warn(text: str) -> None:
@@ -258,11 +266,10 @@ class RolloutWorker:
         manager = SkipManager.init(config, SkipWorld(config=config, identity=identity, warn=warn))
         if not manager.any_enabled:
             return None
-        stream = self._bounds.schedule is Schedule.FULLY_ASYNC
         return SkippingGenerator(
             live,
             manager,
-            stream=stream,
+            stream=self._schedule is Schedule.FULLY_ASYNC,
             clock=SystemClock(),
             events=self._outbox,
             live_version=self._live_version,

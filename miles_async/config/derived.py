@@ -20,16 +20,27 @@ GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 
 
 def schedule_of(config: RunConfig, entry: str) -> Schedule:
-    """The schedule of a run started by `entry`, which is `train_async.py` or `train.py`.
+    """The schedule of a run: the setting `schedule`, else the one that entry script and rollout function imply.
 
-    Under `train_async.py`, all rollout functions except the fully asynchronous one return one batch per call. This
-    includes user-defined functions. The next batch is then generated while the learner trains.
+    `entry` is `train_async.py` or `train.py`. Under `train_async.py`, all rollout functions except the fully
+    asynchronous one, including user-defined functions, return one batch per call; the next batch is then generated
+    while the learner trains. A run that trains on saved batches is always synchronous.
     """
+    if trains_only(config):
+        return Schedule.SYNCHRONOUS
+    if config.rollout.schedule is not None:
+        return Schedule(config.rollout.schedule)
     if entry == "train.py":
         return Schedule.SYNCHRONOUS
     if config.rollout.rollout_function_path == FULLY_ASYNC_FUNCTION:
         return Schedule.FULLY_ASYNC
     return Schedule.ONE_STEP_OFF
+
+
+def takes_from_queue(config: RunConfig, entry: str) -> bool:
+    """Whether batches come directly from the queue: fully asynchronous runs with a rollout function of this project."""
+    collecting = (FULLY_ASYNC_FUNCTION, WINDOWED_FUNCTION, GREEDY_FUNCTION)
+    return schedule_of(config, entry) is Schedule.FULLY_ASYNC and config.rollout.rollout_function_path in collecting
 
 
 def trains_only(config: RunConfig) -> bool:
@@ -98,6 +109,18 @@ def checkpoint_due(config: RunConfig, rollout_id: int) -> bool:
     if learner.save is None and learner.save_hf is None:
         return False
     return done == config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
+
+
+def publish_due(config: RunConfig, rollout_id: int) -> bool:
+    """Whether a new weight version follows rollout `rollout_id`."""
+    done = rollout_id + 1
+    return done % config.weights.update_weights_interval == 0 or done == config.rollout.num_rollout
+
+
+def evaluation_due(config: RunConfig, rollout_id: int) -> bool:
+    """Whether an evaluation follows rollout `rollout_id`. The evaluation at the end of the run is not counted."""
+    interval, done = config.rollout.eval_interval, rollout_id + 1
+    return interval is not None and done % interval == 0 and done < config.rollout.num_rollout
 
 
 def hf_export(template: str, rollout_id: int) -> Path:
@@ -202,16 +225,17 @@ def demand_of(config: RunConfig) -> Demand:
 def table(config: RunConfig, entry: str) -> str:
     """The table that start-up and `--check-config` print, one derived value per line."""
     bounds, rollout, learner = bounds_of(config, entry), config.rollout, config.learner
-    reduced = bounds.window < bounds.window_asked
-    reason = f"; reduced from {bounds.window_asked} to leave enough slots for a publish" if reduced else ""
+    schedule = schedule_of(config, entry)
+    reduced = bounds.window < bounds.requested_window
+    reason = f"; reduced from {bounds.requested_window} to leave enough slots for a publish" if reduced else ""
     rows: list[tuple[str, object, str]] = [
-        ("schedule", bounds.schedule.replace("_", " "), entry),
+        ("schedule", schedule.replace("_", " "), entry),
         ("N", bounds.generation_batch, "maximum number of groups in flight"),
         ("W", bounds.window, f"window size in groups{reason}"),
         ("P", bounds.publish_groups, "groups trained per publish"),
         ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),
     ]
-    if bounds.schedule is Schedule.FULLY_ASYNC:
+    if schedule is Schedule.FULLY_ASYNC:
         rows += [
             ("B", _or_no_limit(bounds.slots), "slots for groups between admission and live weights"),
             (

@@ -1,4 +1,4 @@
-"""Scores on held-out data, through the engines and the reward that training uses."""
+"""Evaluates held-out data sets with the engines and the reward function that training uses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from miles_async.ports import Generator, Rewarder
 from miles_async.types import Group, Sample, SampleStatus
 
 CORRECT = 0.999
-"""A reward from here on counts as correct; below it, partial credit does not."""
-LOSSES = 3
-"""How often the engine of a problem may be lost before it is given up."""
-INTERRUPTIONS = 300
-"""How often it may be aborted under it, as the end of a batch or a publish aborts whatever the engines run."""
+"""A sample is correct from this reward on; partial credit does not count."""
+MAX_ENGINE_LOSSES = 3
+"""A problem fails after losing this many engines."""
+MAX_INTERRUPTIONS = 300
+"""A problem fails after this many aborts. The end of a batch or a publish may abort every running request."""
 RETRY_SECONDS = 1.0
 
 Scores = Mapping[str, Mapping[str, Sequence[Any]]]
-"""By data set: `rewards`, and `truncated` (true where the answer was cut), one entry per sample (slime's shape)."""
+"""By data set: `rewards` and `truncated` (whether the length limit was reached), one entry per sample, as in slime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """`generator` samples as this data set asks for; `problems` are groups, held out from training."""
+    """One data set. `generator` uses its sampling settings; `problems` are groups that are not trained on."""
 
     name: str
     problems: Sequence[Group]
@@ -37,31 +37,35 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
+    """Evaluates all data sets at once."""
+
     run_state: RunState
     rewarder: Rewarder
     sets: Sequence[EvalSet]
-    serving: Callable[[], bool]
-    """Whether any engine takes requests."""
+    engines_available: Callable[[], bool]
+    """Whether any engine accepts requests."""
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
-        """Rewards and truncation flags of every sample, by data set. A failed problem scores 0, with one warning.
+        """Return rewards and truncation flags of every sample, by data set.
 
-        Without problems nothing is generated and the result is empty.
+        A problem that fails scores 0; one warning per data set reports failures. Data sets without problems are left
+        out.
         """
-        sets = [each for each in self.sets if each.problems]
-        return dict(zip([each.name for each in sets], await asyncio.gather(*map(self._of, sets)), strict=True))
+        sets = [eval_set for eval_set in self.sets if eval_set.problems]
+        scores = await asyncio.gather(*map(self._evaluate_set, sets))
+        return dict(zip([eval_set.name for eval_set in sets], scores, strict=True))
 
     def report(self, rollout_id: int, scores: Scores, seconds: float) -> None:
-        """Tell the event stream. Raises UserError for scores, of a user's own function, that cannot be read."""
-        self.run_state.progressed()
-        for name, of_set in scores.items():
-            rewards = list(of_set.get("rewards", ()))
+        """Emit the scores as events. Raises UserError if a user's evaluation function returned invalid scores."""
+        self.run_state.mark_progress()
+        for name, set_scores in scores.items():
+            rewards = list(set_scores.get("rewards", ()))
             if not rewards or not all(isinstance(reward, int | float) and isfinite(reward) for reward in rewards):
                 raise UserError(
                     f"eval_function_path returned no list of finite rewards for {name!r}: "
                     'return {name: {"rewards": [...], "truncated": [...]}}'
                 )
-            truncated = [float(flag) for flag in of_set.get("truncated", ())] or [0.0]
+            truncated = [float(flag) for flag in set_scores.get("truncated", ())] or [0.0]
             self.run_state.events.emit(
                 Evaluated(
                     time=self.run_state.clock.now(),
@@ -75,9 +79,9 @@ class Evaluator:
                 )
             )
 
-    async def _of(self, eval_set: EvalSet) -> dict[str, list[float]]:
-        # A copy of its own: evaluations may overlap, and the problems are asked again.
-        groups = [Group(map(_unanswered, problem), feed_index=problem.feed_index) for problem in eval_set.problems]
+    async def _evaluate_set(self, eval_set: EvalSet) -> dict[str, list[float]]:
+        # Each evaluation works on copies, because the same problems are evaluated again later.
+        groups = [Group(map(_copy_prompt, problem), feed_index=problem.feed_index) for problem in eval_set.problems]
         failures = await asyncio.gather(*(self._answer(group, eval_set.generator) for group in groups))
         if failed := [failure for failure in failures if failure is not None]:
             sentence = f"{len(failed)} of {len(groups)} problems of {eval_set.name} failed and score 0: {failed[0]}"
@@ -89,7 +93,7 @@ class Evaluator:
         }
 
     async def _answer(self, group: Group, generator: Generator) -> MilesError | None:
-        """Generate and score; what was in the way where that could not be done, and all rewards are 0."""
+        """Generate and score a problem in place. After a failure, set its rewards to 0 and return the error."""
         losses = interruptions = 0
         while True:
             try:
@@ -97,22 +101,24 @@ class Evaluator:
                 if not _interrupted(group):
                     await self.rewarder.score(group)
                     return None
-                failure: MilesError = TrajectoryError(f"problem {group.feed_index} was aborted again and again")
+                failure: MilesError = TrajectoryError(
+                    f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)"
+                )
                 interruptions += 1
             except TrajectoryError as error:
                 failure = error
                 if not _interrupted(group):
                     break
-                # An agent's conversation that was aborted cannot be continued, only begun again.
+                # The aborted conversation of an agent cannot be continued, only restarted.
                 group.reset()
                 interruptions += 1
             except EngineLostError as error:
                 failure = error
                 losses += 1
-            if losses == LOSSES or interruptions == INTERRUPTIONS:
+            if losses == MAX_ENGINE_LOSSES or interruptions == MAX_INTERRUPTIONS:
                 break
             if isinstance(failure, EngineLostError):
-                await self.run_state.changed.until(self.serving)
+                await self.run_state.changed.until(self.engines_available)
             await self.run_state.clock.sleep(RETRY_SECONDS)
         for sample in group:
             sample.reward = 0.0
@@ -120,9 +126,10 @@ class Evaluator:
 
 
 def _interrupted(group: Group) -> bool:
-    """Aborted, with the tokens so far: the next attempt continues it."""
+    """Whether a sample was aborted; the next attempt then continues its tokens."""
     return any(sample.status is SampleStatus.ABORTED for sample in group)
 
 
-def _unanswered(problem: Sample) -> Sample:
+def _copy_prompt(problem: Sample) -> Sample:
+    """The sample without a response."""
     return Sample(index=problem.index, prompt=problem.prompt, label=problem.label, metadata=dict(problem.metadata))

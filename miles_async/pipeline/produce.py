@@ -1,7 +1,7 @@
 """From prompt to queue: admission, generation, reward, filter, window.
 
-`feed` is the loop; each group it admits lives in a task of its own until it is kept, dropped or sent back. All of them
-change state only between two awaits, so nothing here takes a lock.
+The feed loop admits groups. Each admitted group has its own task until the group is kept, dropped or fed again. The
+tasks change shared state only between two awaits, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from miles_async.pipeline.sample_display import SampleDisplay
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import DataSource, Generator, Rewarder
 from miles_async.scheduling.admission import Admission, Blocked
-from miles_async.scheduling.head import HeadAction, HeadPolicy
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.queue import GroupQueue
-from miles_async.scheduling.window import WindowedFIFOCollector
+from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCollector
 from miles_async.types import DropReason, Group, SampleStatus, Verdict
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
-"""Between losing an engine and trying its group elsewhere: the router needs a moment to notice."""
+"""Delay before a group whose engine was lost is fed again: the router needs a moment to notice the loss."""
 
 
 class Outcome(Enum):
-    """How an attempt ended."""
+    """The result of an attempt."""
 
     KEPT = auto()
     FILTERED = auto()
@@ -42,12 +41,23 @@ class Outcome(Enum):
 
 
 class Producer:
-    """Keeps generation going while its tap is open, and the queue filled in window order."""
+    """Keeps generation going between `start` and `stop`, and fills the queue in window order.
+
+    Example::
+
+        async with TaskSupervisor() as tasks:
+            producer = Producer(tasks=tasks, data=data, generator=generator, ...)
+            producer.start(Admission(max_in_flight=64, room=1000, slots=96))
+            await run_state.changed.until(lambda: len(producer.queue) > 0)
+            group = producer.queue.get()
+            await producer.stop()
+    """
 
     def __init__(
         self,
         *,
         run_state: RunState,
+        tasks: TaskSupervisor,
         data: DataSource,
         generator: Generator,
         rewarder: Rewarder,
@@ -57,11 +67,12 @@ class Producer:
         head_policy: HeadPolicy,
         queue_capacity: int,
         partial_rollout: bool,
-        serving: Callable[[], bool],
-        shown: SampleDisplay,
+        engines_available: Callable[[], bool],
+        sample_display: SampleDisplay,
     ) -> None:
-        """`serving` tells whether any engine takes requests."""
+        """`keep` is the dynamic filter; `engines_available` tells whether any engine accepts requests."""
         self._run_state = run_state
+        self._tasks = tasks
         self._data = data
         self._generator = generator
         self._rewarder = rewarder
@@ -69,68 +80,75 @@ class Producer:
         self._recycler = recycler
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
-        self._serving = serving
-        self._shown = shown
+        self._engines_available = engines_available
+        self._sample_display = sample_display
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
         self.at_engines_since: dict[int, float] = {}
-        """The same groups: when they went there, oldest first."""
+        """When each of these groups was sent to the engines, by sequence number, oldest first."""
         self.rewarding = 0
-        """Groups that are generated and wait for their reward."""
+        """Number of groups that are generated and wait for their reward."""
         self.waits_for: tuple[Blocked, float] | None = None
-        """What admission waits for now, and since when."""
+        """The limit that blocks admission now, and since when."""
         self._overdue: set[int] = set()
-        """Groups that the head policy aborted and that have not come back yet."""
+        """Groups that the head policy aborted and whose attempts have not ended yet."""
         self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
         self.window: WindowedFIFOCollector[Group] = WindowedFIFOCollector(None, window_size)
-        self._found_nothing_at = -1
-        """The notification at which the feed last looked for data and found none."""
+        self._data_empty_at = -1
+        """Value of `changed.count` when the feed last found no data."""
         self._loops: list[asyncio.Task[None]] = []
-        """Running while the tap is open."""
-        self._closing = False
+        """The feed loop and the head loop, while the producer runs."""
+        self._stopping = False
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._loops)
-
-    def open(self, tasks: TaskSupervisor, admission: Admission) -> None:
-        """Start admitting groups, each in a task of `crew`."""
-        self._loops = [tasks.spawn("feed", self._feed(tasks, admission))]
+    def start(self, admission: Admission) -> None:
+        """Start to admit groups within the limits of `admission`."""
+        self._loops = [self._tasks.spawn("feed", self._feed(admission))]
         if self._head_policy.active:
-            self._loops.append(tasks.spawn("head", self._hurry_head()))
+            self._loops.append(self._tasks.spawn("head", self._enforce_head_deadline()))
 
-    async def close(self) -> None:
-        """Stop admitting; what is in flight is aborted and goes back to the feed. Returns when nothing is in flight."""
+    async def stop(self) -> None:
+        """Stop to admit groups, abort those in flight and feed them again. Returns when nothing is in flight."""
         while self._loops:
             self._loops.pop().cancel()
         self.waits_for = None
         counts = self._run_state.ledger.counts
-        self._closing = True
+        # Groups that were admitted but whose task has not started must not reach the engines after the abort.
+        self._stopping = True
         try:
             if counts[GroupState.IN_FLIGHT]:
-                # What a lost engine held ends by itself, when the engine is ended.
+                # Requests at a lost engine cannot be aborted; they fail when its process ends.
                 with suppress(EngineLostError):
                     await self._generator.abort()
             await self._run_state.changed.until(lambda: counts[GroupState.FED] + counts[GroupState.IN_FLIGHT] == 0)
         finally:
-            self._closing = False
+            self._stopping = False
 
-    async def _feed(self, tasks: TaskSupervisor, admission: Admission) -> None:
-        """Waits for an engine, a place in flight, a slot and room; unblocked by one that joins, an end, a publish, a
-        drain."""
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended and no group is in progress that could still reach the queue."""
+        counts = self._run_state.ledger.counts
+        in_progress = any(
+            counts[state] for state in (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED)
+        )
+        # A notification after the feed looked may have been a prompt that was fed again, so the look is outdated.
+        return self._data_empty_at == self._run_state.changed.count and not in_progress
+
+    async def _feed(self, admission: Admission) -> None:
+        """Admit groups while no limit blocks. Unblocked by a group that ends, a publish, a batch or a new engine."""
         run_state = self._run_state
 
         def blocked() -> Blocked | None:
-            return admission.blocked_by(run_state.ledger) if self._serving() else Blocked.NO_ENGINE
+            return admission.blocked_by(run_state.ledger) if self._engines_available() else Blocked.NO_ENGINE
 
-        def moved_on(cause: Blocked) -> bool:
+        def no_longer_blocked_by(cause: Blocked) -> bool:
             return blocked() is not cause
 
         while True:
             if cause := blocked():
                 blocked_at = run_state.clock.now()
                 self.waits_for = cause, blocked_at
-                await run_state.changed.until(partial(moved_on, cause))
+                # Also wakes up if another limit blocks now, so that the time is attributed to the right cause.
+                await run_state.changed.until(partial(no_longer_blocked_by, cause))
                 self.waits_for = None
                 run_state.events.emit(
                     AdmissionBlocked(
@@ -140,26 +158,27 @@ class Producer:
                 continue
             groups = self._data.get_samples(1)
             if not groups:
+                # Wakes the collector, which checks `exhausted`. A group in progress may still feed its prompt again.
                 run_state.changed.notify()
-                self._found_nothing_at = run_state.changed.count
-                await run_state.changed.once()
+                self._data_empty_at = run_state.changed.count
+                await run_state.changed.next_change()
                 continue
             for group in groups:
                 run_state.feed(group)
-                tasks.spawn(f"group-{group.sequence}", self._produce(group))
-            # A generator that never suspends (a replayed cache) must not starve the other loops.
+                self._tasks.spawn(f"group-{group.sequence}", self._produce(group))
+            # A generator that never suspends (a replayed recording) must not starve the other loops.
             await asyncio.sleep(0)
 
-    async def _hurry_head(self) -> None:
-        """Waits for a head at the engines to overstay its deadline; unblocked by time, or by the head moving on."""
+    async def _enforce_head_deadline(self) -> None:
+        """Abort each head of the window that stays at the engines past its deadline."""
         run_state, window = self._run_state, self.window
         while True:
-            # A head that is not admitted yet, or is being scored, keeps nobody waiting that an abort could help.
+            # An abort cannot help a head that is not admitted yet or is being scored.
             await run_state.changed.until(lambda: window.head in self._generating)
             head = window.head
             try:
                 async with asyncio.timeout(self._head_policy.deadline_seconds):
-                    await run_state.changed.until(partial(self._moved_past, head))
+                    await run_state.changed.until(partial(self._head_moved_past, head))
                 continue
             except TimeoutError:
                 pass
@@ -167,15 +186,16 @@ class Producer:
                 self._overdue.add(head)
                 with suppress(EngineLostError):
                     await self._generator.abort(group)
-            await run_state.changed.until(partial(self._moved_past, head))
+            # The aborted attempt must end before the next head is measured.
+            await run_state.changed.until(partial(self._head_moved_past, head))
 
-    def _moved_past(self, head: int) -> bool:
+    def _head_moved_past(self, head: int) -> bool:
         return self.window.head != head
 
     async def _produce(self, group: Group) -> None:
-        """One attempt, from admission to its end: in the window, or out of it."""
+        """Make one attempt at a group and record its outcome in ledger and window."""
         run_state, sequence = self._run_state, sequence_of(group)
-        # The task is the group's own: whatever is logged on the way, by a user's function too, names it.
+        # Log lines of this task name the group, including those of a user's function.
         structlog.contextvars.bind_contextvars(group=sequence, feed_index=group.feed_index)
         run_state.advance([group], GroupState.IN_FLIGHT)
         try:
@@ -188,11 +208,11 @@ class Producer:
             self._recycler.retry(group, DropReason.FAILED, str(error))
         except EngineLostError as error:
             outcome = Outcome.FAILED
-            if not self._closing:
+            if not self._stopping:
                 await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
-            self._recycler.lost(group, str(error))
+            self._recycler.handle_engine_loss(group, str(error))
         if outcome is Outcome.ABORTED:
-            self._send_back(group)
+            self._feed_aborted_again(group)
         elif outcome is Outcome.FILTERED:
             run_state.drop(group, DropReason.FILTERED)
         self._overdue.discard(sequence)
@@ -200,14 +220,14 @@ class Producer:
             run_state.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)
         else:
-            # A group that will not be collected gives its place in the window to the next.
+            # The sequence number belongs to this attempt; the window extends past it, and a retry gets a new number.
             self.window.drop(sequence)
-        self._collect()
+        self._fill_queue()
 
     async def _attempt(self, group: Group) -> Outcome:
         """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
         clock, sequence = self._run_state.clock, sequence_of(group)
-        if self._closing:
+        if self._stopping:
             return Outcome.ABORTED
         started = clock.now()
         self._generating[sequence] = group
@@ -240,40 +260,32 @@ class Producer:
                 truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
             )
         )
-        self._shown.offer(clock.now(), group)
+        self._sample_display.offer(clock.now(), group)
         return Outcome.KEPT if verdict else Outcome.FILTERED
 
-    def _send_back(self, group: Group) -> None:
-        """An aborted group goes back to the feed: salvaged or recycled as a slow head, or as nobody's fault."""
+    def _feed_aborted_again(self, group: Group) -> None:
+        """Feed an aborted group again: with its tokens, or as a fresh attempt."""
         if sequence_of(group) not in self._overdue:
             if self._partial_rollout and group.response_tokens:
-                # Its finished samples wait for it too: a group is trained whole.
+                # Finished samples of the group keep their tokens too, because a group is trained as a whole.
                 self._recycler.salvage(group, DropReason.PARTIAL)
             else:
-                self._recycler.give_back(group, DropReason.ABORTED)
+                self._recycler.requeue(group, DropReason.ABORTED)
         elif self._head_policy.action is HeadAction.SALVAGE and group.response_tokens:
             self._recycler.salvage(group, DropReason.HEAD_DEADLINE)
         else:
             self._recycler.retry(
                 group,
                 DropReason.HEAD_DEADLINE,
-                f"it held up the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
+                f"it blocked the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
             )
 
-    def _collect(self) -> None:
+    def _fill_queue(self) -> None:
+        """Move the groups that the window releases into the queue."""
         for group in self.window.drain():
             self.queue.put(group)
             self._run_state.advance([group], GroupState.QUEUED)
-            self._run_state.progressed()
+            self._run_state.mark_progress()
         self._run_state.events.emit(
             QueueChanged(time=self._run_state.clock.now(), depth=len(self.queue), blocked=self.window.blocked)
         )
-
-    @property
-    def starved(self) -> bool:
-        """Whether the data has ended and nothing is under way that could still reach the queue."""
-        counts = self._run_state.ledger.counts
-        under_way = any(
-            counts[state] for state in (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED)
-        )
-        return self._found_nothing_at == self._run_state.changed.count and not under_way

@@ -29,6 +29,7 @@ class Publisher:
         self,
         *,
         run_state: RunState,
+        tasks: TaskSupervisor,
         channel: WeightChannel,
         fleet: Fleet,
         pause_mode: str,
@@ -36,6 +37,7 @@ class Publisher:
         on_live: Callable[[], None],
     ) -> None:
         self._run_state = run_state
+        self._tasks = tasks
         self._channel = channel
         self._fleet = fleet
         self._pause_mode = pause_mode
@@ -55,9 +57,9 @@ class Publisher:
             self._run_state.trainer_version = version
             self._staged = (version, trained, self._run_state.clock.now() - started)
 
-    def start(self, tasks: TaskSupervisor) -> None:
+    def start(self) -> None:
         """Publish what is staged beside whatever else goes on."""
-        self._running = tasks.spawn("publish", self.publish())
+        self._running = self._tasks.spawn("publish", self.publish())
 
     async def idle(self) -> None:
         """Return when no publish is running. Its failure is the crew's to report."""
@@ -130,7 +132,7 @@ class Publisher:
         self._staged = None
         run_state.live_version = version
         run_state.advance(trained, GroupState.PUBLISHED)
-        run_state.progressed()
+        run_state.mark_progress()
         self._on_live()
         run_state.changed.notify()
 

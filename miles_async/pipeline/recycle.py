@@ -1,4 +1,4 @@
-"""What becomes of a group that cannot be trained: back to the feed for a fresh attempt, or buried with its reason."""
+"""Decides what follows after an attempt that cannot be trained: the prompt is fed again or becomes a dead letter."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource, DeadLetters
 from miles_async.types import DropReason, Group
 
-MOST_LOSSES = 10
-"""Engines that one prompt may lose: some prompts end whatever engine they reach."""
+MAX_ENGINE_LOSSES = 10
+"""Engines that one prompt may lose. Some prompts crash every engine that they reach."""
 
 
 class Recycler:
-    """Attempts are capped, so that a prompt which fails or ages every time cannot circle for good."""
+    """Feeds prompts again after failed attempts. Attempts are limited, so that no prompt is recycled forever."""
 
     def __init__(self, run_state: RunState, data: DataSource, dead_letters: DeadLetters, max_attempts: int) -> None:
         self._run_state = run_state
         self._data = data
         self._dead_letters = dead_letters
         self._max_attempts = max_attempts
-        self._losses: Counter[str] = Counter()
-        """Engines lost, by prompt."""
+        self._engine_losses: Counter[str] = Counter()
+        """Number of engines lost, by feed index."""
         self.recycled = 0
-        """Groups sent back as stale since the run began."""
+        """Number of groups recycled as stale since the run began."""
 
     def retry(self, group: Group, reason: DropReason, error: str) -> None:
-        """End this attempt as `reason`; the prompt goes first in line, or, after its last, to the dead letters."""
+        """End the attempt and count it. The prompt is fed again, or dead-lettered after its last attempt."""
         self._run_state.drop(group, reason)
         self.recycled += reason is DropReason.STALE
         if group.attempt + 1 >= self._max_attempts:
             self._dead_letters.dead_letter(group, reason, error)
             return
         group.attempt += 1
-        self._return(group)
+        self._feed_again(group)
 
-    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
-        """End this attempt for good: no other could end otherwise."""
+    def requeue(self, group: Group, reason: DropReason) -> None:
+        """End the attempt without counting it, because the prompt did not cause the end. The prompt is fed again."""
         self._run_state.drop(group, reason)
-        self._dead_letters.dead_letter(group, reason, error)
-
-    def give_back(self, group: Group, reason: DropReason) -> None:
-        """End this attempt through no fault of the prompt's: it does not count against the cap."""
-        self._run_state.drop(group, reason)
-        self._return(group)
-
-    def lost(self, group: Group, error: str) -> None:
-        """The engine of this attempt was lost: no fault of the prompt's, until it happens under it again and again."""
-        self._losses[group.feed_index] += 1
-        if (losses := self._losses[group.feed_index]) < MOST_LOSSES:
-            self.give_back(group, DropReason.ENGINE_LOST)
-        else:
-            self.dead_letter(group, DropReason.ENGINE_LOST, f"its engine was lost {losses} times: {error}")
+        self._feed_again(group)
 
     def salvage(self, group: Group, reason: DropReason) -> None:
-        """End this attempt but keep its tokens: the next one continues them. It keeps its first version with them."""
+        """End the attempt but keep its tokens, which the next attempt continues; their weight versions stay."""
         self._run_state.drop(group, reason)
         group.sequence = None
         self._data.add_samples([group])
 
-    def _return(self, group: Group) -> None:
+    def handle_engine_loss(self, group: Group, error: str) -> None:
+        """Requeue a group whose engine was lost, or dead-letter a prompt that lost `MAX_ENGINE_LOSSES` engines."""
+        self._engine_losses[group.feed_index] += 1
+        if (losses := self._engine_losses[group.feed_index]) < MAX_ENGINE_LOSSES:
+            self.requeue(group, DropReason.ENGINE_LOST)
+        else:
+            self.dead_letter(group, DropReason.ENGINE_LOST, f"its engine was lost {losses} times: {error}")
+
+    def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
+        """End the attempt and dead-letter the prompt, because every further attempt would fail the same way."""
+        self._run_state.drop(group, reason)
+        self._dead_letters.dead_letter(group, reason, error)
+
+    def _feed_again(self, group: Group) -> None:
         group.reset()
         self._data.add_samples([group])

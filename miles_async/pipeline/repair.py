@@ -8,7 +8,6 @@ its process ends, and their groups go back to the feed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from miles_async.errors import EngineLostError, FatalError
@@ -31,7 +30,7 @@ class Repair:
         run_state: RunState,
         fleet: Fleet,
         publisher: Publisher,
-        tasks: Callable[[], TaskSupervisor],
+        tasks: TaskSupervisor,
         interval_seconds: float,
         devices: AbstractAsyncContextManager[None],
     ) -> None:
@@ -51,7 +50,7 @@ class Repair:
             members = self._fleet.members()
             for engine in members:
                 if engine not in self._kept:
-                    self._kept[engine] = self._tasks().spawn(f"keep-{engine}", self._keep(engine))
+                    self._kept[engine] = self._tasks.spawn(f"keep-{engine}", self._keep(engine))
             for engine in self._kept.keys() - set(members):
                 self._kept.pop(engine).cancel()
             await self._run_state.clock.sleep(self._interval)

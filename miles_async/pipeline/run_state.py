@@ -1,4 +1,4 @@
-"""The state that the loops share: the ledger, the versions, the last sign of progress, and the event stream."""
+"""The state that the loops share: ledger, weight versions, time of the last progress, and the event stream."""
 
 from __future__ import annotations
 
@@ -15,103 +15,115 @@ from miles_async.types import DropReason, Group
 
 
 class RunState:
-    """Keeps the ledger and tells the event stream of every entry; one per run."""
+    """Owns the ledger and emits an event for each of its transitions. There is one per run.
+
+    All methods are called from the event loop, except `record_taken` and `record_returned`: a rollout function may run
+    in its own thread, so these two are called with `data_lock` held.
+    """
 
     def __init__(self, clock: Clock, events: EventSink) -> None:
         self.ledger = Ledger()
         self.changed = ChangeSignal()
-        """Notified at every transition and publish: all that any loop ever waits for."""
+        """Notified at every transition and publish. No loop waits for anything else inside the run."""
         self.clock = clock
         self.events = events
         self.trainer_version = 0
-        """Weight snapshots handed to publishing, live or not."""
+        """Newest weight version that was staged, live or not."""
         self.live_version = -1
-        """Newest version on every routed engine; -1 before the first publish."""
+        """Newest weight version on every routed engine; -1 before the first publish."""
         self.last_progress = clock.now()
         """When a group was last collected, a step ended or a version went live."""
-        self.lending = Lock()
-        """Held while prompts change hands between the data and a rollout function, which may have its own thread."""
+        self.data_lock = Lock()
+        """Held while a rollout function takes prompts from the data source or returns them."""
         self._live: dict[int, Group] = {}
-        self._lent: dict[str, Group] = {}
+        """Live groups by sequence number."""
+        self._taken: dict[str, Group] = {}
+        """Copies of groups that a rollout function took, by feed index."""
 
     @property
     def live_groups(self) -> list[Group]:
-        """Groups fed and neither published nor dropped yet, in the order they were fed."""
+        """Groups that are fed and neither published nor dropped yet, in feed order."""
         return list(self._live.values())
 
     @property
-    def leased(self) -> list[Group]:
-        """Groups in a batch that is not trained yet."""
-        return [group for group in self._live.values() if self.state(group) is GroupState.LEASED]
+    def leased_groups(self) -> list[Group]:
+        """Groups of batches that are not trained yet."""
+        return [group for group in self._live.values() if self.state_of(group) is GroupState.LEASED]
 
     @property
-    def lent_groups(self) -> list[Group]:
-        """What the rollout function that runs now took out of the data by itself, as it was then."""
-        return list(self._lent.values())
+    def taken_groups(self) -> list[Group]:
+        """Groups that the running rollout function took from the data source, in the state in which it took them."""
+        return list(self._taken.values())
 
-    def lend(self, groups: Iterable[Group]) -> None:
-        """To a rollout function, which may fill them in a thread of its own: copies are remembered."""
+    def record_taken(self, groups: Iterable[Group]) -> None:
+        """Remember copies of groups that a rollout function takes, because it may change the groups at any time."""
         for group in groups:
             samples = [replace(sample, metadata=dict(sample.metadata)) for sample in group]
-            self._lent[group.feed_index] = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
+            self._taken[group.feed_index] = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
 
-    def took_back(self, groups: Iterable[Group]) -> None:
+    def record_returned(self, groups: Iterable[Group]) -> None:
+        """Forget groups that a rollout function returned to the data source."""
         for group in groups:
-            self._lent.pop(Group.of(group).feed_index, None)
+            self._taken.pop(Group.of(group).feed_index, None)
 
-    def state(self, group: Group) -> GroupState | None:
+    def state_of(self, group: Group) -> GroupState | None:
+        """The live state of an admitted group; None if it has ended."""
         return self.ledger.state(sequence_of(group))
 
-    def progressed(self) -> None:
+    def mark_progress(self) -> None:
+        """Restart the clock that detects stalls."""
         self.last_progress = self.clock.now()
 
     def feed(self, group: Group) -> None:
-        """Enter a group fresh from the data source; it gets its sequence number."""
+        """Enter a group that was taken from the data source, and assign its sequence number."""
         transition = self.ledger.feed()
         group.sequence = transition.sequence
         self._live[transition.sequence] = group
-        self._tell(group, transition)
+        self._emit(group, transition)
 
     def adopt(self, group: Group) -> None:
-        """Enter a finished group that a user's rollout function made without the pipeline; it is leased at once."""
+        """Enter a finished group that a rollout function generated outside the pipeline; it is leased at once."""
         self.feed(group)
         for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED, GroupState.LEASED):
             self.advance([group], state)
 
-    def take_over(self, groups: Sequence[Group], before: Sequence[Group]) -> None:
-        """Account for what a rollout function returned, since when `before` were leased.
+    def reconcile(self, returned: Sequence[Group], leased_before: Sequence[Group]) -> None:
+        """Enter the result of a rollout function into the ledger.
 
-        Groups that it made itself are entered. What it took out of the data, or collected, and did not return, it did
-        away with. Raises UserError for a group that it returned a second time.
+        `leased_before` are the groups that were leased before the call. Groups that the function generated itself are
+        adopted. Groups that it collected but did not return are dropped, and prompts that it took from the data source
+        but did not return are forgotten. Raises UserError for a group that was returned before.
         """
-        returned: set[int] = set()
-        for group in groups:
+        seen: set[int] = set()
+        for group in returned:
             if group.sequence is None:
                 self.adopt(group)
-            elif id(group) in returned or self.state(group) is not GroupState.LEASED:
+            elif id(group) in seen or self.state_of(group) is not GroupState.LEASED:
                 raise UserError(
-                    f"the rollout function returned group {group.feed_index} a second time: each group trains once"
+                    f"the rollout function returned group {group.feed_index} a second time: return each group once"
                 )
-            returned.add(id(group))
-        kept = returned.union(map(id, before))
-        for group in self.leased:
+            seen.add(id(group))
+        kept = seen.union(map(id, leased_before))
+        for group in self.leased_groups:
             if id(group) not in kept:
-                self.filtered(group, "rollout_function")
-        self._lent.clear()
+                self.drop_filtered(group, "rollout_function")
+        self._taken.clear()
 
     def advance(self, groups: Iterable[Group], state: GroupState) -> None:
+        """Move groups to their next state."""
         for group in groups:
-            self._tell(group, self.ledger.advance(sequence_of(group), state))
+            self._emit(group, self.ledger.advance(sequence_of(group), state))
 
     def drop(self, group: Group, reason: DropReason) -> None:
-        self._tell(group, self.ledger.drop(sequence_of(group), reason))
+        """End the group's attempt without training."""
+        self._emit(group, self.ledger.drop(sequence_of(group), reason))
 
-    def filtered(self, group: Group, reason: str) -> None:
-        """Drop a group that a user's function decided against."""
+    def drop_filtered(self, group: Group, reason: str) -> None:
+        """Drop a group that a filter or a rollout function rejected for `reason`."""
         self.events.emit(GroupFiltered(time=self.clock.now(), sequence=sequence_of(group), reason=reason))
         self.drop(group, DropReason.FILTERED)
 
-    def _tell(self, group: Group, transition: Transition) -> None:
+    def _emit(self, group: Group, transition: Transition) -> None:
         counts = self.ledger.counts
         if transition.after not in LIVE:
             del self._live[transition.sequence]
@@ -131,6 +143,7 @@ class RunState:
 
 
 def sequence_of(group: Group) -> int:
+    """The group's sequence number. Raises LedgerError if the group was never admitted."""
     if group.sequence is None:
-        raise LedgerError(f"group {group.feed_index} was never admitted")
+        raise LedgerError(f"group {group.feed_index} was never admitted; report this bug")
     return group.sequence

@@ -1,4 +1,4 @@
-"""Tasks of a run, a signal for shared state that changed, and a lock with a time limit; all inside one event loop."""
+"""Tasks of a run, a signal for changes of shared state, and a lease with a time limit, inside one event loop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ T = TypeVar("T")
 
 
 class TaskSupervisor:
+    """Owns every task of a run: a task that fails ends the run with its error, and leaving the block ends all tasks.
+
+    An `asyncio.TaskGroup` waits for its tasks at the end of the block; a run's loops never end, so they are cancelled
+    instead. The error of the first task that failed is raised without an exception group around it.
+    """
+
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -33,24 +39,24 @@ class TaskSupervisor:
             raise root_cause(failures) from None
 
     def spawn(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that may end; its failure is the run's."""
+        """Start a task that may return. If it raises, the run ends."""
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def forever(self, name: str, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a loop that ends only by cancellation."""
+        """Start a loop that ends only by cancellation. If it returns, the run ends with FatalError."""
         return self.spawn(name, _never_returns(name, loop))
 
 
 async def _never_returns(name: str, loop: Coroutine[Any, Any, None]) -> None:
     await loop
-    raise FatalError(f"the {name} loop ended on its own; this is a bug, please report it with the log")
+    raise FatalError(f"the {name} loop ended unexpectedly; this is a bug, please report it with the log")
 
 
 def root_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first failure itself, out of however many groups it is wrapped in."""
+    """The first exception inside nested exception groups."""
     failure: BaseException = failures
     while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]
@@ -58,43 +64,45 @@ def root_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 class ChangeSignal:
-    """Whoever changes what others wait for calls `notify`; the waiters' conditions are then looked at again.
+    """Wakes tasks that wait for a condition on shared state.
 
-    Looking happens once per turn of the loop, after everything that notified in it is done, and a waiter's task wakes
-    only when its condition holds. Cheaper than asyncio.Condition, which takes a lock and wakes everybody: one event
-    loop needs neither.
+    Code that changes the state calls `notify`. The waiters' conditions are then evaluated once per iteration of the
+    event loop, after all changes of that iteration, and a task wakes only if its condition holds. This is cheaper than
+    `asyncio.Condition`, which takes a lock and wakes every waiter; one event loop needs neither.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """Notifications so far."""
+        """Number of notifications so far."""
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        self._will_look = False
+        self._check_scheduled = False
 
     def notify(self) -> None:
+        """Announce that the state changed."""
         self.count += 1
-        if self._waiters and not self._will_look:
-            self._will_look = True
-            asyncio.get_running_loop().call_soon(self._look)
+        if self._waiters and not self._check_scheduled:
+            self._check_scheduled = True
+            asyncio.get_running_loop().call_soon(self._check_waiters)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return once `condition()` is true; at once if it is already."""
+        """Return once `condition()` is true, at once if it is true already."""
+        # The loop is needed because another task may change the state between the wake-up and this task's turn.
         while not condition():
             woken = asyncio.get_running_loop().create_future()
             self._waiters.append((condition, woken))
             await woken
 
-    async def once(self) -> None:
+    async def next_change(self) -> None:
         """Return after the next notification."""
         seen = self.count
         await self.until(lambda: self.count != seen)
 
-    def _look(self) -> None:
-        self._will_look = False
+    def _check_waiters(self) -> None:
+        self._check_scheduled = False
         waiters, self._waiters = self._waiters, []
         for condition, woken in waiters:
             if woken.done():
-                continue  # its task was cancelled
+                continue  # The waiting task was cancelled.
             if condition():
                 woken.set_result(None)
             else:
@@ -102,25 +110,29 @@ class ChangeSignal:
 
 
 class Lease:
-    """Of the thing called `what`. Waiting for it is bounded, because holding it is: at most `seconds`."""
+    """Exclusive use of `resource` for at most `seconds`. Because each use is limited, waiting for a lease is too."""
 
-    def __init__(self, what: str, seconds: float) -> None:
-        self._what = what
+    def __init__(self, resource: str, seconds: float) -> None:
+        self._resource = resource
         self._seconds = seconds
         self._lock = asyncio.Lock()
 
     @asynccontextmanager
     async def held_by(self, owner: str) -> AsyncIterator[None]:
-        """Raises Fatal, with the owner's name, where the time is up: the owner is interrupted and the lock is free."""
+        """Hold the lease inside the block.
+
+        Raises FatalError that names the owner if the block takes longer than the limit; the block is then cancelled.
+        """
         async with self._lock:
             limit = asyncio.timeout(self._seconds)
             try:
                 async with limit:
                     yield
             except TimeoutError:
+                # A timeout that the block raised itself is the block's own failure.
                 if not limit.expired():
                     raise
                 raise FatalError(
-                    f"{owner} has held {self._what} for {self._seconds:.0f} s and was interrupted: a learner rank or "
-                    "an engine does not answer; the logs of the run say which"
+                    f"{owner} has held {self._resource} for {self._seconds:.0f} s and was interrupted: a learner rank "
+                    "or an engine does not answer; look for the cause in the logs of the run"
                 ) from None

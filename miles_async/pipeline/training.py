@@ -1,4 +1,4 @@
-"""One batch through the learner: what is told of it, and what becomes of it where it was not finite."""
+"""Trains one batch: calls the learner, emits the step's events, and handles losses that are not finite."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from miles_async.errors import FatalError
 from miles_async.events import StepEnded, StepStarted
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DeadLetters, Learner
+from miles_async.scheduling.bounds import StalenessGate, staleness
 from miles_async.scheduling.ledger import GroupState
-from miles_async.scheduling.staleness import StalenessGate, staleness
 from miles_async.types import DropReason, Group, Sample
 
 
 class Training:
+    """Takes the optimizer steps of batches, one batch at a time."""
+
     def __init__(
         self, run_state: RunState, learner: Learner, dead_letters: DeadLetters, gate: StalenessGate, config: RunConfig
     ) -> None:
@@ -27,19 +29,20 @@ class Training:
         self._gate = gate
         self._config = config
         self._not_finite: list[list[Group]] = []
-        """Batches in a row whose loss or gradient was not finite."""
+        """The latest consecutive batches whose loss or gradient was not finite."""
 
     async def step(self, rollout_id: int, groups: list[Group]) -> bool:
-        """The optimizer steps of one batch; whether it is in the weights.
+        """Train one batch, and return whether it changed the weights.
 
-        Raises Fatal where batches are not finite again and again.
+        If a loss or gradient is not finite, the batch is dropped. Raises FatalError after
+        `max_nonfinite_batches` such batches in a row, whose groups are then dead-lettered.
         """
         run_state = self._run_state
         version = run_state.trainer_version
         ages = [staleness(group.oldest_version, version) for group in groups]
         if any(self._gate.too_old(group.oldest_version, version) for group in groups):
             raise FatalError(
-                f"a group of staleness {max(ages)} reached the step past --max-weight-staleness; report this bug"
+                f"a group of staleness {max(ages)} reached the step despite --max-weight-staleness; report this bug"
             )
         if self._config.rollout.shuffle_rewards:
             shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
@@ -54,7 +57,7 @@ class Training:
             )
         )
         report = await self._learner.train(rollout_id, groups)
-        run_state.progressed()
+        run_state.mark_progress()
         run_state.events.emit(
             StepEnded(
                 time=run_state.clock.now(),
@@ -65,17 +68,17 @@ class Training:
                 finite=report.finite,
                 reward=mean_reward(samples),
                 response_length=sum(sample.response_length for sample in samples) / len(samples),
-                metrics=told({**report.metrics, **noted(samples)}),
+                metrics=finite_metrics({**report.metrics, **metadata_means(samples)}),
             )
         )
         if report.finite:
             run_state.advance(groups, GroupState.TRAINED)
             self._not_finite = []
         else:
-            self._skip(rollout_id, groups)
+            self._drop_nonfinite(rollout_id, groups)
         return report.finite
 
-    def _skip(self, rollout_id: int, groups: list[Group]) -> None:
+    def _drop_nonfinite(self, rollout_id: int, groups: list[Group]) -> None:
         for group in groups:
             self._run_state.drop(group, DropReason.NONFINITE)
         self._not_finite.append(groups)
@@ -89,18 +92,18 @@ class Training:
 
 
 def mean_reward(samples: Sequence[Sample]) -> float:
-    """Over the samples whose reward is finite; 0 where there is none."""
+    """Mean over the samples with a finite reward; 0 if there are none."""
     rewards = [reward for sample in samples if isfinite(reward := sample.scalar_reward)]
     return sum(rewards) / max(len(rewards), 1)
 
 
-def told(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what is NaN or infinite: JSON, in which events are kept, has no word for it."""
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics without NaN and infinity, which JSON (the format of stored events) cannot represent."""
     return {name: value for name, value in metrics.items() if isfinite(value)}
 
 
-def noted(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of what reward or rollout functions note of every sample in its metadata (slime's names)."""
+def metadata_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means of `raw_reward` and `round_number`, which functions written for slime set in the metadata of samples."""
     return {
         name: sum(float(sample.metadata[name]) for sample in samples) / len(samples)
         for name in ("raw_reward", "round_number")
@@ -109,7 +112,7 @@ def noted(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
-    """Permute the rewards between all samples of a batch: the control in which there is nothing to learn."""
+    """Permute the rewards among all samples of a batch, in place: a control experiment without anything to learn."""
     samples = [sample for group in groups for sample in group]
     rewards = [sample.reward for sample in samples]
     random.Random(seed).shuffle(rewards)

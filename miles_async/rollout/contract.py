@@ -1,7 +1,8 @@
-"""The contract of rollout functions: what they are called with, and what they may return.
+"""The contract of rollout functions, which is the one of slime and Miles.
 
-`fn(args, rollout_id, data_source, evaluation=False)`, plain or async, in slime's and Miles' shape, so that a user's own
-function works. The only place where configuration is flattened; everything inside takes typed sections.
+A rollout function is `fn(args, rollout_id, data_source, evaluation=False)`, plain or async, and returns the groups of
+one batch. `RolloutFunctionAdapter` turns such a function into the pipeline's `RolloutFunction`. `Arguments` is the only
+place where the configuration is flattened; all other code takes typed sections.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from difflib import get_close_matches
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import UserError
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
+from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import Group, Sample, VersionSpan
 
 
 class Arguments:
-    """Every setting of the run as an attribute, and what the run adds (the router's address). Read-only."""
+    """All settings of a run as read-only attributes, plus values that the run adds, such as the router's address."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         object.__setattr__(self, "_values", values)
@@ -35,8 +39,8 @@ class Arguments:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"args.{name} is read-only: set it in the configuration")
 
-    def adding(self, **runtime: Any) -> Arguments:
-        """The same and `runtime` beside it."""
+    def with_values(self, **runtime: Any) -> Arguments:
+        """A copy with further values."""
         return Arguments(object.__getattribute__(self, "_values") | runtime)
 
     def __reduce__(self) -> tuple[type[Arguments], tuple[dict[str, Any]]]:
@@ -44,7 +48,7 @@ class Arguments:
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
-    """Each leaf field of the configuration by its name, what slime's functions ask for, and `runtime` beside them."""
+    """All settings of `config` by name, the names that slime's functions expect, and the values in `runtime`."""
     slime = {"rollout_global_dataset": not config.data.disable_rollout_global_dataset}
     return Arguments(dict(_leaves(config)) | slime | runtime)
 
@@ -57,10 +61,52 @@ def _leaves(section: Section) -> Iterator[tuple[str, Any]]:
             yield section.flag_prefix + name, value
 
 
+class RolloutFunctionAdapter:
+    """Implements `pipeline.rollout_source.RolloutFunction` with a function in slime's shape.
+
+    The adapter checks the returned groups and adds what functions written for slime do not record: log-probabilities
+    and weight versions.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Arguments,
+        config: RunConfig,
+        *,
+        score_tokens: Callable[[Sample], Awaitable[None]],
+        skipping: SkippingGenerator | None = None,
+    ) -> None:
+        """`score_tokens` asks the engines for missing log-probabilities; `skipping` records or replays each batch."""
+        self._function = function
+        self._args = args
+        self._config = config
+        self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
+        self._skipping = skipping
+
+    async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        """Return `rollout_batch_size` groups. Raises UserError if the function's result is invalid."""
+        version = source.trainer_version
+        call = partial(call_rollout_function, self._function, self._args, rollout_id, source, evaluation=False)
+        result = await (call() if self._skipping is None else self._skipping.batch(call))
+        groups = as_groups(result, self._config.rollout.n_samples_per_prompt)
+        if len(groups) != (size := self._config.rollout.rollout_batch_size):
+            raise UserError(f"the rollout function returned {len(groups)} groups: rollout_batch_size is {size}")
+        # At once, because the engines must still hold the weights that sampled the tokens.
+        incomplete = [sample for group in groups for sample in group if not (sample.rollout_log_probs and sample.spans)]
+        await asyncio.gather(*(complete(sample, version, self._score_tokens) for sample in incomplete))
+        return groups
+
+
+async def _zero_log_probs(sample: Sample) -> None:
+    """Supervised losses do not use log-probabilities, and no engine may run that could compute them."""
+    sample.rollout_log_probs = [0.0] * sample.response_length
+
+
 async def call_rollout_function(
     function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, *, evaluation: bool
 ) -> Any:
-    """Await an async function here; run a plain one in a thread, so that it may block."""
+    """Call a rollout or evaluation function. A plain function runs in a thread, because it may block."""
     if inspect.iscoroutinefunction(function):
         return await function(args, rollout_id, data_source, evaluation=evaluation)
     result = await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation)
@@ -68,10 +114,10 @@ async def call_rollout_function(
 
 
 def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
-    """What a rollout function returned, as groups: a list of groups, of lists of samples, or of samples.
+    """Convert the result of a rollout function (a list of groups, of lists of samples, or of samples) to groups.
 
-    A flat list is regrouped by sample index where every sample has one, else in order. Raises UserError that names the
-    sample when a group has the wrong size, or a loss mask or log-probabilities the wrong length.
+    A flat list is grouped by sample index if every sample has one, else in order. Raises UserError that names the
+    sample if a group has the wrong size, or if a loss mask or log-probabilities have the wrong length.
     """
     if not isinstance(result, Sequence):
         raise UserError(f"the rollout function returned a {type(result).__name__}: return a list of groups")
@@ -91,7 +137,7 @@ def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
 
 
 def _regroup(samples: Sequence[Sample], size: int) -> list[Group]:
-    # The data source counts indices up by group, so index // size names the prompt whatever order they came back in.
+    # The data source numbers the samples of a group consecutively, so index // size identifies the prompt in any order.
     pairs = [(sample.index, sample) for sample in samples if sample.index is not None]
     if len(pairs) < len(samples):
         pairs = list(enumerate(samples))
@@ -102,24 +148,29 @@ def _regroup(samples: Sequence[Sample], size: int) -> list[Group]:
 def _group(item: Any, position: int) -> Group:
     if not isinstance(item, list) or not item or not all(isinstance(sample, Sample) for sample in item):
         kind = type(item).__name__
-        raise UserError(f"the rollout function returned, at place {position}, a {kind}: a list of samples is expected")
+        raise UserError(
+            f"the rollout function returned a {kind} at position {position}: return a list of samples per group"
+        )
     return Group.of(item)
 
 
-async def complete(sample: Sample, born: int, rate: Callable[[Sample], Awaitable[None]]) -> None:
-    """Add what functions in slime's shape do not record: log-probabilities, which `rate` sets, and versions.
+async def complete(sample: Sample, version: int, score_tokens: Callable[[Sample], Awaitable[None]]) -> None:
+    """Set missing log-probabilities with `score_tokens`, and a missing span to `version`.
 
-    `born` is the version that was live when the sample was begun.
+    `version` is the weight version that was live when the sample's generation began, so the age is never understated.
     """
     if sample.response_length and not sample.rollout_log_probs:
-        await rate(sample)
+        await score_tokens(sample)
     if sample.response_length and not sample.spans:
-        sample.spans = [VersionSpan(born, 0, sample.response_length)]
+        sample.spans = [VersionSpan(version, 0, sample.response_length)]
 
 
-def check_lengths(sample: Sample, who_returned: str) -> None:
-    """Raises UserError that names the sample when its columns do not fit together; log-probabilities may be absent."""
-    name, tokens = f"{who_returned} sample {sample.index} with", sample.response_length
+def check_lengths(sample: Sample, origin: str) -> None:
+    """Raise UserError if the sample's columns have inconsistent lengths; log-probabilities may be absent.
+
+    `origin` begins the sentence, such as "the rollout function returned".
+    """
+    name, tokens = f"{origin} sample {sample.index} with", sample.response_length
     if len(sample.tokens) < tokens:
         raise UserError(f"{name} {len(sample.tokens)} tokens, fewer than its response_length {tokens}")
     if sample.loss_mask is not None and len(sample.loss_mask) != tokens:

@@ -1,9 +1,10 @@
-"""Batches that somebody else generates and posts (the seed's rollout buffer).
+"""Batches that an external program generates and posts (slime's rollout buffer).
 
     --rollout-function-path miles_async.rollout.external_rollout.generate_rollout --agent-port 8800
 
-The generator opens sessions at the endpoint, lets its agents play in them, and posts whole groups with their rewards;
-`examples/external_generator.py` shows how. It goes on while a batch trains; what waits is bounded by `queue_capacity`.
+The external generator opens sessions at the endpoint, runs its agents in them, and posts whole groups with their
+rewards; `examples/external_generator.py` is an example. The generator continues while a batch trains; at most
+`queue_capacity` groups wait.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group
 
@@ -22,7 +23,10 @@ log = structlog.get_logger(__name__)
 async def generate_rollout(
     args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
 ) -> Any:
-    """The `rollout_batch_size` groups posted longest ago, without those that grew too old; waits for more."""
+    """Return the `rollout_batch_size` oldest posted groups; waits for groups, and discards those that are too stale.
+
+    With `evaluation`, return rewards and truncation flags of the held-out data sets instead.
+    """
     if evaluation:
         return await data_source.evaluate(rollout_id)
     groups: list[Group] = []
@@ -30,7 +34,7 @@ async def generate_rollout(
         group = await args.trajectories.take()
         age = data_source.live_version - group.oldest_version
         if args.max_weight_staleness is not None and age >= args.max_weight_staleness:
-            # It would be one version older still when its step begins.
+            # A version may be published before the step begins, so the group must be one version below the limit.
             log.warning("posted group is too old", group=group.feed_index, versions_behind=age)
             data_source.discard(group, "too_old")
             continue

@@ -1,12 +1,12 @@
-"""`--custom-generate-function-path`: each sample through the user's own function (seed `slime-walkthrough`).
+"""Generates each sample through a user's function (`--custom-generate-function-path`), as in slime.
 
     async def generate(args, sample, sampling_params) -> Sample
 
-`sampling_params` is SGLang's dictionary. `args` has every setting, the router's address, and two ways to sample that
-keep tokens, log-probabilities and weight versions by themselves: `args.turns` (`adapters/sglang/multi_turn.py`), one
-turn at a time, and `args.agents` (`adapters/agents/endpoint.py`), an OpenAI-compatible address for an agent. A function
-that talks to the router itself fills the sample itself; a sample it returns without spans counts as old as the version
-that was live when its generation began, and log-probabilities that it did not keep are asked of the engines afterwards.
+`sampling_params` is SGLang's dictionary. `args` has every setting, the router's address, and two helpers that record
+tokens, log-probabilities and weight versions: `args.turns` (`adapters/sglang/multi_turn.py`) samples one chat turn, and
+`args.agents` (`adapters/agents/endpoint.py`) provides an OpenAI-compatible address for an agent. A function that sends
+requests to the router itself must fill the sample itself. Without spans, its samples get the weight version that was
+live when their generation began; missing log-probabilities are computed by the engines afterwards.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from miles_async.rollout.contract import Arguments, check_lengths, complete
 from miles_async.types import Group, Sample, SampleStatus
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample]]
-STOP_PATIENCE_SECONDS = 5.0
-"""How long a function may go on after an abort (a tool that runs, say) before it is cancelled."""
+ABORT_GRACE_SECONDS = 5.0
+"""Time that a function has to return after an abort (a tool may be running) before it is cancelled."""
 
 
 def load_generate_function(path: str) -> GenerateFunction:
-    """Raises UserError when it cannot be imported or is not an `async def`."""
+    """Import a generate function. Raises UserError if that fails or if the function is not async."""
     function = load_function(path, setting="custom_generate_function_path")
     if not inspect.iscoroutinefunction(function):
-        raise UserError(f"custom_generate_function_path {path!r} is no async function: write it with async def")
+        raise UserError(f"custom_generate_function_path {path!r} is not an async function: define it with async def")
     return function
 
 
 class FunctionGenerator:
-    """Implements `ports.Generator` with a generate function; `engine` is what `turns` draws from."""
+    """Implements `ports.Generator` with a user's generate function; `turns` samples from `engine`."""
 
     def __init__(
         self,
@@ -57,60 +57,69 @@ class FunctionGenerator:
         self._turns = turns
         self._live_version = live_version
         self._timeout_seconds = timeout_seconds
-        self._under_way: dict[int, tuple[Group, list[asyncio.Task[None]]]] = {}
-        """By identity of the group."""
+        self._running: dict[int, tuple[Group, list[asyncio.Task[None]]]] = {}
+        """Groups that are being generated and the tasks of their samples, by identity of the group."""
 
     @property
     def in_flight(self) -> int:
+        """Number of requests at the engines now."""
         return self._engine.in_flight
 
     @property
     def busy_seconds(self) -> float:
+        """Seconds since the start in which the engines had at least one request."""
         return self._engine.busy_seconds
 
     async def generate(self, group: Group) -> None:
-        """Raises TrajectoryError when the function raises or takes too long, UserError when it breaks the contract."""
+        """Generate the unfinished samples of a group, concurrently.
+
+        Raises TrajectoryError if the function raises or exceeds `generate_timeout_seconds`, and UserError if its result
+        is invalid.
+        """
         self._engine.tokenize(group)
         unfinished = [i for i, s in enumerate(group) if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
-        tasks = [asyncio.create_task(self._one(group, place)) for place in unfinished]
-        self._under_way[id(group)] = group, tasks
+        tasks = [asyncio.create_task(self._generate_sample(group, index)) for index in unfinished]
+        self._running[id(group)] = group, tasks
         try:
-            # All are awaited before one failure is told, so that nothing writes into the group afterwards.
+            # Every task is awaited before a failure is raised, so that none changes the group afterwards.
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             for task in tasks:
                 task.cancel()
-            del self._under_way[id(group)]
+            del self._running[id(group)]
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
     async def abort(self, group: Group | None = None) -> None:
-        """Requests end at once; a function that does not return soon after is cancelled and its sample reset."""
+        """Abort requests at once. A function that does not return in time is cancelled, and its sample is reset."""
         if group is None:
-            stopped = list(self._under_way.values())
+            stopped = list(self._running.values())
         else:
-            stopped = [under_way] if (under_way := self._under_way.get(id(group))) else []
+            stopped = [running] if (running := self._running.get(id(group))) else []
         tasks = [task for _, tasks in stopped for task in tasks]
         samples = [sample for members, _ in stopped for sample in members]
+        # Requests end first: most functions return as soon as their request does.
         await self._turns.stop(samples, everything=group is None)
         try:
             if tasks:
-                _, late = await asyncio.wait(tasks, timeout=STOP_PATIENCE_SECONDS)
+                _, late = await asyncio.wait(tasks, timeout=ABORT_GRACE_SECONDS)
                 for task in late:
                     task.cancel()
                 if late:
                     await asyncio.wait(late)
         finally:
+            # The samples may be sampled again once their functions have ended.
             self._turns.release(samples)
 
-    async def _one(self, group: Group, place: int) -> None:
-        sample, born = group[place], self._live_version()
+    async def _generate_sample(self, group: Group, index: int) -> None:
+        sample, version = group[index], self._live_version()
         prompt = sample.tokens[: sample.prompt_length]
         try:
             result = await self._call(sample)
         except (asyncio.CancelledError, MilesError):
-            # It ended in whatever state: nothing of it can be continued, or told from the prompt by its length.
+            # The function left the sample in an unknown state, so `response_length` may not match the tokens, and
+            # nothing of the response can be continued.
             aborted, status = self._turns.stopped(sample), sample.status
             sample.tokens, sample.response_length = prompt, 0
             sample.reset()
@@ -123,9 +132,9 @@ class FunctionGenerator:
         if result.status is SampleStatus.PENDING:
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if result.status is not SampleStatus.ABORTED:
-            await complete(result, born, self._engine.rate)
+            await complete(result, version, self._engine.rate)
             check_lengths(result, "the generate function returned")
-        group[place] = result
+        group[index] = result
 
     async def _call(self, sample: Sample) -> Any:
         params = self._sampling.body(self._sampling.max_new_tokens)
@@ -140,5 +149,5 @@ class FunctionGenerator:
         except MilesError:
             raise
         except (Exception, SystemExit) as error:
-            # The user's code may raise anything; it is this sample that failed.
+            # A user's code may raise anything; only this sample failed.
             raise TrajectoryError(f"sample {sample.index}: the generate function raised {error!r}") from error

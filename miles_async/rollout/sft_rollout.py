@@ -1,10 +1,10 @@
-"""Supervised batches: nothing is generated, lessons become tokens and a loss mask (seed `slime-walkthrough`).
+"""Supervised fine-tuning batches, as in slime: examples are tokenized with a loss mask, and nothing is generated.
 
     --rollout-function-path miles_async.rollout.sft_rollout.generate_rollout --loss-type sft_loss
 
-A lesson is a conversation (`metadata["messages"]`, or a prompt that is a list of messages): the turns of the assistant
-are trained, each with the end-of-turn token, whatever else the checkpoint's chat template puts between them is not.
-Or it is a plain prompt and its label: the label is trained, ended by the end-of-text token.
+An example is a conversation (`metadata["messages"]`, or a prompt that is a list of messages) or a plain prompt with a
+label. Of a conversation, the assistant's turns with their end-of-turn tokens are trained on; the other turns and the
+text that the chat template adds are not. Of a plain prompt, the label is trained on, followed by the end-of-text token.
 """
 
 from __future__ import annotations
@@ -13,47 +13,60 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from miles_async.errors import UserError
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 
 class SftTokenizer(Protocol):
-    @property
-    def end(self) -> str: ...
+    """The methods of the checkpoint's tokenizer that examples need."""
 
-    def encode_text(self, text: str) -> list[int]: ...
+    @property
+    def end(self) -> str:
+        """The token that ends a turn or a text."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of `text`, without added special tokens."""
+        ...
 
     def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
-    ) -> str: ...
+    ) -> str:
+        """The chat as text; `answer_next` appends the beginning of the assistant's next turn."""
+        ...
 
 
 async def generate_rollout(
     args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
 ) -> Any:
-    """`rollout_batch_size` groups of lessons; with `evaluation`, the held-out scores of the engines."""
+    """Return `rollout_batch_size` groups of examples.
+
+    With `evaluation`, return rewards and truncation flags of the held-out data sets instead.
+    """
     if evaluation:
         return await data_source.evaluate(rollout_id)
     groups: list[Group] = data_source.get_samples(args.rollout_batch_size)
     for group in groups:
         for sample in group:
-            learn(sample, args.tokenizer, version=data_source.live_version)
+            fill_example(sample, args.tokenizer, version=data_source.live_version)
     return groups
 
 
-def learn(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> None:
-    """Fill the sample with its lesson. `version` dates it: what no model sampled is as old as the model it meets.
+def fill_example(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> None:
+    """Set tokens, loss mask and reward of a sample from its example, in place.
 
-    Raises UserError that names the sample where there is nothing to train.
+    `version` becomes the sample's weight version, so that examples, which no model sampled, never count as stale.
+    Raises UserError if the example contains no text to train on.
     """
     pieces = list(_pieces(sample, tokenizer))
     encoded = [(tokenizer.encode_text(text), trained) for text, trained in pieces]
     tokens = [token for ids, _ in encoded for token in ids]
     mask = [int(trained) for ids, trained in encoded for _ in ids]
     if 1 not in mask[1:]:
-        raise UserError(f"sample {sample.index}: its lesson holds nothing to train; give it an answer to learn")
-    # The first token is predicted from nothing.
+        raise UserError(f"sample {sample.index}: its example has no text to train on; add an assistant turn or a label")
+    # The response begins at the first trained token. A model cannot predict the first token of a sequence, so 1 is
+    # least.
     first = max(mask.index(1), 1)
     sample.tokens, sample.loss_mask = tokens, mask[first:]
     sample.response_length = len(tokens) - first
@@ -65,7 +78,10 @@ def learn(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> None:
 
 
 def _pieces(sample: Sample, tokenizer: SftTokenizer) -> Iterator[tuple[str, bool]]:
-    """The lesson's text, cut where training begins and ends. Pieces are encoded one by one, as in generation."""
+    """The example's text, split into parts that are trained on and parts that are not.
+
+    Each part is tokenized separately, as in generation, where prompt and response are separate.
+    """
     messages = sample.metadata.get("messages") or sample.prompt
     if isinstance(messages, str):
         yield messages, False
@@ -77,24 +93,27 @@ def _pieces(sample: Sample, tokenizer: SftTokenizer) -> Iterator[tuple[str, bool
 def chat_pieces(
     messages: Sequence[dict[str, Any]], tokenizer: SftTokenizer, tools: list[dict[str, Any]] | None = None
 ) -> Iterator[tuple[str, bool]]:
-    """Raises UserError where the chat template changes earlier turns when later ones follow."""
+    """Split a rendered conversation into pieces of text, with a flag whether the piece is trained on.
+
+    Raises UserError if the chat template changes earlier turns when later turns follow.
+    """
     chat = list(messages)
     whole = tokenizer.render(chat, tools, answer_next=False)
-    place = 0
+    position = 0
     for number, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        asked = tokenizer.render(chat[:number], tools) if number else ""
-        answered = tokenizer.render(chat[: number + 1], tools, answer_next=False)
-        if not (whole.startswith(asked) and whole.startswith(answered)):
+        before = tokenizer.render(chat[:number], tools) if number else ""
+        after = tokenizer.render(chat[: number + 1], tools, answer_next=False)
+        if not (whole.startswith(before) and whole.startswith(after)):
             raise UserError(
-                f"the chat template changes turn {number} of a lesson when others follow it: its loss mask would be "
-                "wrong; use a template that leaves earlier turns alone, or lessons of one turn"
+                f"the chat template changes turn {number} of an example when other turns follow, so its loss mask "
+                "would be wrong; use a template that keeps earlier turns, or examples with one assistant turn"
             )
-        # Behind the end of a turn, templates put a line break that no model is asked for.
-        end = answered.rfind(tokenizer.end, len(asked))
-        stop = len(answered) if end < 0 else end + len(tokenizer.end)
-        yield whole[place : len(asked)], False
-        yield whole[len(asked) : stop], True
-        place = stop
-    # What follows the last answer teaches nothing.
+        # Templates add a line break after the end-of-turn token, which a model never generates.
+        end = after.rfind(tokenizer.end, len(before))
+        stop = len(after) if end < 0 else end + len(tokenizer.end)
+        yield whole[position : len(before)], False
+        yield whole[len(before) : stop], True
+        position = stop
+    # The text after the last assistant turn is left out, because no trained token depends on it.

@@ -1,4 +1,4 @@
-"""The batch rollout function: one batch per call, the surplus of over-sampling aborted (seed `slime-walkthrough`)."""
+"""The batch rollout function, as in slime: each call generates one batch and aborts the surplus of over-sampling."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from functools import partial
 from typing import Any
 
 from miles_async.config.user_functions import load_function
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
 
 
 async def generate_rollout(
     args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
 ) -> Any:
-    """`rollout_batch_size` groups out of `over_sampling_batch_size`; with `evaluation`, the held-out scores."""
+    """Return `rollout_batch_size` groups out of `over_sampling_batch_size`.
+
+    With `evaluation`, return rewards and truncation flags of the held-out data sets instead. Raises UserError under
+    the schedule `fully_async`.
+    """
     if evaluation:
         return await data_source.evaluate(rollout_id)
     over_sampling = args.over_sampling_batch_size or args.rollout_batch_size

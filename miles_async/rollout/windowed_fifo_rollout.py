@@ -1,7 +1,7 @@
-"""The batch rollout function under the windowed-FIFO rule (seed `windowed-fifo`).
+"""The batch rollout function under the windowed-FIFO rule (MiniMax Forge, arXiv 2605.26494, section 6.2.4).
 
-The window is part of the pipeline's one way to collect a group, so this is the batch function by another name: naming
-it, or setting `--windowed-fifo-ratio` and naming none, says that the batch should keep close to queue order.
+The pipeline applies the window itself, so this is the batch function under another name. Selecting it, by name or by
+setting only `--windowed-fifo-ratio`, tells the run to keep each batch close to queue order.
 """
 
 from __future__ import annotations

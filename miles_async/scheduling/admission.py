@@ -1,7 +1,8 @@
-"""When the next group may start.
+"""Decides when the next group may start.
 
-Admission is what bounds staleness without throwing work away: with `slots` groups between admission and live weights,
-none can grow older than `scheduling/bounds.py` derives. It owns no counters: the ledger's are the truth.
+Admission bounds staleness without discarding work: with B slots between admission and live weights, no freshly sampled
+group can exceed the staleness that `scheduling/bounds.py` derives. Admission keeps no counters; it reads the
+ledger's.
 """
 
 from __future__ import annotations
@@ -14,30 +15,32 @@ from miles_async.scheduling.ledger import GroupState, Ledger
 
 
 class Blocked(StrEnum):
-    """What admission waits for, and who unblocks it."""
+    """The limit that blocks admission. Each member's text names the event that unblocks it."""
 
     NO_ENGINE = "no_engine"
-    """No engine serves; one that joins unblocks."""
+    """No engine accepts requests; an engine that joins unblocks admission."""
     IN_FLIGHT = "in_flight"
-    """N groups are being generated; one that ends unblocks."""
+    """N groups are being generated; a group that ends unblocks admission."""
     ENGINES = "engines"
-    """Fewer than N are in flight, but the engines are full; the controller raising its limit unblocks."""
+    """The engines are full with fewer than N groups; the adaptive limit rising unblocks admission."""
     SLOTS = "slots"
-    """B groups lie between admission and live weights; a publish, or a drop, unblocks."""
+    """B groups lie between admission and live weights; a publish or a drop unblocks admission."""
     ROOM = "queue"
-    """In flight, held back and queued groups would fill the queue; a drain unblocks."""
+    """Groups in flight, blocked by the window and queued would fill the queue; a collected batch unblocks admission."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
+    """The limits on groups that are admitted at once."""
+
     max_in_flight: int
     """N: groups from admission until reward and filter are done."""
     room: int
-    """Groups in flight, held back by the window and queued at most."""
+    """The most groups in flight, blocked by the window and queued together."""
     slots: int | None
-    """B; None where no staleness limit is set."""
+    """B; None if there is no staleness limit."""
     adaptive: AdaptiveConcurrency | None = None
-    """Keeps less than N in flight while the engines are full; None where N alone decides."""
+    """Lowers the number in flight below N while the engines are full; None if N alone decides."""
 
     def blocked_by(self, ledger: Ledger) -> Blocked | None:
         """The first limit that forbids one more group, or None."""
@@ -49,6 +52,7 @@ class Admission:
             return Blocked.ENGINES
         if self.slots is not None and ledger.held_slots >= self.slots:
             return Blocked.SLOTS
+        # Every group in flight may end up in the queue, so its room is reserved before its first token is sampled.
         if in_flight + counts[GroupState.FINISHED] + counts[GroupState.QUEUED] >= self.room:
             return Blocked.ROOM
         return None

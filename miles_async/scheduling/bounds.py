@@ -1,9 +1,14 @@
-"""What a run's settings imply: window, slots, room, and how stale a trained group can get.
+"""How stale a trained group can get: the bound that admission guarantees, and the gate that enforces the limit.
 
-With B slots between admission and live weights and a window of W, at most B - 1 groups are ahead of a fresh group when
-it is admitted and at most W - 1 younger ones pass it. So at most B + W - 2 groups are trained before it, P of them per
-version, and it is trained at most `(B + W - 2) // P` versions after the one that sampled it. Solved for a limit S, this
-gives `B = (S + 1) * P - (W - 1)`.
+Let B be the number of slots between admission and live weights, W the window and P the groups trained per publish. When
+a fresh group is admitted, at most B - 1 groups are ahead of it, and at most W - 1 younger groups pass it later. So at
+most B + W - 2 groups are trained before it, P of them per weight version. The group is trained at most
+`(B + W - 2) // P` versions after the version that sampled it. Solving for a staleness limit S gives
+`B = (S + 1) * P - (W - 1)`.
+
+Staleness is measured when a group's batch enters the optimizer step: the trainer version minus the oldest version that
+sampled any of the group's tokens. Admission makes a group past the limit rare (recycled and continued groups can exceed
+it); `StalenessGate` makes training on one impossible.
 """
 
 from __future__ import annotations
@@ -16,35 +21,34 @@ from miles_async.errors import WindowError
 
 
 class Schedule(StrEnum):
-    """Who waits for whom."""
+    """How generation and training overlap (`--schedule`)."""
 
     FULLY_ASYNC = "fully_async"
-    """A producer and a trainer, coupled by the queue and the slots alone."""
+    """A producer generates all the time; only the queue and the slots couple it to the trainer."""
     ONE_STEP_OFF = "one_step_off"
-    """The next batch is generated while this one trains."""
+    """The next batch is generated while the current batch trains."""
     SYNCHRONOUS = "synchronous"
-    """Generate, train, publish, and again."""
+    """Generation, training and publishing alternate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """All counts are groups, but for `staleness`, which is in weight versions."""
+    """The sizes that follow from a run's settings. Counts are groups; `staleness` is weight versions."""
 
-    schedule: Schedule
     generation_batch: int
-    """N: groups in flight at most."""
+    """N: the most groups in flight."""
     window: int
-    """W: `1` is strict FIFO, N is greedy."""
-    window_asked: int
-    """W before it was cut to leave slots for one publish (`B >= P`)."""
+    """W: 1 is strict FIFO, N is greedy."""
+    requested_window: int
+    """W before it was reduced to leave slots for one publish (`B >= P`)."""
     publish_groups: int
     """P: groups trained per publish."""
     slots: int | None
-    """B; None where nothing limits the groups between admission and live weights."""
+    """B; None if nothing limits the groups between admission and live weights."""
     staleness: int | None
-    """The oldest a freshly sampled group can be when trained; None where only room bounds it."""
+    """The greatest staleness of a freshly sampled group; None if only `room` bounds it."""
     room: int
-    """Groups in flight, held back by the window and queued at most: the effective queue cap."""
+    """The effective capacity of the queue: groups in flight, blocked by the window and queued together."""
 
     @classmethod
     def derive(
@@ -58,24 +62,25 @@ class Bounds:
         queue_capacity: int = 1000,
         schedule: Schedule = Schedule.FULLY_ASYNC,
     ) -> Bounds:
-        """The bounds of the given settings, which may still contradict each other: `config/checks` judges them.
+        """Derive the bounds from settings, which may contradict each other: `config/checks` reports contradictions.
 
-        Without a ratio collection is as greedy as the limit allows: W = N, cut where N would leave fewer slots than P.
+        Without a window ratio, collection is as greedy as the staleness limit allows: W = N, reduced if N would leave
+        fewer than P slots. Raises WindowError for a ratio outside [0, 1].
         """
         generation_batch = over_sampling_batch_size or rollout_batch_size
-        window = asked = window_size(windowed_fifo_ratio, generation_batch)
+        window = requested = window_size(windowed_fifo_ratio, generation_batch)
         publish_groups = rollout_batch_size * update_weights_interval
         slots = None
         staleness = {Schedule.FULLY_ASYNC: None, Schedule.ONE_STEP_OFF: 1, Schedule.SYNCHRONOUS: 0}[schedule]
         if schedule is Schedule.FULLY_ASYNC and max_weight_staleness is not None:
-            window = min(asked, max_weight_staleness * publish_groups + 1)
+            # W <= S * P + 1 is the same as B >= P: with fewer slots than one publish needs, the run would deadlock.
+            window = min(requested, max_weight_staleness * publish_groups + 1)
             slots = (max_weight_staleness + 1) * publish_groups - (window - 1)
             staleness = (slots + window - 2) // publish_groups
         return cls(
-            schedule=schedule,
             generation_batch=generation_batch,
             window=window,
-            window_asked=asked,
+            requested_window=requested,
             publish_groups=publish_groups,
             slots=slots,
             staleness=staleness,
@@ -84,13 +89,34 @@ class Bounds:
 
 
 def window_size(ratio: float | None, generation_batch: int) -> int:
-    """`W = max(1, floor(ratio * N))`; None is greedy, W = N (seed `windowed-fifo`).
+    """`W = max(1, floor(ratio * N))` (MiniMax Forge, arXiv 2605.26494, section 6.2.4); None is greedy, W = N.
 
-    In decimals, because 0.29 * 100 is 28.999… in binary and nobody who writes 0.29 means 28. Raises WindowError for a
-    ratio outside [0, 1].
+    Raises WindowError for a ratio outside [0, 1].
     """
     if ratio is None:
         return generation_batch
     if not 0 <= ratio <= 1:
         raise WindowError(f"windowed_fifo_ratio must lie in [0, 1], got {ratio}: 0 is strict FIFO, 1 is greedy")
+    # In decimal arithmetic, because 0.29 * 100 is 28.999... in binary and would be rounded down to 28.
     return max(1, int(Decimal(str(ratio)) * generation_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessGate:
+    """Decides whether a group is too stale to be trained."""
+
+    limit: int | None
+    """`--max-weight-staleness` in weight versions; None accepts every group."""
+
+    def too_old(self, oldest_version: int, trainer_version: int) -> bool:
+        """Whether a group whose oldest token was sampled by `oldest_version` exceeds the limit."""
+        return self.limit is not None and staleness(oldest_version, trainer_version) > self.limit
+
+
+def staleness(oldest_version: int, trainer_version: int) -> int:
+    """Age in weight versions. Raises ValueError if the version is newer than the trainer's, which is a bug."""
+    if oldest_version > trainer_version:
+        raise ValueError(
+            f"tokens of version {oldest_version} before the trainer staged it: its version is {trainer_version}"
+        )
+    return trainer_version - oldest_version

@@ -1,9 +1,9 @@
-"""How many groups to keep in flight, found by asking the engines: additive increase, multiplicative decrease.
+"""Adapts the number of groups in flight to the load of the engines: additive increase, multiplicative decrease.
 
-N, the generation batch, is the most that may be in flight. Where engines cannot hold so much (long contexts fill the KV
-cache, requests pile up inside the engine and are retracted), less in flight gives the same throughput and fresher
-groups. The controller backs off as TCP does (Chiu and Jain, 1989): halving is quick enough to end an overload, adding
-is slow enough not to cause the next, and the two together settle near what the engines can hold.
+N, the generation batch, is the upper limit. If the engines cannot hold N groups (long contexts fill the KV cache, and
+requests queue inside the engine or are retracted), fewer groups in flight give the same throughput and fresher data.
+The controller follows Chiu and Jain (1989), as TCP does: halving ends an overload quickly, and slow growth avoids the
+next one. The limit settles close to what the engines can hold.
 """
 
 from __future__ import annotations
@@ -13,34 +13,36 @@ from collections.abc import Sequence
 from miles_async.types import EngineLoad
 
 KV_USAGE_HIGH = 0.9
-"""From here on SGLang soon retracts running requests to make room."""
+"""Above this fraction of KV cache in use, SGLang starts to retract running requests."""
 QUEUED_HIGH = 8
-"""Requests waiting inside one engine; a few keep its batch full, more only grow old."""
+"""Above this many waiting requests inside one engine, further requests only grow stale; a few keep the batch full."""
 BACK_OFF = 0.5
+"""Factor by which an overload reduces the limit."""
 
 
 class AdaptiveConcurrency:
-    """`limit` groups may be in flight: at first `most`, never below 1.
+    """Limits the groups in flight to `limit`, which starts at `most` and never falls below 1.
 
-    It changes once per round, that is, after as many groups ended as the limit allows: what an engine reports before
-    then is still the doing of the limit before.
+    The limit changes once per round. A round ends when as many groups have ended as the limit allows in flight, because
+    the engines' load reflects the previous limit until then.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.limit = most
         self._round_ends = 0
-        """Ended groups at which the next change may come."""
+        """Number of ended groups from which on the limit may change again."""
 
     def observe(self, loads: Sequence[EngineLoad], in_flight: int, ended: int) -> None:
-        """Take note of the engines' present loads, the groups in flight, and those that ended since the run began.
+        """Adjust the limit to the current `loads`, given the groups in flight and those ended since the run began.
 
-        An overload halves the limit. Otherwise it grows by a sixteenth of `most`, but only while it is what holds
-        admission back: a limit that nothing touches has proven nothing.
+        An overloaded engine halves the limit. Otherwise the limit grows by a sixteenth of `most`, but only if it is
+        reached: if fewer groups are in flight than the limit allows, the engines were not tested at the limit.
         """
         if not loads or ended < self._round_ends:
             return
         if any(load.kv_usage > KV_USAGE_HIGH or load.queued > QUEUED_HIGH for load in loads):
+            # From the groups actually in flight, so that one decrease is enough when the limit is not reached.
             self.limit = max(1, int(min(self.limit, in_flight) * BACK_OFF))
         elif in_flight >= self.limit and self.limit < self.most:
             self.limit = min(self.most, self.limit + max(1, self.most // 16))

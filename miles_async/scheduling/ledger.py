@@ -1,11 +1,11 @@
-"""Where every group is. Each attempt is in exactly one state, and none is ever lost or counted twice.
+"""Records the state of every group. Each attempt is in exactly one state; none is lost or counted twice.
 
     fed -> in_flight -> finished -> queued -> leased -> trained -> published
       \\________________________________________________/
                        dropped(reason)
 
-A recycled prompt ends its attempt as dropped and starts a new one, with a new sequence number. Transitions are plain
-values, so that a journal can record them without the ledger knowing.
+A recycled prompt ends its attempt as dropped and starts a new attempt with a new sequence number. The ledger returns
+transitions as plain values, so that events can be emitted without the ledger knowing about them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from miles_async.types import DropReason
 
 
 class GroupState(StrEnum):
+    """The state of one attempt at a group."""
+
     FED = "fed"
     """Taken from the data source."""
     IN_FLIGHT = "in_flight"
     """Being generated, rewarded or filtered."""
     FINISHED = "finished"
-    """Kept, and waiting for the window."""
+    """Kept by the filter; waits for the window."""
     QUEUED = "queued"
+    """Collected by the window; waits in the queue."""
     LEASED = "leased"
-    """Part of the batch the trainer holds."""
+    """Part of the batch that the trainer holds."""
     TRAINED = "trained"
-    """In the weights, which are not live yet."""
+    """Trained on, but the new weights are not live yet."""
     PUBLISHED = "published"
-    """The weights it helped train are live on every routed engine."""
+    """The weights that the group helped to train are live on every routed engine."""
     DROPPED = "dropped"
+    """Ended without training; `DropReason` gives the cause."""
 
 
 LIVE = (
@@ -42,12 +46,15 @@ LIVE = (
     GroupState.LEASED,
     GroupState.TRAINED,
 )
-"""States that hold a slot."""
+"""The states in which a group holds a slot, in order."""
 
 _NEXT = dict(zip((*LIVE,), (*LIVE[1:], GroupState.PUBLISHED), strict=True))
+"""The only state that may follow each live state, apart from `dropped`."""
 
 
 class Transition(NamedTuple):
+    """One change of state; `before` is None for a group that was just fed."""
+
     sequence: int
     before: GroupState | None
     after: GroupState
@@ -55,29 +62,31 @@ class Transition(NamedTuple):
 
 
 class Ledger:
-    """Counts by state, and the one place that hands out sequence numbers.
+    """Counts groups by state, and assigns sequence numbers.
 
-    Raises LedgerError when a group takes a step its state does not allow: a bug of the scheduler, not of the data.
+    Raises LedgerError for a transition that the current state does not allow, which is a bug in the scheduler.
     """
 
     def __init__(self) -> None:
         self.counts: dict[GroupState, int] = dict.fromkeys(GroupState, 0)
-        """Groups in each live state now; for `published` and `dropped`, since the run began."""
+        """Current number of groups in each live state; for `published` and `dropped`, the number since the start."""
         self.dropped: dict[DropReason, int] = dict.fromkeys(DropReason, 0)
+        """Number of dropped groups since the start, by reason."""
         self._states: dict[int, GroupState] = {}
         self._next_sequence = 0
 
     @property
     def fed(self) -> int:
-        """Attempts started since the run began."""
+        """Number of attempts since the run began."""
         return self._next_sequence
 
     @property
     def held_slots(self) -> int:
+        """Number of groups between admission and live weights."""
         return len(self._states)
 
     def feed(self) -> Transition:
-        """Start an attempt; its sequence number is in the transition."""
+        """Start an attempt. The transition carries its new sequence number."""
         sequence = self._next_sequence
         self._next_sequence += 1
         self._states[sequence] = GroupState.FED
@@ -85,26 +94,26 @@ class Ledger:
         return Transition(sequence, None, GroupState.FED, None)
 
     def advance(self, sequence: int, after: GroupState) -> Transition:
-        """Move a group to the next state of its way."""
-        before = self._state(sequence)
+        """Move a group to `after`, which must be the next state. Raises LedgerError otherwise."""
+        before = self._live_state(sequence)
         if _NEXT[before] is not after:
-            raise LedgerError(f"group {sequence} cannot go from {before} to {after}")
+            raise LedgerError(f"group {sequence} cannot go from {before} to {after}; report this bug")
         return self._move(sequence, before, after, None)
 
     def drop(self, sequence: int, reason: DropReason) -> Transition:
-        """End an attempt without training. Trained groups cannot be dropped: they are in the weights."""
-        before = self._state(sequence)
+        """End an attempt without training. Raises LedgerError for a trained group, which is part of the weights."""
+        before = self._live_state(sequence)
         if before is GroupState.TRAINED:
-            raise LedgerError(f"group {sequence} is trained and cannot be dropped as {reason}")
+            raise LedgerError(f"group {sequence} is trained and cannot be dropped as {reason}; report this bug")
         self.dropped[reason] += 1
         return self._move(sequence, before, GroupState.DROPPED, reason)
 
     def state(self, sequence: int) -> GroupState | None:
-        """None once the attempt has ended."""
+        """The live state of an attempt; None if the attempt has ended or was never fed."""
         return self._states.get(sequence)
 
     def check_conservation(self) -> None:
-        """Every attempt fed is live in one state, published or dropped. Raises LedgerError otherwise."""
+        """Raise LedgerError unless every attempt that was fed is live in one state, published or dropped."""
         live = sum(self.counts[state] for state in LIVE)
         ended = self.counts[GroupState.PUBLISHED] + self.counts[GroupState.DROPPED]
         if (
@@ -112,13 +121,13 @@ class Ledger:
             or live + ended != self.fed
             or self.counts[GroupState.DROPPED] != sum(self.dropped.values())
         ):
-            raise LedgerError(f"{self.fed} groups fed, but {live} live and {ended} ended: {self.counts}")
+            raise LedgerError(f"{self.fed} groups were fed, but {live} are live and {ended} ended: {self.counts}")
 
-    def _state(self, sequence: int) -> GroupState:
+    def _live_state(self, sequence: int) -> GroupState:
         try:
             return self._states[sequence]
         except KeyError:
-            raise LedgerError(f"group {sequence} is not live: it ended before, or was never fed") from None
+            raise LedgerError(f"group {sequence} is not live: it ended or was never fed; report this bug") from None
 
     def _move(self, sequence: int, before: GroupState, after: GroupState, reason: DropReason | None) -> Transition:
         self.counts[before] -= 1
@@ -126,5 +135,6 @@ class Ledger:
         if after in _NEXT:
             self._states[sequence] = after
         else:
+            # Published and dropped groups have given their slots back, so the ledger forgets them.
             del self._states[sequence]
         return Transition(sequence, before, after, reason)

@@ -1,7 +1,7 @@
-"""The bounded queue between rollout and trainer (seed `fully-async`: capped at 1000 groups).
+"""The bounded queue between rollout and trainer, with the capacity `--queue-capacity` (1000 groups by default).
 
-It never drops and never blocks: admission reserves a group's room before its first token is sampled, so a put into a
-full queue is a bug in the scheduler and says so.
+The queue never drops a group and never blocks. Admission reserves room for a group before its first token is sampled,
+so a put into a full queue is a bug in the scheduler and raises LedgerError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class GroupQueue(Generic[T]):
-    """First in, first out; put and get are O(1), a sweep is O(n)."""
+    """First in, first out. `put` and `get` are O(1); `sweep` is O(n)."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -26,17 +26,20 @@ class GroupQueue(Generic[T]):
         return len(self._groups)
 
     def put(self, group: T) -> None:
+        """Append a group. Raises LedgerError if the queue is full."""
         if len(self._groups) >= self.capacity:
-            raise LedgerError(f"the queue holds {self.capacity} groups and is full: admission let one in too many")
+            raise LedgerError(
+                f"the queue is full: it holds {self.capacity} groups, so admission let in too many; report this bug"
+            )
         self._groups.append(group)
 
     def get(self) -> T:
-        """The oldest group. Raises IndexError when empty."""
+        """Remove and return the oldest group. Raises IndexError if the queue is empty."""
         return self._groups.popleft()
 
-    def sweep(self, hopeless: Callable[[T], bool]) -> list[T]:
-        """Take out, and return, the groups of which `hopeless` is true; the rest keep their order."""
-        swept = [group for group in self._groups if hopeless(group)]
+    def sweep(self, rejects: Callable[[T], bool]) -> list[T]:
+        """Remove and return the groups for which `rejects` is true; the other groups keep their order."""
+        swept = [group for group in self._groups if rejects(group)]
         if swept:
-            self._groups = deque(group for group in self._groups if not hopeless(group))
+            self._groups = deque(group for group in self._groups if not rejects(group))
         return swept

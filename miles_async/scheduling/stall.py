@@ -1,26 +1,41 @@
-"""When to say that nothing moves, and when to look deeper."""
+"""Decides when a run without progress is worth a warning, and when the stacks of its processes should be dumped.
+
+The rollout worker, the driver's report and the watchdog share these rules, so that their warnings agree. A run makes
+progress when a group is collected, a step ends or a version goes live.
+"""
 
 from __future__ import annotations
 
 
 class StallClock:
-    """Due once per `warn_seconds` of stillness, until something moves again."""
+    """Becomes due once per `warn_seconds` without progress, and starts over after progress.
+
+    Example::
+
+        clock = StallClock(warn_seconds=30.0)
+        clock.due(29.0)  # False
+        clock.due(31.0)  # True: the first warning
+        clock.due(45.0)  # False: already warned for this interval
+        clock.due(60.0)  # True: the second warning
+    """
 
     def __init__(self, warn_seconds: float) -> None:
         self._warn_seconds = warn_seconds
         self._warnings = 0
+        """Intervals of the current stall that a warning has been due for."""
 
-    def due(self, still: float) -> bool:
-        """Whether to warn now, after `still` seconds without progress."""
-        if still < self._warn_seconds:
+    def due(self, idle_seconds: float) -> bool:
+        """Whether to warn now, `idle_seconds` after the last progress."""
+        if idle_seconds < self._warn_seconds:
             self._warnings = 0
             return False
-        if still < self._warn_seconds * (self._warnings + 1):
+        if idle_seconds < self._warn_seconds * (self._warnings + 1):
             return False
-        self._warnings = int(still // self._warn_seconds)
+        # A late call may skip intervals; it warns once for all of them.
+        self._warnings = int(idle_seconds // self._warn_seconds)
         return True
 
 
-def dumps_stacks(still: float, warn_seconds: float, abort_seconds: float) -> bool:
-    """Whether to look deeper after `still` seconds: with the second warning, or the last before the run is ended."""
-    return still >= min(2 * warn_seconds, max(warn_seconds, abort_seconds - warn_seconds))
+def dumps_stacks(idle_seconds: float, warn_seconds: float, abort_seconds: float) -> bool:
+    """Whether to dump stacks: at the second warning, or at the last one before the abort if that is earlier."""
+    return idle_seconds >= min(2 * warn_seconds, max(warn_seconds, abort_seconds - warn_seconds))

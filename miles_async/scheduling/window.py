@@ -1,24 +1,28 @@
-"""Windowed FIFO: collect finished groups near their queue order, so that easy prompts do not crowd out hard ones.
+"""Windowed FIFO: finished groups are collected close to queue order, so that easy prompts do not crowd out hard ones.
 
-Source: the `windowed-fifo` seed (MiniMax Forge, arXiv 2605.26494, section 6.2.4). A finished group may be collected
-while fewer than W groups lie between the *head* and it; the head is the oldest group not yet collected or dropped.
-Collecting a younger group does not move the head, so at most W - 1 younger groups ever pass an older one.
+Source: MiniMax Forge, arXiv 2605.26494, section 6.2.4. The *head* is the oldest group that is neither collected nor
+dropped. A finished group may be collected while it lies within a window of W groups that begins at the head. Collecting
+a younger group does not move the head, so at most W - 1 younger groups ever pass an older one.
 
-    window 3, head 4:   4 unfinished | 5 collected | 6 finished -> may go | 7 finished -> blocked
+    window 3, head 4:   4 unfinished | 5 collected | 6 finished: released | 7 finished: blocked
 
-Two refinements the seed leaves open:
+The paper leaves two points open. This implementation decides them as follows:
 
-- *Anchored.* Collected groups keep counting until the head passes them. A window over the first W groups still present
-  refills itself and is greedy in effect.
-- *Drop-aware.* A dropped or failed group counts as consumed and gives its place back: W counts survivors and the
-  unfinished, so that heavy filtering does not shrink the window. Dropped groups are never trained, so the bound on
-  bypasses, and with it the bound on age, stays what it was.
+- *The window is anchored at the head.* A collected group keeps its position in the window until the head passes it.
+  If the window covered the first W groups that are still present, it would refill itself and behave greedily.
+- *The window ignores dropped groups.* A dropped or failed group counts as consumed, and the window extends by one
+  position. W therefore counts unfinished and kept groups only, and heavy filtering does not shrink the window. Dropped
+  groups are never trained, so the bound on bypasses (and with it the bound on staleness) is unchanged.
+
+`HeadPolicy` limits how long a slow head may block the groups behind it.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, TypeVar
 
 from miles_async.errors import WindowError
@@ -26,8 +30,37 @@ from miles_async.errors import WindowError
 T = TypeVar("T")
 
 
-class _Place(Generic[T]):
-    """What became of one position; a position without a place is unfinished."""
+class HeadAction(StrEnum):
+    """What happens to a head that exceeds its deadline (`--head-deadline-action`)."""
+
+    WAIT = "wait"
+    """Nothing: the window waits for the head."""
+    RECYCLE = "recycle"
+    """The head is aborted, and its prompt is fed again for a fresh attempt."""
+    SALVAGE = "salvage"
+    """The head is aborted and fed again with the tokens it has, to be continued. Without tokens it is recycled."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPolicy:
+    """The deadline of the window's head.
+
+    The window bounds how far other groups may get ahead of the head, so one stuck rollout stalls the trainer
+    (torchtitan issue 4826 reports rollouts of 50 minutes).
+    """
+
+    deadline_seconds: float | None
+    """Counted from the moment a group becomes the head, because only then do other groups wait for it."""
+    action: HeadAction
+
+    @property
+    def active(self) -> bool:
+        """Whether a slow head is ever aborted."""
+        return self.deadline_seconds is not None and self.action is not HeadAction.WAIT
+
+
+class _Finished(Generic[T]):
+    """The outcome of a position whose group finished; a position without an outcome is unfinished."""
 
     __slots__ = ("group",)
 
@@ -35,84 +68,100 @@ class _Place(Generic[T]):
         self.group = group
 
 
-_COLLECTED: _Place[None] = _Place(None)
-_DROPPED: _Place[None] = _Place(None)
+# Sentinels with the type of a finished position, so that one dictionary holds all three outcomes. They are compared by
+# identity and their `group` is never read.
+_COLLECTED: _Finished[None] = _Finished(None)
+_DROPPED: _Finished[None] = _Finished(None)
 
 
 class WindowedFIFOCollector(Generic[T]):
-    """Releases finished groups in queue order, at most `window_size` places past the oldest outstanding one.
+    """Releases finished groups in queue order, at most `window_size` positions past the head.
 
-    `total` is the number of positions of a batch, counted from 0; None makes the unbounded stream form, whose positions
-    are sequence numbers. A window of 1 is strict FIFO; a window of `total` is greedy. Each call costs O(log n) at most;
-    memory is bounded by what lies past the head.
+    `total` is the number of positions in a batch, counted from 0. With `total=None` the window is unbounded, and the
+    positions are the sequence numbers of a stream. A window of 1 is strict FIFO; a window of `total` is greedy. Each
+    call costs O(log n) at most. Memory is bounded by the number of positions past the head.
 
-    Raises WindowError (a ValueError) for a window or total below 1, a position that is negative, out of range, or
-    completed or dropped twice, and for any use after `close`.
+    Example::
+
+        window = WindowedFIFOCollector(total=4, window_size=2)
+        window.mark_completed(1, "b")
+        window.mark_completed(2, "c")
+        list(window.drain())            # ["b"]: position 2 lies outside the window [0, 2)
+        window.mark_completed(0, "a")
+        list(window.drain())            # ["a", "c"]: the head moved to 2
+
+    Raises WindowError (a ValueError) if `window_size` or `total` is below 1, if a position is negative, out of range or
+    ended twice, and for any use after `close`.
     """
 
     def __init__(self, total: int | None, window_size: int) -> None:
         if total is not None and total < 1:
-            raise WindowError(f"total must be at least 1, got {total}: there is nothing to collect")
+            raise WindowError(f"total must be at least 1, got {total}: a batch has at least one group")
         if window_size < 1:
             raise WindowError(f"window_size must be at least 1 (strict FIFO), got {window_size}")
         self.total = total
         self.window_size = window_size
         self.head = 0
-        """The oldest position neither collected nor dropped."""
+        """The oldest position that is neither collected nor dropped."""
         self.blocked = 0
-        """Finished groups that the window holds back."""
-        self._edge = 0
-        """First position past the window: everything in [head, edge) may be collected once finished."""
+        """Number of finished groups outside the window."""
+        self._end = 0
+        """First position outside the window: finished groups in [head, end) may be collected."""
         self._counted = 0
-        """Positions in [head, edge) that take up a place, that is, all but the dropped ones."""
-        self._permits: dict[int, _Place[T] | _Place[None]] = {}
+        """Positions in [head, end) that count against `window_size`: all but the dropped ones."""
+        self._outcomes: dict[int, _Finished[T] | _Finished[None]] = {}
+        """Finished, collected and dropped positions at or past the head."""
         self._ready: list[int] = []
+        """Heap of finished positions inside the window."""
         self._closed = False
         self._extend()
 
     def mark_completed(self, position: int, group: T) -> None:
         """Record that the group at `position` finished and is kept."""
         self._check(position)
-        self._permits[position] = _Place(group)
-        if position < self._edge:
+        self._outcomes[position] = _Finished(group)
+        if position < self._end:
             heapq.heappush(self._ready, position)
         else:
             self.blocked += 1
 
     def drop(self, position: int) -> None:
-        """Record that the group at `position` will never be collected; its place goes to the next in line."""
+        """Record that the group at `position` will never be collected; the window extends by one position instead."""
         self._check(position)
-        self._permits[position] = _DROPPED
-        if position < self._edge:
+        self._outcomes[position] = _DROPPED
+        # A position outside the window has not been counted yet; `_extend` will skip it.
+        if position < self._end:
             self._counted -= 1
         self._advance()
 
     def drain(self) -> Iterator[T]:
-        """Yield what may be collected now, oldest first. Each yield may open the window for the next."""
+        """Yield the groups that may be collected now, oldest first. Collecting one may release more groups."""
         if self._closed:
             raise WindowError("drain after close: the window no longer holds any group")
         return self._release()
 
     def _release(self) -> Iterator[T]:
+        # A separate generator, so that `drain` raises at the call and not at the first iteration.
         while self._ready:
             position = heapq.heappop(self._ready)
-            place = self._permits[position]
-            self._permits[position] = _COLLECTED
+            finished = self._outcomes[position]
+            self._outcomes[position] = _COLLECTED
+            # The head moves before the group is yielded: the caller may mark further positions between two yields.
             self._advance()
-            yield place.group  # type: ignore[misc]  # positions in _ready hold a _Place[T]
+            yield finished.group  # type: ignore[misc]  # positions in _ready hold a _Finished[T]
 
     def close(self) -> list[T]:
-        """End the window and hand out every finished group it still holds, in queue order."""
+        """Close the window and return the finished groups that it still holds, in queue order."""
         held = [
-            place.group
-            for _, place in sorted(self._permits.items())
-            if place is not _COLLECTED and place is not _DROPPED
+            outcome.group
+            for _, outcome in sorted(self._outcomes.items())
+            if outcome is not _COLLECTED and outcome is not _DROPPED
         ]
-        self._permits.clear()
+        self._outcomes.clear()
         self._ready.clear()
         self.blocked = 0
         self._closed = True
-        return held  # type: ignore[return-value]  # what is neither collected nor dropped is a _Place[T]
+        return held  # type: ignore[return-value]  # every outcome but the two sentinels is a _Finished[T]
 
     @property
     def exhausted(self) -> bool:
@@ -124,25 +173,29 @@ class WindowedFIFOCollector(Generic[T]):
             raise WindowError(f"position {position} after close: the window takes no more groups")
         if position < 0 or (self.total is not None and position >= self.total):
             raise WindowError(f"position {position} is outside [0, {self.total})")
-        if position < self.head or position in self._permits:
+        if position < self.head or position in self._outcomes:
             raise WindowError(f"position {position} was completed or dropped before; each position ends once")
 
     def _advance(self) -> None:
-        """Move the head past what was collected or dropped, then let the window reach as far as it now may."""
-        while (place := self._permits.get(self.head)) is _COLLECTED or place is _DROPPED:
-            del self._permits[self.head]
-            if self.head < self._edge and place is _COLLECTED:
+        """Move the head past collected and dropped positions, then extend the window."""
+        while (outcome := self._outcomes.get(self.head)) is _COLLECTED or outcome is _DROPPED:
+            del self._outcomes[self.head]
+            # Dropped positions were uncounted when they were dropped.
+            if self.head < self._end and outcome is _COLLECTED:
                 self._counted -= 1
             self.head += 1
         self._extend()
 
     def _extend(self) -> None:
-        self._edge = max(self._edge, self.head)
-        while self._counted < self.window_size and self._edge != self.total:
-            place = self._permits.get(self._edge)
-            if place is not _DROPPED:
+        """Add positions to the window until it holds `window_size` positions that are not dropped."""
+        # The head overtakes the end of the window when a run of dropped positions lies directly behind it.
+        self._end = max(self._end, self.head)
+        while self._counted < self.window_size and self._end != self.total:
+            outcome = self._outcomes.get(self._end)
+            if outcome is not _DROPPED:
                 self._counted += 1
-                if place is not None:
-                    heapq.heappush(self._ready, self._edge)
+                if outcome is not None:
+                    # The position finished while it was outside the window.
+                    heapq.heappush(self._ready, self._end)
                     self.blocked -= 1
-            self._edge += 1
+            self._end += 1

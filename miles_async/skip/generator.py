@@ -104,9 +104,8 @@ class SkippingGenerator:
         else:
             await self._live.abort(group)
 
-    async def batch(self, step: int, collect: Callable[[], Awaitable[T]]) -> T:
-        """What `collect` returns, with the groups that it generates recorded as `step`, or replayed."""
-        SkipManager.set_step(step)
+    async def batch(self, collect: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `collect`, whose groups are recorded as the manager's step, or replayed."""
         results: list[T] = []
         recording = await self._whole(collect, results)
         if recording.replayed_from is not None:

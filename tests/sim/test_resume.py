@@ -13,10 +13,9 @@ import pytest
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import StepStarted
-from miles_async.pipeline.evaluate import Evaluator
-from miles_async.pipeline.progress import progress_of, resume
+from miles_async.pipeline.checkpoint import progress_of, resume
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_state import RunState
-from miles_async.pipeline.source import RolloutSource
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, VersionSpan
 from tests.sim.virtual_time import VirtualClock
@@ -86,7 +85,13 @@ class Grabbed(Feed):
 
     def __init__(self, run_state: RunState) -> None:
         super().__init__()
-        source = RolloutSource(self, None, Evaluator(run_state, None, [], lambda: True))  # type: ignore[arg-type]
+        source = RolloutSource(
+            data=self,
+            run_state=run_state,
+            collector=None,  # type: ignore[arg-type]
+            evaluator=None,  # type: ignore[arg-type]
+            schedule=Schedule.ONE_STEP_OFF,
+        )
         self.taker = threading.Thread(target=source.get_samples, args=(1,))
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from miles_async.events import (
     StepEnded,
     StepStarted,
 )
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.rollout import external_rollout
 from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.ledger import GroupState
@@ -120,6 +120,55 @@ def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch():
     assert set(ages(world)) == {0, 1}
     assert [len(batch) for batch in world.trainer.batches] == [8] * 6
     assert world.audit.violations == []
+
+
+class Preparing(World):
+    """Notes the batches that are prepared."""
+
+    async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:
+        self.prepared = [*vars(self).get("prepared", []), [group.feed_index for group in groups]]
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_every_batch_is_prepared_once_with_the_groups_that_replaced_stale_ones(schedule):
+    settings = config(over_sampling_batch_size=32, max_weight_staleness=1, num_rollout=6)
+    world = Preparing(config=settings, schedule=schedule, latency=lambda group, rng: 1.0).run()
+    assert world.prepared == world.trainer.batches
+    if schedule is Schedule.ONE_STEP_OFF:
+        assert world.service.run_state.ledger.dropped[DropReason.STALE] > 0
+
+
+class Streaming(World):
+    """A user's function that drains the stream."""
+
+    def _rollout_function(self) -> RolloutFunction:
+        return self._rollout
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        return await source.drain_stream(rollout_id, self.config.rollout.rollout_batch_size)
+
+
+def test_a_function_that_drains_the_stream_trains_what_the_queue_itself_would_give():
+    direct = World(config=config(num_rollout=20)).run()
+    assert Streaming(config=config(num_rollout=20)).run().trainer.batches == direct.trainer.batches
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_STEP_OFF, Schedule.SYNCHRONOUS])
+def test_draining_the_stream_under_another_schedule_says_which_one_to_set(schedule):
+    with pytest.raises(UserError, match=f"the schedule is {schedule}: set --schedule fully_async"):
+        Streaming(config=config(), schedule=schedule).run()
+
+
+class Collecting(World):
+    """A user's function that collects a batch, whatever the schedule."""
+
+    def _rollout_function(self) -> RolloutFunction:
+        return self._rollout
+
+
+def test_collecting_a_batch_beside_the_stream_says_which_schedule_to_set():
+    with pytest.raises(UserError, match="call drain_stream instead, or set --schedule one_step_off"):
+        Collecting(config=config()).run()
 
 
 def test_a_version_is_published_while_the_queue_is_empty():
@@ -283,6 +332,9 @@ def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
 
 class Discarding(World):
     """A user's function that collects more than it returns."""
+
+    def _rollout_function(self) -> RolloutFunction:
+        return self._rollout
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         size = self.config.rollout.rollout_batch_size

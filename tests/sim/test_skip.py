@@ -12,7 +12,7 @@ import pytest
 from miles_async.config.schema import Rollout, RunConfig, Skip, SkipAsyncRollout, SkipRollout
 from miles_async.errors import UserError
 from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueChanged, StepStarted
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import Generator
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipManager, SkipWorld
@@ -84,7 +84,10 @@ class SkippingWorld(World):
         return self.skipping
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
-        return await self.skipping.batch(rollout_id, lambda: World._rollout(self, rollout_id, source))
+        return await self.skipping.batch(lambda: World._rollout(self, rollout_id, source))
+
+    def _on_rollout(self, rollout_id: int) -> None:
+        SkipManager.set_step(rollout_id)
 
 
 def play(

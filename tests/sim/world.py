@@ -15,9 +15,10 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import Event, RunStarted
 from miles_async.observability.diagnosis.audit import Audit
-from miles_async.pipeline.progress import resume
-from miles_async.pipeline.service import EvaluationFunction, Ports, Service
-from miles_async.pipeline.source import RolloutSource
+from miles_async.pipeline.checkpoint import resume
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
+from miles_async.pipeline.run_ports import EvaluationFunction, Ports
+from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import WindowedFIFOCollector
@@ -238,10 +239,13 @@ class World:
                 fleet=engines,
                 dead_letters=self.graveyard,
                 keep=self.keep,
+                rollout=self._rollout_function(),
+                on_rollout=self._on_rollout,
+                prepare=self._prepare,
                 problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
                 evaluate=self.evaluate,
             ),
-            synchronous=self.schedule is Schedule.SYNCHRONOUS,
+            schedule=self.schedule,
             first_rollout=first_rollout,
         )
         if self.window is not None:
@@ -259,15 +263,23 @@ class World:
                 slots=self.bounds.slots,
             )
         )
-        await self.service.run(self._rollout)
+        await self.service.run()
         self.service.run_state.ledger.check_conservation()
         self.seconds = clock.now()
 
     def _generator(self, clock: VirtualClock) -> Generator:
         return self.fleet
 
+    def _rollout_function(self) -> RolloutFunction | None:
+        """None takes batches directly from the queue."""
+        return None if self.schedule is Schedule.FULLY_ASYNC else self._rollout
+
+    async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:
+        """Called with each batch before it is trained."""
+
+    def _on_rollout(self, rollout_id: int) -> None:
+        """Called when the collection of a batch begins."""
+
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         size = self.config.rollout.rollout_batch_size
-        if self.schedule is Schedule.FULLY_ASYNC:
-            return await source.drain_stream(rollout_id, size)
         return await source.collect_batch(rollout_id, size, self.bounds.generation_batch, self.choose)

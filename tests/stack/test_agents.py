@@ -53,7 +53,7 @@ def tell(serving: Stack, function: Any, story: Story) -> None:
         await endpoint.start()
         generator = FunctionGenerator(
             function,
-            flat_args(RunConfig(), sglang_router_url=serving.router_url).adding(
+            flat_args(RunConfig(), sglang_router_url=serving.router_url).with_values(
                 turns=turns, agents=Agents(endpoint, turns)
             ),
             SamplingParams(max_new_tokens=LONGEST),

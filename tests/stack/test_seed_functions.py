@@ -18,13 +18,13 @@ from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
-from miles_async.pipeline.training import noted
+from miles_async.pipeline.training import metadata_means
 from miles_async.rewards.factory import open_rewarder
-from miles_async.rollout.contract import flat_args
+from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
 from tests.sim.world import Trace, World
-from workers.batches import Batches
+from workers.batches import BatchPreparation
 from workers.preflight import dynamic_filter, rollout_function
 
 pytestmark = pytest.mark.stack
@@ -104,11 +104,18 @@ def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) 
         sample.rollout_log_probs = [-0.5] * sample.response_length
 
     function = rollout_function(settings, "train.py")
-    batches = Batches(settings, function, flat_args(settings), Trace(), trainer_version=int, rate=rate)
-    groups = asyncio.run(batches(0, source(tmp_path)))  # type: ignore[arg-type]
+    args, data = flat_args(settings), source(tmp_path)
+
+    async def batch() -> list[Group]:
+        data.trainer_version = 0  # type: ignore[attr-defined]
+        found = await RolloutFunctionAdapter(function, args, settings, score_tokens=rate)(0, data)  # type: ignore[arg-type]
+        await BatchPreparation(settings, args, Trace())(0, found)
+        return found
+
+    groups = asyncio.run(batch())
     assert [[sample.scalar_reward for sample in trained] for trained in groups] == [[0.0, 1.0]] * 3
     assert [trained.feed_index for trained in groups] == ["sample_0_0", "sample_0_1", "sample_0_2"]
-    assert noted([sample for trained in groups for sample in trained]) == {"raw_reward": 0.5}
+    assert metadata_means([sample for trained in groups for sample in trained]) == {"raw_reward": 0.5}
 
 
 def test_a_missing_chat_template_is_named_before_anything_starts(tmp_path: Path) -> None:

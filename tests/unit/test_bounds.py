@@ -44,7 +44,7 @@ def test_a_window_too_wide_for_the_limit_is_cut_until_a_publish_has_its_slots():
     bounds = Bounds.derive(
         rollout_batch_size=8, over_sampling_batch_size=64, windowed_fifo_ratio=1, max_weight_staleness=2
     )
-    assert (bounds.window_asked, bounds.window, bounds.slots) == (64, 17, 8)
+    assert (bounds.requested_window, bounds.window, bounds.slots) == (64, 17, 8)
 
 
 def test_without_a_limit_only_the_queue_bounds_the_groups_in_the_pipeline():
@@ -85,7 +85,7 @@ def test_the_bound_never_exceeds_the_limit_and_a_publish_always_has_its_slots(se
     assert bounds.staleness <= settings["max_weight_staleness"]
     assert bounds.slots >= bounds.publish_groups
     wider = bounds.slots - 1
-    assert bounds.window == bounds.window_asked or wider < bounds.publish_groups
+    assert bounds.window == bounds.requested_window or wider < bounds.publish_groups
 
 
 @given(sizes, st.integers(0, 2**32))

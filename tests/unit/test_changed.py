@@ -39,7 +39,7 @@ def test_what_changes_after_the_notification_but_before_the_next_turn_counts():
 def test_a_cancelled_waiter_leaves_the_others_waiting():
     async def story():
         changed = ChangeSignal()
-        gone, stays = (asyncio.create_task(changed.once()) for _ in range(2))
+        gone, stays = (asyncio.create_task(changed.next_change()) for _ in range(2))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.sleep(0)

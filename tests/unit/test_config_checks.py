@@ -1,7 +1,15 @@
 import pytest
 
 from miles_async.config.checks import notes, problems
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of, schedule_of, table
+from miles_async.config.derived import (
+    EXTERNAL_FUNCTION,
+    FULLY_ASYNC_FUNCTION,
+    SFT_FUNCTION,
+    bounds_of,
+    schedule_of,
+    table,
+    takes_from_queue,
+)
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
@@ -163,10 +171,35 @@ def test_a_window_is_noted_and_ignored_with_the_greedy_rollout_function():
         ("train_async.py", ASYNC, Schedule.FULLY_ASYNC),
         ("train_async.py", {}, Schedule.ONE_STEP_OFF),
         ("train_async.py", {"rollout_function_path": "mine.generate"}, Schedule.ONE_STEP_OFF),
+        ("train_async.py", {"rollout_function_path": "mine.generate", "schedule": "fully_async"}, Schedule.FULLY_ASYNC),
+        ("train_async.py", {**ASYNC, "schedule": "one_step_off"}, Schedule.ONE_STEP_OFF),
+        ("train.py", {"schedule": "one_step_off"}, Schedule.ONE_STEP_OFF),
+        ("train_async.py", {"schedule": "synchronous"}, Schedule.SYNCHRONOUS),
+        ("train_async.py", {**ASYNC, "load_debug_rollout_data": "{rollout_id}"}, Schedule.SYNCHRONOUS),
     ],
 )
 def test_the_entry_and_the_rollout_function_decide_who_waits_for_whom(entry, settings, schedule):
     assert schedule_of(config(**settings), entry) is schedule
+
+
+@pytest.mark.parametrize(
+    "entry, settings, direct",
+    [
+        ("train_async.py", ASYNC, True),
+        ("train_async.py", {"schedule": "fully_async"}, True),
+        ("train_async.py", {"schedule": "fully_async", "rollout_function_path": "mine.generate"}, False),
+        ("train_async.py", {**ASYNC, "schedule": "one_step_off"}, False),
+        ("train.py", ASYNC, False),
+    ],
+)
+def test_batches_come_from_the_queue_without_a_rollout_function_only_in_fully_async_runs(entry, settings, direct):
+    assert takes_from_queue(config(**settings), entry) is direct
+
+
+@pytest.mark.parametrize("path", [SFT_FUNCTION, EXTERNAL_FUNCTION])
+def test_a_function_that_brings_its_own_batches_cannot_use_the_stream(path):
+    complaint = refusal(schedule="fully_async", rollout_function_path=path, loss_type="sft_loss")
+    assert f"schedule fully_async has no effect on {path}" in complaint
 
 
 def test_the_table_lists_window_publish_slots_staleness_and_queue():

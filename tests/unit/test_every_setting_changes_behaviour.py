@@ -94,6 +94,7 @@ PROOF = {
     "debug_rollout_only": f"{DEBUG}::test_a_run_that_only_generates_saves_its_batches",
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
     "rollout_function_path": f"{CHECKS}::test_the_entry_and_the_rollout_function_decide_who_waits_for_whom",
+    "schedule": f"{CHECKS}::test_the_entry_and_the_rollout_function_decide_who_waits_for_whom",
     "num_rollout": f"{SERVICE}::test_every_batch_is_full_and_every_batch_is_published",
     "rollout_batch_size": f"{SERVICE}::test_every_batch_is_full_and_every_batch_is_published",
     "over_sampling_batch_size": f"{SERVICE}::test_over_sampling_keeps_the_first_and_gives_the_rest_back",

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.batching.batch import ScoredSample, pack_samples
+from miles_async.config.derived import trains_only
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
@@ -22,11 +24,11 @@ from miles_async.events import SamplesRemoved
 from miles_async.filters.dynamic_sampling import check_no_aborted, check_no_truncated, check_reward_nonzero_std
 from miles_async.filters.over_sampling import sort_by_reward_std
 from miles_async.filters.samples import mask_truncated
-from miles_async.pipeline.training import noted
-from miles_async.rollout.contract import flat_args
+from miles_async.pipeline.training import metadata_means
+from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.sim.world import Trace
-from workers.batches import Batches
+from workers.batches import BatchPreparation, SavedBatches
 from workers.preflight import dynamic_filter
 
 
@@ -127,8 +129,17 @@ def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Grou
     async def rate(sample: Sample) -> None:
         sample.rollout_log_probs = [-1.0] * sample.response_length
 
-    made = Batches(chosen, function, flat_args(chosen), events, trainer_version=lambda: 2, rate=rate)
-    return asyncio.run(made(4, None))  # type: ignore[arg-type]
+    args, source = flat_args(chosen), SimpleNamespace(trainer_version=2)
+
+    async def batch() -> list[Group]:
+        if trains_only(chosen):
+            return await SavedBatches(chosen)(4, source)  # type: ignore[arg-type]
+        prepare = BatchPreparation(chosen, args, events)
+        found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source)  # type: ignore[arg-type]
+        await prepare(4, found)
+        return found
+
+    return asyncio.run(batch())
 
 
 @pytest.mark.parametrize("loss, rated", [("policy_loss", -1.0), ("sft_loss", 0.0)])
@@ -203,8 +214,8 @@ def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: str, tmp
 
 def test_what_functions_note_of_every_sample_is_averaged() -> None:
     samples = [Sample(metadata={"raw_reward": value, "round_number": 2}) for value in (1.0, 0.0)]
-    assert noted(samples) == {"raw_reward": 0.5, "round_number": 2.0}
-    assert noted([*samples, Sample()]) == {}
+    assert metadata_means(samples) == {"raw_reward": 0.5, "round_number": 2.0}
+    assert metadata_means([*samples, Sample()]) == {}
 
 
 def test_a_rewards_spread_is_seen_whatever_kind_of_number_it_is() -> None:

@@ -88,7 +88,7 @@ def tell(function: Any, story: Story, *lines: str | None, timeout: float = 5.0, 
         turns = MultiTurnSampler(engine, Bytes())
         generator = FunctionGenerator(
             function,
-            flat_args(RunConfig()).adding(turns=turns, **args),
+            flat_args(RunConfig()).with_values(turns=turns, **args),
             SamplingParams(max_new_tokens=200),
             engine,
             turns,
@@ -183,8 +183,8 @@ def test_a_search_answers_from_the_corpus(tmp_path: Path) -> None:
 def test_a_broken_corpus_line_is_named(tmp_path: Path) -> None:
     corpus = tmp_path / "documents.jsonl"
     corpus.write_text('{"text": "a"}\n{"words": "b"}\n')
-    with pytest.raises(UserError, match=r"documents\.jsonl, line 2: no object with a text"):
-        SearchIndex.of_file(str(corpus))
+    with pytest.raises(UserError, match=r"documents\.jsonl, line 2: expected an object with a text"):
+        SearchIndex.from_file(str(corpus))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_what_a_function_left_half_filled_is_not_taken_for_the_prompt_of_the_nex
 
 
 def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_async.rollout.generate.STOP_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("miles_async.rollout.generate.ABORT_GRACE_SECONDS", 0.01)
     reached = asyncio.Event()
 
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -337,7 +337,7 @@ def test_an_abort_ends_the_turn_under_way_and_every_later_one() -> None:
 
 
 def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_async.rollout.generate.STOP_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("miles_async.rollout.generate.ABORT_GRACE_SECONDS", 0.05)
 
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         await asyncio.sleep(60)
@@ -356,5 +356,5 @@ def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest.Monke
 
 
 def test_a_plain_function_is_refused_before_anything_starts() -> None:
-    with pytest.raises(UserError, match="is no async function: write it with async def"):
+    with pytest.raises(UserError, match="is not an async function: define it with async def"):
         load_generate_function("json.dumps")

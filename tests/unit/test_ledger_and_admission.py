@@ -2,9 +2,9 @@ import pytest
 
 from miles_async.errors import LedgerError
 from miles_async.scheduling.admission import Admission, Blocked
+from miles_async.scheduling.bounds import StalenessGate, staleness
 from miles_async.scheduling.ledger import GroupState, Ledger
 from miles_async.scheduling.queue import GroupQueue
-from miles_async.scheduling.staleness import StalenessGate, staleness
 from miles_async.types import DropReason
 
 WAY = (

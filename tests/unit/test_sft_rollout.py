@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from miles_async.errors import UserError
-from miles_async.rollout.sft_rollout import learn
+from miles_async.rollout.sft_rollout import fill_example
 from miles_async.types import Sample, VersionSpan
 
 CHAT = [
@@ -43,7 +43,7 @@ class Forgetful(Template):
 
 def lesson(sample: Sample, tokenizer: Template | None = None) -> tuple[str, str]:
     """All of its text, and below it a 1 under every trained byte."""
-    learn(sample, tokenizer or Template(), version=4)
+    fill_example(sample, tokenizer or Template(), version=4)
     assert sample.loss_mask is not None
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
     marks = " " * sample.prompt_length + "".join("1" if entry else " " for entry in sample.loss_mask)
@@ -67,10 +67,10 @@ def test_a_plain_prompt_teaches_its_label_and_where_to_end() -> None:
 
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:
-    with pytest.raises(UserError, match="changes turn 1 of a lesson when others follow it"):
-        learn(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
+    with pytest.raises(UserError, match="changes turn 1 of an example when other turns follow"):
+        fill_example(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
 
 
 def test_a_lesson_without_an_answer_is_named() -> None:
-    with pytest.raises(UserError, match="sample 3: its lesson holds nothing to train"):
-        learn(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)
+    with pytest.raises(UserError, match="sample 3: its example has no text to train on"):
+        fill_example(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from miles_async.config.checks import layouts, models, rollouts, serving, sizes
 from miles_async.config.checks.notes import NOTES
-from miles_async.config.derived import bounds_of, schedule_of
+from miles_async.config.derived import EXTERNAL_FUNCTION, SFT_FUNCTION, bounds_of, schedule_of
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
@@ -17,6 +17,12 @@ def problems(config: RunConfig, entry: str) -> list[str]:
     """Reasons why `entry` (`train_async.py` or `train.py`) refuses to start; empty if the configuration is valid."""
     schedule = schedule_of(config, entry)
     found = [sentence for check in _CHECKS for sentence in check(config)]
+    path = config.rollout.rollout_function_path
+    if schedule is Schedule.FULLY_ASYNC and path in (SFT_FUNCTION, EXTERNAL_FUNCTION):
+        found.append(
+            f"schedule fully_async has no effect on {path}, which brings its own batches: "
+            "set schedule to one_step_off or synchronous"
+        )
     if config.cluster.colocate and schedule is not Schedule.SYNCHRONOUS:
         found.append("colocate works only with train.py, where engines and learner take turns: unset colocate")
     if schedule is not Schedule.SYNCHRONOUS and config.rollout.max_weight_staleness == 0:

@@ -39,6 +39,11 @@ class Rollout(Section):
     rollout_function_path: str = "miles_async.rollout.sglang_rollout.generate_rollout"
     """Function that returns one batch of groups per call, as module.function. Choose
     fully_async_rollout.generate_rollout_fully_async for continuous generation, or name your own function."""
+    schedule: Literal["fully_async", "one_step_off", "synchronous"] | None = None
+    """How generation and training overlap. fully_async: a persistent producer fills a queue of groups. one_step_off:
+    the next batch is generated while the current one trains. synchronous: generation and training alternate.
+    Default: synchronous for train.py; for train_async.py, fully_async with the fully asynchronous rollout function
+    and one_step_off with any other."""
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
     rollout_batch_size: int = Field(32, ge=1)

@@ -1,4 +1,4 @@
-"""A Python calculator: arithmetic as Python writes it, and nothing else of Python."""
+"""A calculator for arithmetic in Python syntax. No other Python code is executed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-LONGEST = 200
-"""Characters of an expression."""
-LARGEST = 10.0**100
-"""Numbers beyond this are refused, so that no model can keep a core busy with `9**9**9`."""
+MAX_CHARACTERS = 200
+"""Longer expressions are refused."""
+MAX_NUMBER = 10.0**100
+"""Larger numbers are refused, so that a model cannot occupy a core with `9**9**9`."""
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -29,9 +29,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value as Python prints it, or `error: …`: what went wrong is for the model to read."""
-    if len(expression) > LONGEST:
-        return f"error: longer than {LONGEST} characters"
+    """Return the value as Python prints it, or `error: …` with the reason, which the model reads."""
+    if len(expression) > MAX_CHARACTERS:
+        return f"error: longer than {MAX_CHARACTERS} characters"
     try:
         return str(_value(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError) as error:
@@ -60,6 +60,6 @@ def _value(node: ast.expr) -> Any:
 def _bounded(number: Any) -> Any:
     if isinstance(number, complex):
         raise ValueError("the result is not real")
-    if abs(number) > LARGEST:
+    if abs(number) > MAX_NUMBER:
         raise ValueError("the number is too large")
     return number

@@ -1,0 +1,66 @@
+"""Checkpoints of a run: the learner's state, the position in the data, and the prompts that are still owed.
+
+A prompt is owed if it was fed but not trained when the checkpoint was written. A resumed run generates owed prompts
+again, so no prompt is lost and none is trained twice. Weight versions restart at 0, because a resumed run starts new
+engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.ports import DataSource, Learner
+from miles_async.scheduling.ledger import GroupState
+from miles_async.types import Group
+
+
+class Checkpointer:
+    """Writes checkpoints, one at a time: copied between two steps, written while training continues."""
+
+    def __init__(
+        self, *, run_state: RunState, data: DataSource, learner: Learner, tasks: TaskSupervisor, asynchronous: bool
+    ) -> None:
+        """`asynchronous` is `--async-save`; without it, `write` returns when the checkpoint is on disk."""
+        self._run_state = run_state
+        self._data = data
+        self._learner = learner
+        self._tasks = tasks
+        self._asynchronous = asynchronous
+        self.newest: asyncio.Task[None] | None = None
+        """The task that writes, or wrote, the newest checkpoint; None before the first."""
+
+    async def write(self, rollout_id: int) -> None:
+        """Copy the state after `rollout_id` and start to write it; waits for the previous checkpoint first."""
+        if self.newest is not None:
+            await self.newest
+        # The progress is captured before the first await of the copy, at the same point between two steps.
+        progress = progress_of(rollout_id, self._run_state, self._data)
+        await self._learner.copy_state(rollout_id)
+        self.newest = self._tasks.spawn(f"checkpoint-{rollout_id}", self._learner.write_state(rollout_id, progress))
+        if not self._asynchronous:
+            await self.newest
+        self._run_state.mark_progress()
+
+
+def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
+    """The progress after `rollout_id`. It can be serialised as JSON if the samples' metadata can."""
+    # A rollout function in another thread must not take a prompt between reading the position and listing the prompts.
+    with run_state.data_lock:
+        owed = [
+            group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED
+        ] + run_state.taken_groups
+        return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.to_dict() for group in owed]}
+
+
+def resume(progress: Mapping[str, Any], data: DataSource) -> int:
+    """Restore the position in the data, put owed prompts first in line, and return the next rollout id."""
+    data.load_state_dict(progress["data"])
+    owed = [Group.from_dict(values) for values in progress["owed"]]
+    for group in owed:
+        group.reset()
+    data.add_samples(owed)
+    return int(progress["rollout"]) + 1

@@ -1,0 +1,56 @@
+"""Everything that one run needs from the outside, as one value: the ports and the user's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from miles_async.events import EventSink
+from miles_async.pipeline.evaluate import EvalSet, Scores
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
+from miles_async.ports import Clock, DataSource, DeadLetters, Fleet, Generator, Learner, Rewarder, WeightChannel
+from miles_async.types import Group, Verdict
+
+EvaluationFunction = Callable[[int, RolloutSource], Awaitable[Scores]]
+"""`(rollout_id, source) -> scores`: a user's `--eval-function-path`."""
+PrepareBatch = Callable[[int, list[Group]], Awaitable[None]]
+"""`(rollout_id, groups)`: changes a batch in place before it is trained."""
+
+
+async def leave_unchanged(rollout_id: int, groups: list[Group]) -> None:
+    """A `PrepareBatch` that does nothing."""
+
+
+def ignore_rollout(rollout_id: int) -> None:
+    """An `on_rollout` that does nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """The outside of one run. `tests/sim/world.py` builds one under virtual time; `workers/rollout.py` the real one."""
+
+    clock: Clock
+    events: EventSink
+    data: DataSource
+    generator: Generator
+    evaluator: Generator
+    """Like `generator`, but greedy."""
+    rewarder: Rewarder
+    learner: Learner
+    channel: WeightChannel
+    fleet: Fleet
+    dead_letters: DeadLetters
+    keep: Callable[[Group], bool | Verdict]
+    """The dynamic sampling filter, called with each finished group."""
+    problems: Sequence[Group]
+    """Held-out problems with one sample each; without any, they are not evaluated."""
+    rollout: RolloutFunction | None = None
+    """The rollout function. None takes batches directly from the queue, under the fully asynchronous schedule only."""
+    prepare: PrepareBatch = leave_unchanged
+    """Called once with each batch before it is trained, after stale groups were replaced."""
+    on_rollout: Callable[[int], None] = ignore_rollout
+    """Called with the rollout id when the collection of a batch begins."""
+    eval_sets: Sequence[EvalSet] = ()
+    """Further data sets to evaluate on."""
+    evaluate: EvaluationFunction | None = None
+    """A user's evaluation function; None evaluates `problems` and `eval_sets`."""
