@@ -29,7 +29,7 @@ def group_advantages(rewards: Sequence[float], *, std_normalization: bool) -> li
     return [(reward - mean) / scale for reward in rewards]
 
 
-def whitened(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """`values` moved and scaled so that their weighted mean is 0 and their weighted variance 1.
 
     With the trained tokens of each sample as weights this is the normalization over the tokens of the whole batch of

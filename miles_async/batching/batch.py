@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_async.batching.advantages import group_advantages, overlong_penalty, whitened
-from miles_async.batching.layout import Padding, attention_knee, forward_layout, training_layout
+from miles_async.batching.advantages import group_advantages, overlong_penalty, whiten
+from miles_async.batching.layout import Padding, attention_crossover, forward_layout, training_layout
 from miles_async.batching.packing import PackingReport
 from miles_async.config.derived import data_parallel_rank, data_parallel_ranks
 from miles_async.config.schema import Algorithm, Learner, RunConfig
@@ -41,7 +41,7 @@ class PackedBatch:
     """[m] log-probabilities that the engines reported; empty in supervised batches, like the next three."""
     advantages: NDArray[np.float32]
     """[m] advantage of each token's sample; under ppo its reward, which becomes advantages where the critic is."""
-    shares: NDArray[np.float32]
+    loss_weights: NDArray[np.float32]
     """[m] how much each token counts in the loss's sum over tokens; ones make a mean over the step's tokens."""
     versions: NDArray[np.int64]
     """[m] weight version that sampled each token, or NO_VERSION."""
@@ -72,11 +72,11 @@ class ScoredSample:
 
     sample: Sample
     advantage: float
-    share: float = 1.0
-    """See `PackedBatch.shares`."""
+    loss_weight: float = 1.0
+    """See `PackedBatch.loss_weights`."""
 
 
-def rank_shares(groups: Sequence[Group], config: RunConfig, world_size: int) -> list[list[TrainStep]]:
+def rank_batches(groups: Sequence[Group], config: RunConfig, world_size: int) -> list[list[TrainStep]]:
     """What each learner rank trains of a drained batch: `result[rank][step]`.
 
     Ranks that share layers or sequences, or are stages of one pipeline, get the same.
@@ -100,20 +100,20 @@ def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> l
     """
     steps = config.learner.num_steps_per_rollout
     longest = config.rollout.rollout_max_response_len
-    scored = credited(groups, config.algorithm, longest)
+    scored = score_samples(groups, config.algorithm, longest)
     if len(scored) % steps:
         raise ValueError(f"{len(scored)} samples do not divide into num_steps_per_rollout={steps} equal steps")
     scored.sort(key=lambda one: -1 if one.sample.index is None else one.sample.index)
     size = len(scored) // steps
-    knee = attention_knee(config.model) if ranks > 1 else float("inf")
+    crossover = attention_crossover(config.model) if ranks > 1 else float("inf")
     cut = [
-        _cut(_weighed(scored[start : start + size], config.algorithm, longest), config.learner, ranks, knee)
+        _cut(_weighed(scored[start : start + size], config.algorithm, longest), config.learner, ranks, crossover)
         for start in range(0, len(scored), size)
     ]
     return [[step[rank] for step in cut] for rank in range(ranks)]
 
 
-def credited(groups: Sequence[Group], algorithm: Algorithm, longest: int) -> list[ScoredSample]:
+def score_samples(groups: Sequence[Group], algorithm: Algorithm, longest: int) -> list[ScoredSample]:
     """Every sample with its advantage; `longest` is the response limit in tokens."""
     estimator, scored = algorithm.advantage_estimator, []
     for group in groups:
@@ -127,7 +127,7 @@ def credited(groups: Sequence[Group], algorithm: Algorithm, longest: int) -> lis
     if not estimator.startswith("reinforce_plus_plus"):
         return scored
     tokens = [len(_trained(one.sample)) for one in scored]
-    normal = whitened([one.advantage for one in scored], tokens)
+    normal = whiten([one.advantage for one in scored], tokens)
     return [ScoredSample(one.sample, advantage) for one, advantage in zip(scored, normal, strict=True)]
 
 
@@ -151,8 +151,8 @@ def _weighed(scored: Sequence[ScoredSample], algorithm: Algorithm, longest: int)
     ]
 
 
-def _cut(scored: Sequence[ScoredSample], learner: Learner, ranks: int, knee: float) -> list[TrainStep]:
-    layout = training_layout([len(one.sample.tokens) for one in scored], learner, ranks, knee)
+def _cut(scored: Sequence[ScoredSample], learner: Learner, ranks: int, crossover: float) -> list[TrainStep]:
+    layout = training_layout([len(one.sample.tokens) for one in scored], learner, ranks, crossover)
     packed = [
         [pack_samples([scored[i] for i in bin_], pad) for bin_, pad in zip(bins, layout.paddings, strict=True)]
         for bins in layout.bins
@@ -173,7 +173,7 @@ def pack_samples(scored: Sequence[ScoredSample], pad: Padding = _NO_PADDING) -> 
         targets.append(start + one.sample.prompt_length + trained)
         logprobs.append(np.array(one.sample.rollout_log_probs, np.float32)[trained])
         advantages.append(np.full(len(trained), one.advantage, np.float32))
-        shares.append(np.full(len(trained), one.share, np.float32))
+        shares.append(np.full(len(trained), one.loss_weight, np.float32))
         versions.append(_versions(one.sample)[trained])
     return PackedBatch(
         tokens=tokens,
@@ -181,7 +181,7 @@ def pack_samples(scored: Sequence[ScoredSample], pad: Padding = _NO_PADDING) -> 
         targets=np.concatenate(targets),
         rollout_log_probs=np.concatenate(logprobs),
         advantages=np.concatenate(advantages),
-        shares=np.concatenate(shares),
+        loss_weights=np.concatenate(shares),
         versions=np.concatenate(versions),
         padding=padding,
     )
@@ -243,7 +243,7 @@ def pack_sequences(sequences: Sequence[list[int]], firsts: Sequence[int], pad: P
         targets=np.concatenate([np.arange(start + first, start + length) for start, first, length in spans]),
         rollout_log_probs=none,
         advantages=none,
-        shares=none,
+        loss_weights=none,
         versions=np.zeros(0, np.int64),
         padding=padding,
     )
@@ -254,11 +254,11 @@ class ForwardBatch:
     """Sequences of several micro-batches, laid out anew for work without gradients."""
 
     batch: PackedBatch
-    places: NDArray[np.int64]
+    target_indices: NDArray[np.int64]
     """[m] where each of its targets stands among the targets of those micro-batches, one after the other."""
 
 
-def laid_out_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> list[ForwardBatch]:
+def repack_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> list[ForwardBatch]:
     sequences: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int64]] = []  # within the sequence
     for batch in batches:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def shares_of_context(lengths: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+def context_parallel_indices(lengths: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
     """[parts, T / parts] the places in the pack that each rank computes, rising.
 
     Every sequence is cut into `2 * parts` equal pieces; rank r takes the r-th piece and the r-th from the end, so that

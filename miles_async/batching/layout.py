@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_async.batching.dynamic_batching import dynamic_batches
-from miles_async.batching.packing import Bin, PackingReport, fixed_size, pack, report_on
+from miles_async.batching.packing import Bin, PackingReport, pack, pack_fixed_size, packing_report
 from miles_async.config.derived import micro_batch_tokens, pack_unit, sequence_unit
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, Model
@@ -35,12 +35,12 @@ class Layout:
     report: PackingReport
 
 
-def training_layout(lengths: Sequence[int], learner: Learner, ranks: int, knee: float = math.inf) -> Layout:
+def training_layout(lengths: Sequence[int], learner: Learner, ranks: int, crossover: float = math.inf) -> Layout:
     """Raises ValueError when a sequence does not fit (see `pack` and `dynamic_batches`)."""
     if learner.use_dynamic_batching_in_train:
         limit, round_to = learner.max_tokens_per_microbatch_in_train, learner.sequence_length_round_in_train
-        return _rows(lengths, learner, ranks, limit, round_to, knee)
-    return _packs(lengths, learner, ranks, knee, fixed=not learner.use_dynamic_batch_size)
+        return _rows(lengths, learner, ranks, limit, round_to, crossover)
+    return _packs(lengths, learner, ranks, crossover, fixed=not learner.use_dynamic_batch_size)
 
 
 def forward_layout(lengths: Sequence[int], learner: Learner) -> Layout:
@@ -51,31 +51,31 @@ def forward_layout(lengths: Sequence[int], learner: Learner) -> Layout:
     return _packs(lengths, learner, 1, math.inf, fixed=False)
 
 
-def _packs(lengths: Sequence[int], learner: Learner, ranks: int, knee: float, *, fixed: bool) -> Layout:
+def _packs(lengths: Sequence[int], learner: Learner, ranks: int, crossover: float, *, fixed: bool) -> Layout:
     padding, cap, multiple = Padding(unit=sequence_unit(learner)), micro_batch_tokens(learner), _multiple(learner)
     if fixed:
-        bins = fixed_size(len(lengths), learner.micro_batch_size, ranks, multiple=multiple)
+        bins = pack_fixed_size(len(lengths), learner.micro_batch_size, ranks, multiple=multiple)
     else:
         padded = [padding.length(length) for length in lengths]
-        bins = pack(padded, cap, ranks, multiple=multiple, knee=knee, balance=learner.balance_data)
+        bins = pack(padded, cap, ranks, multiple=multiple, crossover=crossover, balance=learner.balance_data)
     whole = pack_unit(learner)
     computed = 0
     for bin_ in (bin_ for of_rank in bins for bin_ in of_rank if bin_):
         tokens = sum(padding.length(lengths[i]) for i in bin_)
         computed += tokens + -tokens % whole
-    report = report_on(bins, lengths, cap, multiple=multiple, knee=knee, computed=computed)
+    report = packing_report(bins, lengths, cap, multiple=multiple, crossover=crossover, computed=computed)
     return Layout(bins, [padding] * len(bins[0]), report)
 
 
 def _rows(
-    lengths: Sequence[int], learner: Learner, ranks: int, limit: int | None, round_to: int, knee: float
+    lengths: Sequence[int], learner: Learner, ranks: int, limit: int | None, round_to: int, crossover: float
 ) -> Layout:
     limit = limit or micro_batch_tokens(learner)
     round_to = math.lcm(round_to, sequence_unit(learner))
     stages = learner.pipeline_model_parallel_size
     plan = dynamic_batches(lengths, ranks, max_tokens=limit, round_to=round_to, multiple=stages)
     computed = sum(len(bin_) * width for bins in plan.bins for bin_, width in zip(bins, plan.padded, strict=True))
-    report = report_on(plan.bins, lengths, limit, multiple=stages, knee=knee, computed=computed)
+    report = packing_report(plan.bins, lengths, limit, multiple=stages, crossover=crossover, computed=computed)
     return Layout(plan.bins, [Padding(width) for width in plan.padded], report)
 
 
@@ -84,7 +84,7 @@ def _multiple(learner: Learner) -> int:
     return 1 if learner.virtual_pipeline_model_parallel_size is None else learner.pipeline_model_parallel_size
 
 
-def attention_knee(model: Model) -> float:
+def attention_crossover(model: Model) -> float:
     """The length in tokens at which causal attention costs a layer as much as its linear parts, by their FLOPs.
 
     Per token and layer, forward: twice the weights of projections and (active) feed-forward parts, and the output head

@@ -23,7 +23,7 @@ def pack(
     ranks: int = 1,
     *,
     multiple: int = 1,
-    knee: float = math.inf,
+    crossover: float = math.inf,
     balance: bool = True,
 ) -> list[list[Bin]]:
     """Micro-batches of at most `max_tokens` tokens for each data-parallel rank: `result[rank][micro_batch]`.
@@ -33,7 +33,7 @@ def pack(
     never more than 11/9 of the fewest bins, plus one). Then the heaviest bins are halved until every rank has equally
     many, and a `multiple` (of the virtual-pipeline group). The bins of a rank come in shuffled order. Deterministic.
 
-    Without `balance`, samples are dealt to the ranks in turn, whatever their work. `knee` is the length in tokens at
+    Without `balance`, samples are dealt to the ranks in turn, whatever their work. `crossover` is the length in tokens at
     which attention costs as much as all linear layers; infinity counts tokens only.
     Of fewer samples than ranks, or of none, the ranks left over get empty bins.
 
@@ -47,7 +47,7 @@ def pack(
             "max_tokens_per_gpu, or lower rollout_max_prompt_len or rollout_max_response_len"
         )
     if balance:
-        shares = _balanced(longest_first, [work(length, knee) for length in lengths], ranks)
+        shares = _balanced(longest_first, [sequence_cost(length, crossover) for length in lengths], ranks)
     else:
         shares = [[i for i in longest_first if i % ranks == rank] for rank in range(ranks)]
     packed = [_best_fit(share, lengths, max_tokens) for share in shares]
@@ -61,7 +61,7 @@ def pack(
     return packed
 
 
-def fixed_size(count: int, size: int, ranks: int, *, multiple: int = 1) -> list[list[Bin]]:
+def pack_fixed_size(count: int, size: int, ranks: int, *, multiple: int = 1) -> list[list[Bin]]:
     """`size` samples per micro-batch, whatever their tokens, dealt to the ranks in turn; equally many on all ranks.
 
     Empty micro-batches make up the `multiple`.
@@ -72,9 +72,9 @@ def fixed_size(count: int, size: int, ranks: int, *, multiple: int = 1) -> list[
     return [[share[place * size : (place + 1) * size] for place in range(each)] for share in shares]
 
 
-def work(length: int, knee: float) -> float:
+def sequence_cost(length: int, crossover: float) -> float:
     """What a sequence costs, in units of one token's pass through the linear layers."""
-    return length + length * length / knee
+    return length + length * length / crossover
 
 
 def _balanced(longest_first: Sequence[int], costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -147,19 +147,19 @@ class PackingReport:
     """Tokens computed per token of a sample; 1 is none."""
 
 
-def report_on(
+def packing_report(
     packed: Sequence[Sequence[Bin]],
     lengths: Sequence[int],
     max_tokens: int,
     *,
     multiple: int = 1,
-    knee: float = math.inf,
+    crossover: float = math.inf,
     computed: int | None = None,
 ) -> PackingReport:
     """`computed` is the number of tokens computed where some of them are padding."""
     tokens = sum(lengths)
     fewest = max(1, -(-tokens // (max_tokens * len(packed))))
-    loads = [sum(work(lengths[i], knee) for bin_ in bins for i in bin_) for bins in packed]
+    loads = [sum(sequence_cost(lengths[i], crossover) for bin_ in bins for i in bin_) for bins in packed]
     return PackingReport(
         micro_batches=len(packed[0]),
         lower_bound=fewest + -fewest % multiple,

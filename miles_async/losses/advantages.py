@@ -32,7 +32,7 @@ def generalized_advantages(
     return found, found + values
 
 
-def at_last_tokens(values: Tensor, sequences: Tensor) -> Tensor:
+def last_token_rewards(values: Tensor, sequences: Tensor) -> Tensor:
     """[m] `values` at the last token of each sequence, 0 at the others: where the reward of a whole response comes."""
     last = torch.ones_like(sequences, dtype=torch.bool)
     last[:-1] = sequences[1:] != sequences[:-1]

@@ -70,7 +70,7 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     return gap.exp() - 1 - gap
 
 
-def to_come(values: Tensor, sequences: Tensor) -> Tensor:
+def suffix_sum(values: Tensor, sequences: Tensor) -> Tensor:
     """[n] for every token the sum of `values` over it and the tokens of its sequence after it."""
     after_all = values.flip(0).cumsum(0).flip(0)
     # What comes after the sequence's own last token: the running sum at its first one, less its own.

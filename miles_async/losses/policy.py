@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from miles_async.losses.correction import CorrectionSettings, importance_weights
-from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, to_come
+from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, suffix_sum
 
 Objective = Literal["token_clip", "sequence_clip", "cispo"]
 
@@ -38,7 +38,7 @@ class TokenColumns:
     rollout_log_probs: Tensor
     """As the engines reported them."""
     advantages: Tensor
-    shares: Tensor
+    loss_weights: Tensor
     """How much the token counts in the sum; all ones make a mean over tokens."""
     sequences: Tensor
     """The number of the token's sequence in the micro-batch, rising."""
@@ -68,12 +68,12 @@ def policy_loss(
     """This micro-batch's share of the loss: its weighted token sum divided by the tokens of the whole optimizer step.
 
     `logprobs` and `entropy` [n] are under the weights being trained. Summed over micro-batches and ranks the result
-    does not depend on the grouping into micro-batches, whatever the aggregation: that lies in `columns.shares`.
+    does not depend on the grouping into micro-batches, whatever the aggregation: that lies in `columns.loss_weights`.
     """
     old, advantages = columns.old_logprobs.detach(), columns.advantages
     if columns.reference_logprobs is not None and settings.kl_reward_coef:
         away = kl_penalty(old, columns.reference_logprobs, settings.kl_estimator)
-        advantages = advantages - settings.kl_reward_coef * to_come(away, columns.sequences)
+        advantages = advantages - settings.kl_reward_coef * suffix_sum(away, columns.sequences)
     low, high = settings.eps_clip, settings.eps_clip_high
     if settings.objective == "sequence_clip":
         objective, clipped = clipped_objective(sequence_ratio(logprobs, old, columns.sequences), advantages, low, high)
@@ -88,7 +88,7 @@ def policy_loss(
     if columns.reference_logprobs is not None:
         kl = kl_penalty(logprobs, columns.reference_logprobs, settings.kl_estimator)
         per_token = per_token - settings.kl_loss_coef * kl
-    per_token = per_token * columns.shares
+    per_token = per_token * columns.loss_weights
     loss = -per_token.sum() / total_tokens
     with torch.no_grad():
         # Overflow to infinity is for the loss to report, not for its metrics: a gap of 20 is off the scale anyway.
@@ -106,7 +106,7 @@ def objective_sum(sums: Tensor) -> float:
     return float(sums[:, SUMS.index("objective")].sum())
 
 
-def metrics_from(sums: Tensor, maximum: Tensor) -> Mapping[str, float]:
+def policy_metrics(sums: Tensor, maximum: Tensor) -> Mapping[str, float]:
     """Metrics of an optimizer step from its `TokenSums`, added up over micro-batches and ranks.
 
     `ess` is the effective sample size of the unbounded importance ratios as a share of the tokens (Kish 1965): 1 is

@@ -13,7 +13,7 @@ def supervised_loss(logprobs: Tensor, *, total_tokens: int) -> Tensor:
     return -logprobs.sum() / total_tokens
 
 
-def lesson_loss(logprobs: Tensor, entropy: Tensor, *, total_tokens: int) -> tuple[Tensor, TokenSums]:
+def sft_loss(logprobs: Tensor, entropy: Tensor, *, total_tokens: int) -> tuple[Tensor, TokenSums]:
     """The same as a rollout's loss, with the sums that a policy loss reports: what speaks of sampling is nought.
 
     The metric `loss` is then the mean negative log-likelihood in nats per token.

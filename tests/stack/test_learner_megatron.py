@@ -19,9 +19,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from miles_async.adapters.megatron.model.build import Model, Reference
+from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
 from miles_async.adapters.megatron.model.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
-from miles_async.adapters.megatron.training import passes as schedule
+from miles_async.adapters.megatron.training import micro_batches as schedule
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
@@ -237,7 +237,9 @@ def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, mo
     asked: dict[type[Any], list[int]] = {}
     run_passes = schedule._run
 
-    def counted(model: Model | Reference, passes: Sequence[schedule.Pass], *args: Any, **how: Any) -> None:
+    def counted(
+        model: MegatronModel | ReferenceModel, passes: Sequence[schedule.ModelInput], *args: Any, **how: Any
+    ) -> None:
         asked[type(model)] = [len(own.tokens) for own in passes]
         run_passes(model, passes, *args, **how)
 
@@ -249,8 +251,8 @@ def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, mo
         learner_settings = CONFIG.learner.model_copy(update=limits)
         with learning(tiny, CONFIG.model_copy(update={"algorithm": algorithm, "learner": learner_settings})) as it:
             distances.append([it.train(rollout, shares(batch())).metrics["kl"] for rollout in range(2)])
-        assert (asked[Reference] == asked[Model]) is not bool(limits)
-    assert max(asked[Reference]) <= 32 < max(asked[Model])
+        assert (asked[ReferenceModel] == asked[MegatronModel]) is not bool(limits)
+    assert max(asked[ReferenceModel]) <= 32 < max(asked[MegatronModel])
     assert distances[0] == pytest.approx(distances[1], abs=1e-5)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
@@ -62,7 +62,7 @@ def train(learner: MegatronLearner, rollouts: range) -> None:
             )
             for g in range(4)
         ]
-        [steps] = rank_shares(groups, config(), 1)
+        [steps] = rank_batches(groups, config(), 1)
         assert learner.train(rollout, steps).finite
 
 

@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 
-from miles_async.batching.batch import NO_VERSION, laid_out_for_forward, policy_steps, supervised_step
+from miles_async.batching.batch import NO_VERSION, policy_steps, repack_for_forward, supervised_step
 from miles_async.config.schema import Algorithm, Learner, RunConfig
 from miles_async.errors import TrajectoryError
 from miles_async.types import Group, Sample, VersionSpan
@@ -64,9 +64,9 @@ def test_sequences_laid_out_anew_find_their_targets_places_again() -> None:
     [[step]] = policy_steps([groups], RunConfig(learner=learner), ranks=1)
     rows = learner.model_copy(update={"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 3})
     tokens = [0] * sum(len(batch.targets) for batch in step.micro_batches)
-    for part in laid_out_for_forward(step.micro_batches, rows):
-        for place, target in zip(part.places, part.batch.targets, strict=True):
-            tokens[place] = int(part.batch.tokens[target])
+    for part in repack_for_forward(step.micro_batches, rows):
+        for index, target in zip(part.target_indices, part.batch.targets, strict=True):
+            tokens[index] = int(part.batch.tokens[target])
     assert tokens == [int(token) for batch in step.micro_batches for token in batch.tokens[batch.targets]]
 
 

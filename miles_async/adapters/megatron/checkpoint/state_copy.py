@@ -34,7 +34,7 @@ _BACKEND, _VERSION = "torch_dist", 1
 
 
 class StateCopy:
-    """What `copy_aside` returns. Holds a copy of the rank's share in host memory until it is written."""
+    """What `copy_to_host` returns. Holds a copy of the rank's share in host memory until it is written."""
 
     def __init__(self, folder: Path, writer: _Writer, metadata: Metadata | None) -> None:
         self._folder = folder
@@ -77,18 +77,18 @@ class CheckpointCopy:
 
 
 @contextmanager
-def without_notices() -> Iterator[None]:
+def without_dtensor_warnings() -> Iterator[None]:
     """Megatron's format is built upon a tensor type that torch means to replace, and says so at every use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
         yield
 
 
-def copy_aside(parts: dict[str, ShardedBase], notes: dict[str, Any], folder: Path) -> StateCopy:
+def copy_to_host(parts: dict[str, ShardedBase], notes: dict[str, Any], folder: Path) -> StateCopy:
     """Plan a checkpoint of `parts` with the other ranks, and copy this rank's share. All ranks, one after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     strategy = _Copying()
-    with without_notices():
+    with without_dtensor_warnings():
         dist_checkpointing.save(dict(parts), str(folder), strategy, async_sharded_save=True, content_metadata=notes)
     return StateCopy(folder, strategy.writer, strategy.metadata)
 

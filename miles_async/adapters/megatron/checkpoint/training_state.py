@@ -24,9 +24,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from miles_async.adapters.megatron.checkpoint.state_copy import StateCopy, copy_aside, without_notices
-from miles_async.adapters.megatron.model.build import Model
-from miles_async.adapters.megatron.model.cpu import cuda_means_cpu, on_cpu
+from miles_async.adapters.megatron.checkpoint.state_copy import StateCopy, copy_to_host, without_dtensor_warnings
+from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.factory import MegatronModel
 from miles_async.errors import UserError
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -35,25 +35,25 @@ _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 """Before a parameter's name: its fp32 value in a sharded optimizer, in one that is not, and where it is the weight."""
 
 
-def copy_state(model: Model, folder: Path, steps_taken: int) -> StateCopy:
+def copy_state(model: MegatronModel, folder: Path, steps_taken: int) -> StateCopy:
     """Copy this rank's share of weights, optimizer state and random state aside, to be written into `folder`."""
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         _make_moments(model)
         modules, optimizer = _state(model, is_loading=False)
         parts = _numbered("model", modules) | _numbered("optimizer", optimizer) | _random_states()
         notes = {"steps_taken": steps_taken, "optimizer_steps": _optimizer_steps(model), "layout": _layout()}
-        return copy_aside(parts, notes, folder)
+        return copy_to_host(parts, notes, folder)
 
 
 @torch.no_grad()
-def load_state(model: Model, folder: Path) -> int:
+def load_state(model: MegatronModel, folder: Path) -> int:
     """Put back what was copied by ranks of any layout; returns the optimizer steps taken so far.
 
     Raises UserError when the files are missing or broken, or of another model.
     """
     if not (folder / "common.pt").is_file():
         raise UserError(f"{folder} is no Megatron distributed checkpoint: it holds no common.pt; load another one")
-    with cuda_means_cpu(), without_notices():
+    with redirect_cuda_to_cpu(), without_dtensor_warnings():
         try:
             return _load(model, str(folder))
         except _BROKEN as error:
@@ -69,7 +69,7 @@ def load_state(model: Model, folder: Path) -> int:
 _BROKEN = (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError, EOFError, pickle.PickleError)
 
 
-def _load(model: Model, folder: str) -> int:
+def _load(model: MegatronModel, folder: str) -> int:
     notes = dist_checkpointing.load_content_metadata(folder)
     _make_moments(model)
     modules, optimizer = _state(model, is_loading=True)
@@ -112,7 +112,7 @@ def _loaded(state: Any, folder: str) -> Any:
     return dict_list_map_outplace(whole, state)
 
 
-def _state(model: Model, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
+def _state(model: MegatronModel, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
     """Of the chunks, and of the optimizer."""
     chunks = [chunk.module.sharded_state_dict() for chunk in model.chunks]
     optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=_FORMAT)
@@ -157,11 +157,11 @@ def _with_masters_of(state: Any, folder: str) -> Any:
     return dict_list_map_outplace(found, state)
 
 
-def _optimizers(model: Model) -> Iterator[Any]:
+def _optimizers(model: MegatronModel) -> Iterator[Any]:
     yield from (chained.optimizer for chained in model.optimizer.chained_optimizers)
 
 
-def _make_moments(model: Model) -> None:
+def _make_moments(model: MegatronModel) -> None:
     """Adam makes its moments at its first step; zeros are the same, and can be stored and filled."""
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
@@ -173,7 +173,7 @@ def _make_moments(model: Model) -> None:
                     optimizer.state[parameter] = moments
 
 
-def _optimizer_steps(model: Model) -> int:
+def _optimizer_steps(model: MegatronModel) -> int:
     """Torch's Adam counts its steps in each parameter's state, fused ones in the group, from their first on.
 
     A group's number means nothing beside torch's Adam: Megatron leaves an old one there when it loads.
@@ -196,7 +196,7 @@ def _add_steps(state: Any, steps: int) -> None:
         _add_steps(value, steps)
 
 
-def _set_optimizer_steps(model: Model, steps: int) -> None:
+def _set_optimizer_steps(model: MegatronModel, steps: int) -> None:
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
             if not isinstance(optimizer, torch.optim.Adam):

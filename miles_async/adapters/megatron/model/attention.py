@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from miles_async.batching.context_parallel import shares_of_context
+from miles_async.batching.context_parallel import context_parallel_indices
 
 _LONG = 256
 """Tokens from which on padding costs more than a call of its own."""
@@ -74,7 +74,7 @@ def bucketed(lengths: NDArray[np.int64], parts: int = 1, part: int = 0) -> tuple
 
     Rank `part` of `parts` that share the sequences holds its share of the queries and gathers the keys of all ranks.
     """
-    shares = shares_of_context(lengths, parts)
+    shares = context_parallel_indices(lengths, parts)
     gathered = np.argsort(shares, axis=None)  # where each place of the pack lies, the ranks' shares end to end
     starts, own = np.cumsum(lengths) - lengths, lengths // parts
     own_starts = np.cumsum(own) - own

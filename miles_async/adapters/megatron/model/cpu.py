@@ -20,7 +20,7 @@ def on_cpu() -> bool:
 
 
 @contextmanager
-def cuda_means_cpu() -> Iterator[None]:
+def redirect_cuda_to_cpu() -> Iterator[None]:
     """Within, in this thread, code that asks for CUDA gets the CPU. With CUDA present: nothing happens."""
     if not on_cpu():
         yield

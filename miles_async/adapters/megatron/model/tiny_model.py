@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from miles_async.adapters.megatron.checkpoint.huggingface import appears_complete
+from miles_async.adapters.megatron.checkpoint.hf_checkpoint import appears_complete
 from miles_async.config.schema import TinyModel
 
 EOS_ID = 256

@@ -31,7 +31,7 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def put_value_head(chunk: torch.nn.Module) -> None:
+def attach_value_head(chunk: torch.nn.Module) -> None:
     """Give a freshly loaded GPT model, or the last stage of one, a head for values; its body keeps its weights."""
     model = unwrap_model(chunk)
     if model.post_process:

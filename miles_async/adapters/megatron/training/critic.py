@@ -15,21 +15,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.adapters.megatron.model import parallel
-from miles_async.adapters.megatron.model.build import build_model
+from miles_async.adapters.megatron.model import process_groups
 from miles_async.adapters.megatron.model.environment import environment
-from miles_async.adapters.megatron.training import forward
+from miles_async.adapters.megatron.model.factory import build_model
+from miles_async.adapters.megatron.training import inference
+from miles_async.adapters.megatron.training.micro_batches import ModelInput, forward_backward, model_inputs
 from miles_async.adapters.megatron.training.optimizer import (
     Gradients,
     apply_gradients,
     clear_gradients,
     reduce_gradients,
 )
-from miles_async.adapters.megatron.training.passes import Pass, forward_backward, passes_of
 from miles_async.batching.batch import TrainStep
 from miles_async.config.derived import critic_learning_rate
 from miles_async.config.schema import RunConfig
-from miles_async.losses.advantages import at_last_tokens, generalized_advantages
+from miles_async.losses.advantages import generalized_advantages, last_token_rewards
 from miles_async.losses.critic import CRITIC_SUMS, critic_loss, critic_metrics
 
 
@@ -54,14 +54,14 @@ class Critic:
             self.model = build_model(config.learner, str(start), values=True)
         self.steps_taken = 0
 
-    def judge(self, step: TrainStep, penalties: list[Tensor] | None) -> CriticOutput:
+    def evaluate(self, step: TrainStep, penalties: list[Tensor] | None) -> CriticOutput:
         """Advantages and returns under the critic as it is; `penalties` [m] are taken off each token's reward."""
         with environment(self._learner.critic_env_vars):
-            values = forward.batch_values(self.model, step.micro_batches, self._learner, self._device)
+            values = inference.batch_values(self.model, step.micro_batches, self._learner, self._device)
         advantages, returns = [], []
         for i, (batch, own) in enumerate(zip(step.micro_batches, values, strict=True)):
             sequences = torch.from_numpy(batch.sequences).to(self._device)
-            rewards = at_last_tokens(torch.from_numpy(batch.advantages).to(self._device), sequences)
+            rewards = last_token_rewards(torch.from_numpy(batch.advantages).to(self._device), sequences)
             if penalties is not None:
                 rewards = rewards - penalties[i]
             found = generalized_advantages(
@@ -73,23 +73,23 @@ class Critic:
             advantages = _normalized(advantages)
         return CriticOutput(values, advantages, returns)
 
-    def gradients(self, step: TrainStep, judged: CriticOutput) -> Gradients:
+    def gradients(self, step: TrainStep, critic_output: CriticOutput) -> Gradients:
         """Of one optimizer step towards the returns."""
         clear_gradients(self.model)
         clip = self._algorithm.value_clip
 
-        def loss(number: int, own: Pass, output: Tensor) -> tuple[Tensor, Tensor]:
-            values, old = forward.target_values(own, output), judged.values[number]
-            return critic_loss(values, old, judged.returns[number], total_tokens=step.total_tokens, clip=clip)
+        def loss(number: int, own: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
+            values, old = inference.target_values(own, output), critic_output.values[number]
+            return critic_loss(values, old, critic_output.returns[number], total_tokens=step.total_tokens, clip=clip)
 
-        passes = passes_of(step.micro_batches, self._learner, self._device)
+        passes = model_inputs(step.micro_batches, self._learner, self._device)
         with environment(self._learner.critic_env_vars):
             parts = forward_backward(self.model, passes, loss)
         sums = torch.zeros(len(CRITIC_SUMS), device=self._device)
         if parts:  # on the last stage of a pipeline
             sums = torch.stack(parts).sum(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        sums = parallel.from_last_stage(sums)
+        sums = process_groups.broadcast_from_last_stage(sums)
         metrics = critic_metrics(sums)
         if not sums[0]:
             return Gradients(metrics, finite=True, apply=lambda: None)  # no tokens to learn from

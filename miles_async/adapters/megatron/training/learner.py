@@ -19,15 +19,16 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_async.adapters.megatron.checkpoint.huggingface import replace_checkpoint, write_checkpoint
+from miles_async.adapters.megatron.checkpoint.hf_checkpoint import replace_checkpoint, write_checkpoint
 from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy, StateCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
-from miles_async.adapters.megatron.model import parallel
-from miles_async.adapters.megatron.model.build import build_model, build_reference
+from miles_async.adapters.megatron.model import process_groups
 from miles_async.adapters.megatron.model.environment import environment
+from miles_async.adapters.megatron.model.factory import build_model, build_reference
 from miles_async.adapters.megatron.model.hf_weights import export_weights
-from miles_async.adapters.megatron.training import forward
+from miles_async.adapters.megatron.training import inference
 from miles_async.adapters.megatron.training.critic import Critic, CriticOutput
+from miles_async.adapters.megatron.training.micro_batches import ModelInput, forward_backward, model_inputs
 from miles_async.adapters.megatron.training.offload import offload, onload
 from miles_async.adapters.megatron.training.optimizer import (
     Gradients,
@@ -36,8 +37,7 @@ from miles_async.adapters.megatron.training.optimizer import (
     clear_gradients,
     reduce_gradients,
 )
-from miles_async.adapters.megatron.training.passes import Pass, forward_backward, passes_of
-from miles_async.adapters.megatron.training.usage import usage
+from miles_async.adapters.megatron.training.performance import usage
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.config.derived import keeps_reference, learning_rate, reference_batching
 from miles_async.config.schema import Algorithm, RunConfig
@@ -50,11 +50,11 @@ from miles_async.losses.policy import (
     PolicyLossSettings,
     TokenColumns,
     TokenSums,
-    metrics_from,
     objective_sum,
     policy_loss,
+    policy_metrics,
 )
-from miles_async.losses.supervised import lesson_loss, supervised_loss
+from miles_async.losses.supervised import sft_loss, supervised_loss
 from miles_async.types import StepReport
 
 
@@ -66,7 +66,7 @@ class PreStepValues:
     """None: those of the step's own forward pass."""
     reference: list[Tensor] | None
     """None where no reference model is kept."""
-    judged: CriticOutput | None
+    critic_output: CriticOutput | None
     """None where there is no critic."""
 
 
@@ -88,7 +88,7 @@ class MegatronLearner:
         self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
         self._rank = rank
-        self._device = parallel.join(
+        self._device = process_groups.join(
             rank=rank,
             world_size=world_size,
             address=master_addr,
@@ -123,8 +123,8 @@ class MegatronLearner:
         finite = True
         for step, before in zip(steps, known, strict=True):
             found = [self._policy_step(step, before)] if rollout_id >= self._critic_only else []
-            if self._critic is not None and before.judged is not None:
-                found.append(self._critic.gradients(step, before.judged))
+            if self._critic is not None and before.critic_output is not None:
+                found.append(self._critic.gradients(step, before.critic_output))
             metrics.append(dict(chain(*(one.metrics.items() for one in found), _of_packing(step).items())))
             finite = all(one.finite for one in found)
             if not finite:
@@ -155,7 +155,7 @@ class MegatronLearner:
                 algorithm.kl_coef * kl_penalty(own, other, algorithm.kl_loss_type)
                 for own, other in zip(old, reference, strict=True)
             ]
-        return PreStepValues(old, reference, self._critic.judge(step, penalties))
+        return PreStepValues(old, reference, self._critic.evaluate(step, penalties))
 
     def _restorer(self) -> Callable[[], None]:
         """Undoes what is done to models, optimizers and step counts from here on."""
@@ -174,7 +174,7 @@ class MegatronLearner:
 
     def _policy_step(self, step: TrainStep, before: PreStepValues) -> Gradients:
         sums, maximum = self._policy_gradients(step, before)
-        metrics = metrics_from(sums, maximum)
+        metrics = policy_metrics(sums, maximum)
         if not metrics["loss_tokens"]:
             # A filter took all of it: there is nothing to learn, and Adam would drift on by its momentum.
             return Gradients(metrics, finite=True, apply=lambda: None)
@@ -190,10 +190,10 @@ class MegatronLearner:
     def _policy_gradients(self, step: TrainStep, before: PreStepValues) -> tuple[Tensor, Tensor]:
         clear_gradients(self._model)
 
-        def loss(number: int, own: Pass, logits: Tensor) -> tuple[Tensor, TokenSums]:
-            logprobs, entropy = forward.target_logprobs(own, logits, self._model.vocab_size, self._temperature)
+        def loss(number: int, own: ModelInput, logits: Tensor) -> tuple[Tensor, TokenSums]:
+            logprobs, entropy = inference.target_logprobs(own, logits, self._model.vocab_size, self._temperature)
             if self._settings.loss_type == "sft_loss":
-                return lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
+                return sft_loss(logprobs, entropy, total_tokens=step.total_tokens)
             columns = self._columns(own.batch, logprobs, before, number)
             return policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
 
@@ -206,10 +206,10 @@ class MegatronLearner:
             maximum = torch.stack([part.maximum for part in parts]).amax(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        return parallel.from_last_stage(sums), parallel.from_last_stage(maximum)
+        return process_groups.broadcast_from_last_stage(sums), process_groups.broadcast_from_last_stage(maximum)
 
-    def _passes(self, step: TrainStep) -> list[Pass]:
-        return passes_of(step.micro_batches, self._settings, self._device)
+    def _passes(self, step: TrainStep) -> list[ModelInput]:
+        return model_inputs(step.micro_batches, self._settings, self._device)
 
     def _columns(self, batch: PackedBatch, logprobs: Tensor, before: PreStepValues, number: int) -> TokenColumns:
         def here(column: NDArray[Any]) -> Tensor:
@@ -220,15 +220,17 @@ class MegatronLearner:
         return TokenColumns(
             old_logprobs=logprobs if before.old_logprobs is None else before.old_logprobs[number],
             rollout_log_probs=here(batch.rollout_log_probs),
-            advantages=here(batch.advantages) if before.judged is None else before.judged.advantages[number],
-            shares=here(batch.shares),
+            advantages=here(batch.advantages)
+            if before.critic_output is None
+            else before.critic_output.advantages[number],
+            loss_weights=here(batch.loss_weights),
             sequences=here(batch.sequences),
             staleness=here(staleness),
             reference_logprobs=None if before.reference is None else before.reference[number],
         )
 
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
-        return forward.fixed_logprobs(
+        return inference.frozen_logprobs(
             self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
         )
 
@@ -237,7 +239,7 @@ class MegatronLearner:
             return None
         settings = reference_batching(self._settings)
         with environment(self._settings.ref_env_vars):
-            return forward.fixed_logprobs(
+            return inference.frozen_logprobs(
                 self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
             )
 
@@ -250,14 +252,14 @@ class MegatronLearner:
         copies = parallel_state.get_data_parallel_world_size()
         clear_gradients(self._model)
 
-        def loss(_: int, own: Pass, logits: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs, _entropy = forward.target_logprobs(own, logits, self._model.vocab_size)
+        def loss(_: int, own: ModelInput, logits: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs, _entropy = inference.target_logprobs(own, logits, self._model.vocab_size)
             value = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
             return value, value.detach() * copies
 
         losses = forward_backward(self._model, self._passes(step), loss)
         seen = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
-        total = parallel.from_last_stage(seen).item()
+        total = process_groups.broadcast_from_last_stage(seen).item()
         if math.isfinite(reduce_gradients(self._model)) and math.isfinite(total):
             apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
         return total
@@ -267,11 +269,11 @@ class MegatronLearner:
 
         At temperature 1, in nats; the last `response_length` entries are those of a response.
         """
-        return forward.sequence_logprobs(self._model, token_lists, self._settings, device=self._device)
+        return inference.sequence_logprobs(self._model, token_lists, self._settings, device=self._device)
 
     def greedy(self, prompts: Sequence[list[int]], max_new_tokens: int, eos: int) -> list[list[int]]:
         """The most probable continuation of each prompt, up to and with `eos`."""
-        return forward.greedy(
+        return inference.greedy(
             self._model, prompts, self._settings, max_new_tokens=max_new_tokens, eos=eos, device=self._device
         )
 
@@ -332,7 +334,7 @@ class MegatronLearner:
 
     def close(self) -> None:
         """Leave the process groups; another learner may then be built in this process."""
-        parallel.leave()
+        process_groups.leave()
 
 
 _OBJECTIVES: dict[str, Objective] = {"gspo": "sequence_clip", "cispo": "cispo"}

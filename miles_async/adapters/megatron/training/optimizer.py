@@ -9,14 +9,14 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from miles_async.adapters.megatron.model.build import Model
-from miles_async.adapters.megatron.model.cpu import cuda_means_cpu
+from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.factory import MegatronModel
 
 
-def clear_gradients(model: Model) -> None:
+def clear_gradients(model: MegatronModel) -> None:
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         model.optimizer.zero_grad()
 
 
@@ -30,27 +30,27 @@ class Gradients:
     apply: Callable[[], None]
 
 
-def reduce_gradients(model: Model) -> float:
+def reduce_gradients(model: MegatronModel) -> float:
     """Add up the gradients over the ranks; returns their norm before clipping."""
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         finalize_model_grads(model.chunks)
         model.optimizer.prepare_grads()
         return float(model.optimizer.get_grad_norm())
 
 
-def apply_gradients(model: Model, *, lr: float, weight_decay: float) -> None:
+def apply_gradients(model: MegatronModel, *, lr: float, weight_decay: float) -> None:
     """Clip what `reduce_gradients` left, and step."""
     for group in model.optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay * group["wd_mult"]
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         model.optimizer.step()
 
 
 class Snapshot:
     """Weights and optimizer state in host memory, for batches of several steps: if a later one fails, none counts."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: MegatronModel) -> None:
         self._model = model
         self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in _tensors(model)]
         self._fresh = len(model.optimizer.state) == 0
@@ -65,7 +65,7 @@ class Snapshot:
                 tensor.zero_()
 
 
-def _tensors(model: Model) -> Iterator[Tensor]:
+def _tensors(model: MegatronModel) -> Iterator[Tensor]:
     """Parameters, the optimizer's own copies of them where it has any, and its state; some may come twice."""
     for chunk in model.chunks:
         yield from chunk.module.parameters()
@@ -74,6 +74,6 @@ def _tensors(model: Model) -> Iterator[Tensor]:
     yield from _state(model)
 
 
-def _state(model: Model) -> Iterator[Tensor]:
+def _state(model: MegatronModel) -> Iterator[Tensor]:
     for _, state in model.optimizer.state.items():  # Megatron's proxy has no values()
         yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from megatron.core import parallel_state
 
-from miles_async.adapters.megatron.model.build import Model
 from miles_async.adapters.megatron.model.cpu import on_cpu
+from miles_async.adapters.megatron.model.factory import MegatronModel
 from miles_async.batching.batch import TrainStep
 from miles_async.batching.flops import LayerSizes, training_flops
 
@@ -17,10 +17,10 @@ _PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800"
 """Dense bf16 operations per second by what is in the device's name (NVIDIA's data sheets, without sparsity)."""
 
 
-def usage(model: Model, steps: Sequence[TrainStep], seconds: float) -> dict[str, float]:
+def usage(model: MegatronModel, steps: Sequence[TrainStep], seconds: float) -> dict[str, float]:
     """`memory_gib`, this rank's peak so far; and `mfu` where the device's own speed is known and bf16 is computed.
 
-    Model FLOPs utilization counts what the model needs, forward and backward (PaLM, arXiv 2204.02311, appendix B):
+    MegatronModel FLOPs utilization counts what the model needs, forward and backward (PaLM, arXiv 2204.02311, appendix B):
     recomputation, log-probabilities of old policies and the critic make it lower.
     """
     if on_cpu():
@@ -35,7 +35,7 @@ def usage(model: Model, steps: Sequence[TrainStep], seconds: float) -> dict[str,
     return found
 
 
-def _sizes(model: Model) -> LayerSizes:
+def _sizes(model: MegatronModel) -> LayerSizes:
     config = model.bridge.config
     experts = config.num_moe_experts is not None
     return LayerSizes(

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.attention import packed_params
-from miles_async.adapters.megatron.model.build import Model, Reference
-from miles_async.adapters.megatron.model.cpu import cuda_means_cpu, on_cpu
+from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
 from miles_async.batching.batch import PackedBatch, pack_sequences
-from miles_async.batching.context_parallel import shares_of_context
+from miles_async.batching.context_parallel import context_parallel_indices
 from miles_async.batching.layout import Padding
 from miles_async.config.derived import pack_unit, sequence_unit
 from miles_async.config.schema import Learner
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ModelInput:
     """A micro-batch as this rank computes it."""
 
     batch: PackedBatch
@@ -44,7 +44,9 @@ class Pass:
     """[k] which of the batch's targets those are."""
 
 
-def forward(model: Model | Reference, passes: Sequence[Pass], read: Callable[[Pass, Tensor], R]) -> list[R]:
+def forward(
+    model: MegatronModel | ReferenceModel, passes: Sequence[ModelInput], read: Callable[[ModelInput, Tensor], R]
+) -> list[R]:
     """`read(pass, logits)` of every micro-batch, without gradients; nothing on ranks that are not the last stage."""
     results: dict[int, R] = {}
 
@@ -57,7 +59,7 @@ def forward(model: Model | Reference, passes: Sequence[Pass], read: Callable[[Pa
 
 
 def forward_backward(
-    model: Model, passes: Sequence[Pass], loss: Callable[[int, Pass, Tensor], tuple[Tensor, R]]
+    model: MegatronModel, passes: Sequence[ModelInput], loss: Callable[[int, ModelInput, Tensor], tuple[Tensor, R]]
 ) -> list[R]:
     """Add up the gradients of the losses; `loss(number, pass, logits)` also returns what is kept of a micro-batch.
 
@@ -76,13 +78,15 @@ def forward_backward(
     return [results[number] for number in sorted(results)]
 
 
-def _run(model: Model | Reference, passes: Sequence[Pass], finish: Callable[..., Any], **how: bool) -> None:
-    def step(numbered: Iterator[tuple[int, Pass]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+def _run(
+    model: MegatronModel | ReferenceModel, passes: Sequence[ModelInput], finish: Callable[..., Any], **how: bool
+) -> None:
+    def step(numbered: Iterator[tuple[int, ModelInput]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         number, own = next(numbered)
         output = chunk(own.tokens[None], own.positions[None], None, packed_seq_params=own.params)
         return output, partial(finish, number)
 
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[enumerate(passes) for _ in model.chunks],
@@ -95,7 +99,7 @@ def _run(model: Model | Reference, passes: Sequence[Pass], finish: Callable[...,
         )
 
 
-def passes_of(batches: Sequence[PackedBatch], learner: Learner, device: torch.device) -> list[Pass]:
+def model_inputs(batches: Sequence[PackedBatch], learner: Learner, device: torch.device) -> list[ModelInput]:
     """Each micro-batch, filled up to what this layout can cut evenly.
 
     Ranks that share experts compute equally many tokens at once on a CPU, and equally many micro-batches everywhere.
@@ -115,7 +119,7 @@ def passes_of(batches: Sequence[PackedBatch], learner: Learner, device: torch.de
     return [_pass(batch, total, device) for batch, total in zip(batches, totals.tolist(), strict=True)]
 
 
-def _pass(batch: PackedBatch, total: int, device: torch.device) -> Pass:
+def _pass(batch: PackedBatch, total: int, device: torch.device) -> ModelInput:
     def there(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
@@ -125,12 +129,12 @@ def _pass(batch: PackedBatch, total: int, device: torch.device) -> Pass:
         tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
     positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     group = parallel_state.get_context_parallel_group()
-    own = shares_of_context(lengths, group.size())[group.rank()]
+    own = context_parallel_indices(lengths, group.size())[group.rank()]
     place = np.full(len(tokens), -1)
     place[own] = np.arange(len(own))
     sources = place[batch.targets - 1]
     wanted = np.flatnonzero(sources >= 0)
-    return Pass(
+    return ModelInput(
         batch=batch,
         tokens=there(tokens[own]),
         positions=there(positions[own]),

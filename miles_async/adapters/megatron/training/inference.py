@@ -12,16 +12,18 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from miles_async.adapters.megatron.model.build import Model, Reference
-from miles_async.adapters.megatron.model.parallel import from_last_stage
-from miles_async.adapters.megatron.training.passes import Pass, forward, passes_of
-from miles_async.batching.batch import PackedBatch, laid_out_for_forward, pack_sequences
+from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
+from miles_async.adapters.megatron.training.micro_batches import ModelInput, forward, model_inputs
+from miles_async.batching.batch import PackedBatch, pack_sequences, repack_for_forward
 from miles_async.batching.layout import forward_layout
 from miles_async.config.schema import Learner
 from miles_async.losses.logprobs import token_logprobs
 
 
-def target_logprobs(own: Pass, logits: Tensor, vocab_size: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def target_logprobs(
+    own: ModelInput, logits: Tensor, vocab_size: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """[m] log-probability of each target token given what precedes it, and [m] entropy, in nats, on all ranks.
 
     Of the distribution that sampling at `temperature` draws from, which is what engines report and what is trained.
@@ -40,12 +42,12 @@ def target_logprobs(own: Pass, logits: Tensor, vocab_size: int, temperature: flo
     return logprobs, entropy
 
 
-def target_values(own: Pass, output: Tensor) -> Tensor:
+def target_values(own: ModelInput, output: Tensor) -> Tensor:
     """[m] a critic's value before each target token, on all ranks; `output` [t, 1] is its head's."""
     return _of_whole_sequences(own, output.index_select(0, own.sources).T)[0]
 
 
-def _of_whole_sequences(own: Pass, found: Tensor) -> Tensor:
+def _of_whole_sequences(own: ModelInput, found: Tensor) -> Tensor:
     """[k, m] of all targets, from [k, n] of those that this rank's share of the sequences predicts."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
@@ -57,7 +59,7 @@ def _of_whole_sequences(own: Pass, found: Tensor) -> Tensor:
 
 
 def batch_logprobs(
-    model: Model | Reference,
+    model: MegatronModel | ReferenceModel,
     batches: Sequence[PackedBatch],
     settings: Learner,
     device: torch.device,
@@ -66,34 +68,34 @@ def batch_logprobs(
 ) -> list[Tensor]:
     """[m] for each micro-batch, log-probabilities of its targets without gradients, on the ranks of every stage."""
 
-    def read(own: Pass, logits: Tensor) -> Tensor:
+    def read(own: ModelInput, logits: Tensor) -> Tensor:
         return target_logprobs(own, logits, model.vocab_size, temperature)[0]
 
     return _of_every_batch(model, batches, settings, device, read)
 
 
 def batch_values(
-    critic: Model, batches: Sequence[PackedBatch], settings: Learner, device: torch.device
+    critic: MegatronModel, batches: Sequence[PackedBatch], settings: Learner, device: torch.device
 ) -> list[Tensor]:
     """[m] for each micro-batch, a critic's values without gradients, on the ranks of every stage."""
     return _of_every_batch(critic, batches, settings, device, target_values)
 
 
 def _of_every_batch(
-    model: Model | Reference,
+    model: MegatronModel | ReferenceModel,
     batches: Sequence[PackedBatch],
     settings: Learner,
     device: torch.device,
-    read: Callable[[Pass, Tensor], Tensor],
+    read: Callable[[ModelInput, Tensor], Tensor],
 ) -> list[Tensor]:
-    found = forward(model, passes_of(batches, settings, device), read)[: len(batches)]
+    found = forward(model, model_inputs(batches, settings, device), read)[: len(batches)]
     counts = [len(batch.targets) for batch in batches]
     flat = torch.cat(found) if found else torch.empty(sum(counts), device=device)
-    return list(from_last_stage(flat).split(counts))
+    return list(broadcast_from_last_stage(flat).split(counts))
 
 
-def fixed_logprobs(
-    model: Model | Reference,
+def frozen_logprobs(
+    model: MegatronModel | ReferenceModel,
     batches: Sequence[PackedBatch],
     settings: Learner,
     device: torch.device,
@@ -105,15 +107,15 @@ def fixed_logprobs(
         return batch_logprobs(model, batches, settings, device, temperature=temperature)
     counts = [len(batch.targets) for batch in batches]
     result = torch.zeros(sum(counts), device=device)
-    parts = laid_out_for_forward(batches, settings)
+    parts = repack_for_forward(batches, settings)
     found = batch_logprobs(model, [part.batch for part in parts], settings, device, temperature=temperature)
     for part, logprobs in zip(parts, found, strict=True):
-        result[torch.from_numpy(part.places).to(device)] = logprobs
+        result[torch.from_numpy(part.target_indices).to(device)] = logprobs
     return list(result.split(counts))
 
 
 def sequence_logprobs(
-    model: Model, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device
+    model: MegatronModel, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device
 ) -> list[list[float]]:
     """For each sequence, the log-probability of every token but the first, given those before it."""
     results: list[list[float]] = [[] for _ in token_lists]
@@ -130,7 +132,7 @@ def sequence_logprobs(
 
 
 def greedy(
-    model: Model,
+    model: MegatronModel,
     prompts: Sequence[list[int]],
     settings: Learner,
     *,
@@ -154,7 +156,9 @@ def greedy(
     return outputs
 
 
-def _next_tokens(model: Model, sequences: list[list[int]], settings: Learner, device: torch.device) -> list[int]:
+def _next_tokens(
+    model: MegatronModel, sequences: list[list[int]], settings: Learner, device: torch.device
+) -> list[int]:
     """One forward pass; a sequence is followed by a token that stands where the wanted one will."""
     layout = forward_layout([len(sequence) + 1 for sequence in sequences], settings)
     batches = [
@@ -162,14 +166,14 @@ def _next_tokens(model: Model, sequences: list[list[int]], settings: Learner, de
         for bin_, pad in zip(layout.bins[0], layout.paddings, strict=True)
     ]
 
-    def read(own: Pass, logits: Tensor) -> Tensor:
+    def read(own: ModelInput, logits: Tensor) -> Tensor:
         last = gather_from_tensor_model_parallel_region(logits.index_select(0, own.sources))
         best = torch.zeros(len(own.batch.targets), dtype=torch.int64, device=device)
         best[own.wanted] = last[:, : model.vocab_size].argmax(-1)
         return reduce_from_tensor_model_parallel_region(best, group=parallel_state.get_context_parallel_group())
 
-    found = forward(model, passes_of(batches, settings, device), read)
+    found = forward(model, model_inputs(batches, settings, device), read)
     flat = torch.cat(found) if found else torch.empty(len(sequences), dtype=torch.int64, device=device)
     order = [i for bin_ in layout.bins[0] for i in bin_]
-    tokens = dict(zip(order, from_last_stage(flat).tolist(), strict=True))
+    tokens = dict(zip(order, broadcast_from_last_stage(flat).tolist(), strict=True))
     return [tokens[i] for i in range(len(sequences))]

@@ -43,7 +43,7 @@ def join(*, rank: int, world_size: int, address: str, port: int, learner: Learne
     return device
 
 
-def from_last_stage(tensor: Tensor) -> Tensor:
+def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
     """What the last stage of this rank's pipeline holds; the others give a tensor of the same shape to fill."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:

@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from miles_async.adapters.megatron.model.cpu import cuda_means_cpu, on_cpu
+from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.cpu_layers import cpu_layers
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import load_weights
-from miles_async.adapters.megatron.model.value_head import put_value_head
+from miles_async.adapters.megatron.model.value_head import attach_value_head
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 
@@ -44,7 +44,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class MegatronModel:
     bridge: Bridge
     """Converts names and tensors between Megatron and Hugging Face."""
     chunks: list[DistributedDataParallel]
@@ -55,32 +55,32 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceModel:
     """A model that is only looked at: without gradients and without optimizer."""
 
     bridge: Bridge
     chunks: list[torch.nn.Module]
-    """As in `Model`."""
+    """As in `MegatronModel`."""
     vocab_size: int
 
 
-def build_reference(settings: Learner, hf_checkpoint: str) -> Reference:
+def build_reference(settings: Learner, hf_checkpoint: str) -> ReferenceModel:
     """Load the checkpoint to compare with, in the layout of the model being trained."""
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         bridge, chunks = _built(settings, hf_checkpoint)
-    return Reference(bridge, [chunk.requires_grad_(False) for chunk in chunks], bridge.hf_config.vocab_size)
+    return ReferenceModel(bridge, [chunk.requires_grad_(False) for chunk in chunks], bridge.hf_config.vocab_size)
 
 
-def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> Model:
+def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> MegatronModel:
     """Load the checkpoint into this rank's part of the model. The process groups must exist.
 
     With `values` it is a critic, which has a head for values in place of the output layer.
     Raises UserError when mbridge does not know the model family.
     """
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         bridge, chunks = _built(settings, hf_checkpoint)
         for chunk in chunks if values else ():
-            put_value_head(chunk)
+            attach_value_head(chunk)
         sharded = optimizer_is_sharded(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
@@ -96,7 +96,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             params_dtype=_dtype(settings),
             use_distributed_optimizer=sharded,
         )
-        return Model(bridge, wrapped, get_megatron_optimizer(config, wrapped), bridge.hf_config.vocab_size)
+        return MegatronModel(bridge, wrapped, get_megatron_optimizer(config, wrapped), bridge.hf_config.vocab_size)
 
 
 def _built(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
