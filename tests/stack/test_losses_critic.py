@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_async.losses.advantages import generalized_advantages, last_token_rewards
-from miles_async.losses.critic import critic_loss, critic_metrics
+from miles_async.losses.critic import critic_loss, critic_metrics, generalized_advantages, last_token_rewards
 
 LENGTHS = (7, 1, 4)
 SEQUENCES = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))

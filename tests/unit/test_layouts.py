@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_async.batching.context_parallel import context_parallel_indices
+from miles_async.batching.layout import context_parallel_indices
 from miles_async.config.layouts import layout_problems
 from miles_async.config.schema import Learner, Model, RunConfig
 

@@ -103,7 +103,7 @@ def test_a_sample_without_a_number_as_reward_is_named() -> None:
 
 
 def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
-    with pytest.raises(TrajectoryError, match=r"sample 4: .* 2 mask entries"):
+    with pytest.raises(TrajectoryError, match=r"sample 4 has .* 2 mask entries"):
         steps_of(Group([sample(4, mask=[1, 1])]))
 
 

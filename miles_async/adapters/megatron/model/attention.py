@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from miles_async.batching.context_parallel import context_parallel_indices
+from miles_async.batching.layout import context_parallel_indices
 
 _LONG = 256
 """Tokens from which on padding costs more than a call of its own."""

@@ -29,7 +29,7 @@ from miles_async.adapters.megatron.training.optimizer import (
 from miles_async.batching.batch import TrainStep
 from miles_async.config.derived import critic_learning_rate
 from miles_async.config.schema import RunConfig
-from miles_async.losses.advantages import generalized_advantages, last_token_rewards
+from miles_async.losses.critic import generalized_advantages, last_token_rewards
 from miles_async.losses.critic import CRITIC_SUMS, critic_loss, critic_metrics
 
 

@@ -20,7 +20,7 @@ from miles_async.adapters.megatron.model.attention import packed_params
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
 from miles_async.batching.batch import PackedBatch, pack_sequences
-from miles_async.batching.context_parallel import context_parallel_indices
+from miles_async.batching.layout import context_parallel_indices
 from miles_async.batching.layout import Padding
 from miles_async.config.derived import pack_unit, sequence_unit
 from miles_async.config.schema import Learner
