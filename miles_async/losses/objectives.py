@@ -26,8 +26,8 @@ def cispo_objective(
 ) -> tuple[Tensor, Tensor]:
     """sg(clip(r)) A log p, where sg stops the gradient, and 1 where the weight was clipped.
 
-    Only the weight is clipped, so every token keeps its gradient. Rare tokens that change the course of an argument have
-    large ratios, and PPO's clip would remove them.
+    Only the weight is clipped, so every token keeps its gradient. Rare tokens that change the course of an argument
+    have large ratios, and PPO's clip would remove them.
     Source: CISPO, MiniMax-M1 (arXiv 2506.13585), equation 4.
     """
     weight = ratio.detach().clamp(1 - eps_low, 1 + eps_high)
@@ -63,8 +63,8 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor) ->
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) from tokens that the policy sampled; 0 where both agree.
 
-    `k1`, the log-ratio, is unbiased but may be negative. `k2`, half its square, has the right gradient. `k3` is unbiased
-    and never negative. Source: Schulman, "Approximating KL divergence", 2020.
+    `k1`, the log-ratio, is unbiased but may be negative. `k2`, half its square, has the right gradient. `k3` is
+    unbiased and never negative. Source: Schulman, "Approximating KL divergence", 2020.
     """
     log_ratio = reference - logprobs
     if estimator == "k1":
@@ -84,7 +84,7 @@ def suffix_sum(values: Tensor, sequences: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, eps_clip: float) -> Tensor:
-    """[m] half the squared error of a critic's value, or of its value clipped to `eps_clip` around the old one if larger.
+    """[m] half the larger of two squared errors: of the value, and of the value clipped around the old one.
 
     Source: PPO's reference implementation; Engstrom et al. 2020 (arXiv 2005.12729), section 3.
     """

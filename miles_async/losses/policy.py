@@ -9,10 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from miles_async.config.schema import Algorithm
 from miles_async.losses.correction import CorrectionSettings, importance_weights
 from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, suffix_sum
 
 Objective = Literal["token_clip", "sequence_clip", "cispo"]
+_OBJECTIVES: dict[str, Objective] = {"gspo": "sequence_clip", "cispo": "cispo"}
+"""By advantage estimator; all others clip each token's ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,23 @@ class PolicyLossSettings:
     kl_reward_coef: float
     """Coefficient of the KL penalty that is subtracted from the reward."""
     kl_estimator: Literal["k1", "k2", "k3"]
+
+    @classmethod
+    def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:
+        """The loss of an advantage estimator, with the coefficients of the configuration."""
+        return cls(
+            objective=_OBJECTIVES.get(algorithm.advantage_estimator, "token_clip"),
+            eps_clip=algorithm.eps_clip,
+            eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+            correction=CorrectionSettings(
+                method=algorithm.off_policy_correction, upper=algorithm.tis_clip, band=algorithm.icepop_band
+            ),
+            entropy_coef=algorithm.entropy_coef,
+            kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+            # Under ppo the penalty is already part of the rewards from which the critic computes advantages.
+            kl_reward_coef=0.0 if algorithm.advantage_estimator == "ppo" else algorithm.kl_coef,
+            kl_estimator=algorithm.kl_loss_type,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +73,7 @@ class TokenColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSums:
-    """Statistics of a micro-batch's trained tokens. Micro-batches and ranks combine them: sums add up, maxima by max."""
+    """Statistics of a micro-batch's trained tokens; sums and maxima combine over micro-batches and ranks."""
 
     sums: Tensor
     """[STALENESS_CLASSES, len(SUMS)]: row i is for tokens that are i versions old; the last row also for older ones."""

@@ -21,7 +21,7 @@ from transformers import (
 
 from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
 from miles_async.adapters.megatron.model.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
-from miles_async.adapters.megatron.training import micro_batches as schedule
+from miles_async.adapters.megatron.training import micro_batches
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
@@ -235,15 +235,15 @@ def test_padded_rows_learn_what_packed_sequences_do(tiny: Path, where: str) -> N
 
 def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[type[Any], list[int]] = {}
-    run_passes = schedule._run
+    run_schedule = micro_batches._run_schedule
 
     def counted(
-        model: MegatronModel | ReferenceModel, passes: Sequence[schedule.ModelInput], *args: Any, **how: Any
+        model: MegatronModel | ReferenceModel, inputs: Sequence[micro_batches.ModelInput], *args: Any, **how: Any
     ) -> None:
-        asked[type(model)] = [len(own.tokens) for own in passes]
-        run_passes(model, passes, *args, **how)
+        asked[type(model)] = [len(one.tokens) for one in inputs]
+        run_schedule(model, inputs, *args, **how)
 
-    monkeypatch.setattr(schedule, "_run", counted)
+    monkeypatch.setattr(micro_batches, "_run_schedule", counted)
     algorithm = CONFIG.algorithm.model_copy(update={"use_kl_loss": True})
     rows = {"ref_use_dynamic_batching_in_infer": True, "ref_sequence_length_round_in_infer": 8}
     distances = []

@@ -126,7 +126,7 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
     """By Hugging Face names: they travel the way that weights do."""
-    learner._policy_gradients(step, learner._before(step, several=False))
+    learner._policy_gradients(step, learner._pre_step_values(step, is_one_of_several=False))
     chunks = learner._model.chunks
     with redirect_cuda_to_cpu():
         finalize_model_grads(chunks, force_all_reduce=True)

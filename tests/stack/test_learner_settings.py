@@ -152,8 +152,8 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
         built.append(variables())
         return bridge(settings, checkpoint)
 
-    bridge = model._bridge
-    monkeypatch.setattr(model, "_bridge", noting)
+    bridge = model._create_bridge
+    monkeypatch.setattr(model, "_create_bridge", noting)
     run = config(
         advantage_estimator="ppo",
         kl_coef=0.1,

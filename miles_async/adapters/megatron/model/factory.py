@@ -1,4 +1,4 @@
-"""The Megatron model and its optimizer, built from a Hugging Face checkpoint."""
+"""Builds Megatron models and their optimizers from Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.cpu_layers import cpu_layers
+from miles_async.adapters.megatron.model.cpu_layers import cpu_layer_spec
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import load_weights
 from miles_async.adapters.megatron.model.value_head import attach_value_head
@@ -22,6 +22,7 @@ from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 
 _CPU_MODEL = {
+    # Fused kernels need CUDA.
     "use_cpu_initialization": True,
     "masked_softmax_fusion": False,
     "gradient_accumulation_fusion": False,
@@ -31,60 +32,87 @@ _CPU_MODEL = {
     "persist_layer_norm": False,
 }
 _CPU_EXPERTS = {
-    # The all-to-all dispatcher needs CUDA's streams, grouped matrix products its kernels.
+    # The all-to-all dispatcher needs CUDA streams, and grouped matrix products need CUDA kernels.
     "moe_token_dispatcher_type": "allgather",
     "moe_grouped_gemm": False,
-    # Refused together with that dispatcher, which cannot gather unequal parts; set below, where parts are made equal.
+    # Megatron refuses variable lengths together with the all-gather dispatcher, which cannot gather unequal parts.
+    # `_create_bridge` sets it after that check; `model_inputs` makes the parts equal.
     "variable_seq_lengths": False,
 }
 
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""How Llama 3.1, 3.2 and 3.3 stretch their positions, and the only way that Megatron does."""
+"""RoPE scaling of Llama 3.1, 3.2 and 3.3. Megatron has these values as constants and supports no others."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronModel:
+    """This rank's part of a model that is trained, with its optimizer."""
+
     bridge: Bridge
     """Converts names and tensors between Megatron and Hugging Face."""
     chunks: list[DistributedDataParallel]
-    """The layers that this rank holds: one chunk, or as many as it has virtual stages."""
+    """The layers that this rank holds: one chunk per virtual pipeline stage, else one."""
     optimizer: MegatronOptimizer
     vocab_size: int
-    """Of the checkpoint; Megatron's may be padded so that ranks share it evenly."""
+    """Vocabulary of the checkpoint. Megatron's may be padded, so that tensor-parallel ranks divide it evenly."""
+
+    def offload(self) -> None:
+        """Move parameters and optimizer state to host memory and free the GPU for an engine (`--colocate`).
+
+        Gradients are dropped; the next step clears them anyway. Does nothing on a CPU.
+        """
+        if on_cpu():
+            return
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.offload_to_cpu()
+        self.optimizer.offload_to_cpu()
+        torch.cuda.synchronize()
+        # Return the freed blocks from torch's cache to the device, where the engine's process can allocate them.
+        torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Move parameters and optimizer state back to the GPU."""
+        if on_cpu():
+            return
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.reload_from_cpu()
+        self.optimizer.restore_from_cpu()
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceModel:
-    """A model that is only looked at: without gradients and without optimizer."""
+    """This rank's part of a frozen model, which has no gradients and no optimizer. Fields as in `MegatronModel`."""
 
     bridge: Bridge
     chunks: list[torch.nn.Module]
-    """As in `MegatronModel`."""
     vocab_size: int
 
 
 def build_reference(settings: Learner, hf_checkpoint: str) -> ReferenceModel:
-    """Load the checkpoint to compare with, in the layout of the model being trained."""
+    """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
     with redirect_cuda_to_cpu():
-        bridge, chunks = _built(settings, hf_checkpoint)
+        bridge, chunks = _load_chunks(settings, hf_checkpoint)
     return ReferenceModel(bridge, [chunk.requires_grad_(False) for chunk in chunks], bridge.hf_config.vocab_size)
 
 
 def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> MegatronModel:
-    """Load the checkpoint into this rank's part of the model. The process groups must exist.
+    """Load this rank's part of a checkpoint and create its optimizer. The process groups must exist.
 
-    With `values` it is a critic, which has a head for values in place of the output layer.
-    Raises UserError when mbridge does not know the model family.
+    With `values` the model is a critic: a value head replaces the output layer.
+    Raises UserError if mbridge does not support the model family or Megatron does not support its RoPE scaling.
     """
     with redirect_cuda_to_cpu():
-        bridge, chunks = _built(settings, hf_checkpoint)
+        bridge, chunks = _load_chunks(settings, hf_checkpoint)
         for chunk in chunks if values else ():
             attach_value_head(chunk)
         sharded = optimizer_is_sharded(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
-        # Norms and biases are not decayed: Megatron gives them their own parameter group.
+        # Megatron puts norms and biases into a parameter group of their own, without weight decay.
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -99,9 +127,10 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         return MegatronModel(bridge, wrapped, get_megatron_optimizer(config, wrapped), bridge.hf_config.vocab_size)
 
 
-def _built(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
-    bridge = _bridge(settings, hf_checkpoint)
-    # Megatron sets these, and refuses to where they are set otherwise; Transformer Engine reads them when it computes.
+def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
+    bridge = _create_bridge(settings, hf_checkpoint)
+    # Megatron sets these variables while it builds a model, and asserts that they have no other value. Transformer
+    # Engine reads them later, in forward passes, where the user's values apply again.
     with environment(dict.fromkeys(ATTENTION)):
         chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
     load_weights(bridge, chunks, hf_checkpoint)
@@ -109,7 +138,10 @@ def _built(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Mo
 
 
 def optimizer_is_sharded(settings: Learner) -> bool:
-    """Whether each data-parallel rank keeps a part of the optimizer's state, or all keep the same."""
+    """Whether data-parallel ranks divide the optimizer state (ZeRO stage 1) or all keep the whole state.
+
+    By default it is divided on GPUs, where memory is scarce.
+    """
     wanted = settings.use_distributed_optimizer
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     return several and (not on_cpu() if wanted is None else wanted)
@@ -119,7 +151,7 @@ def _dtype(settings: Learner) -> torch.dtype:
     return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
-def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
+def _create_bridge(settings: Learner, hf_checkpoint: str) -> Any:
     try:
         bridge = AutoBridge.from_pretrained(
             hf_checkpoint,
@@ -130,12 +162,15 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
         if "Unregistered model type" not in str(error):
             raise
         families = ", ".join(AutoBridge.list_supported_models())
-        raise UserError(f"{hf_checkpoint}: mbridge knows no such model family; it knows {families}") from error
-    _read_rope(bridge)
-    # mbridge rewrites this mapping on the class when embeddings are tied; the next model need not tie them.
+        raise UserError(
+            f"{hf_checkpoint}: mbridge does not support this model family; use a model of one of {families}"
+        ) from error
+    _configure_rope(bridge)
+    # With tied embeddings mbridge changes this mapping on the class, which would affect the next model of the process.
     head = "model.embed_tokens.weight" if bridge.hf_config.tie_word_embeddings else "lm_head.weight"
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
-    # Per-token loss: gradients are sums over ranks, because the loss is already divided by the step's tokens.
+    # With a per-token loss Megatron adds gradients up over ranks and does not average them. This is needed because the
+    # loss is already divided by the tokens of the whole step.
     common: dict[str, Any] = {
         "sequence_parallel": settings.sequence_parallel,
         "calculate_per_token_loss": True,
@@ -144,9 +179,10 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
         "recompute_num_layers": settings.recompute_num_layers,
     }
     if bridge.hf_config.model_type == "mixtral":
-        # The shares of a token's experts add up to 1; mbridge would take them from the softmax over all experts.
+        # In Mixtral the weights of a token's chosen experts add up to 1: top-k comes before the softmax. mbridge's
+        # default has the opposite order.
         common["moe_router_pre_softmax"] = False
-        # It reads this, which may be left open.
+        # mbridge reads `head_dim`, which Mixtral's configuration may leave unset.
         bridge.hf_config.head_dim = bridge.config.kv_channels
     if on_cpu():
         common |= _CPU_MODEL | (_CPU_EXPERTS if bridge.config.num_moe_experts else {})
@@ -157,8 +193,12 @@ def _bridge(settings: Learner, hf_checkpoint: str) -> Any:
     return bridge
 
 
-def _read_rope(bridge: Any) -> None:
-    """mbridge 0.15 reads `rope_theta` where transformers 4 had it, and knows no rope type but the plain one."""
+def _configure_rope(bridge: Any) -> None:
+    """Pass the checkpoint's RoPE parameters on to Megatron.
+
+    mbridge 0.15 reads `rope_theta` from where transformers 4 had it and supports only unscaled RoPE.
+    Raises UserError for other scalings than Llama 3's.
+    """
     rope = bridge.hf_config.rope_parameters
     bridge.hf_config.rope_theta = rope["rope_theta"]
     kind = rope.get("rope_type", "default")
@@ -167,14 +207,18 @@ def _read_rope(bridge: Any) -> None:
         bridge._get_gptmodel_args = arguments.copy
     elif kind != "default":
         raise UserError(
-            f"rope type {kind!r} is not supported by the learner with {rope}; use a model with plain RoPE or Llama 3's"
+            f"the learner does not support rope type {kind!r} with {rope}; use a model with plain RoPE or Llama 3's"
         )
 
 
 def _use_local_layers(bridge: Any) -> None:
-    """Layers without Transformer Engine. They keep norms apart from linear layers, so the norms have other names."""
+    """Make mbridge build layers without Transformer Engine.
+
+    Transformer Engine fuses norms into the linear layers that follow them. Local layers keep norms separate, so their
+    parameters have other names.
+    """
     bridge.has_vp_stage = True
-    bridge._get_transformer_layer_spec = partial(cpu_layers, bridge)
+    bridge._get_transformer_layer_spec = partial(cpu_layer_spec, bridge)
     layer = "model.layers.{layer_number}"
     bridge._OTHER_MAPPING = {**bridge._OTHER_MAPPING, "input_layernorm.weight": [f"{layer}.input_layernorm.weight"]}
     bridge._MLP_MAPPING = {
