@@ -66,7 +66,7 @@ def test_no_steps_give_the_untaught_model_or_the_checkpoint_as_it_is(tmp_path: P
 @pytest.mark.parametrize(
     "warm, complaint",
     [
-        ({"warm_start_accuracy": (0.001, 0.002)}, "jumped over.*lower warm_start_check_every"),
+        ({"warm_start_accuracy": (0.001, 0.002)}, "skipped the range.*lower warm_start_check_every"),
         ({"warm_start_max_steps": 10, "warm_start_accuracy": (0.99, 1.0)}, "stayed below.*raise warm_start_max_steps"),
     ],
 )
