@@ -58,7 +58,7 @@ def test_padding_follows_each_sequence_and_moves_no_target() -> None:
     assert batch.targets.tolist() == [2, 10, 11, 12]
 
 
-def test_sequences_laid_out_anew_find_their_targets_places_again() -> None:
+def test_repacked_sequences_keep_the_index_of_each_target() -> None:
     learner = Learner(max_tokens_per_gpu=9)
     groups = Group([sample(i, float(i), response=1 + i % 3) for i in range(6)])
     [[step]] = policy_steps([groups], RunConfig(learner=learner), ranks=1)

@@ -109,7 +109,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         bridge, chunks = _load_chunks(settings, hf_checkpoint)
         for chunk in chunks if values else ():
             attach_value_head(chunk)
-        sharded = optimizer_is_sharded(settings)
+        sharded = _shards_optimizer(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
         # Megatron puts norms and biases into a parameter group of their own, without weight decay.
@@ -137,7 +137,7 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch
     return bridge, chunks
 
 
-def optimizer_is_sharded(settings: Learner) -> bool:
+def _shards_optimizer(settings: Learner) -> bool:
     """Whether data-parallel ranks divide the optimizer state (ZeRO stage 1) or all keep the whole state.
 
     By default it is divided on GPUs, where memory is scarce.

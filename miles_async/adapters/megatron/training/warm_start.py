@@ -106,7 +106,7 @@ def _train_to_accuracy(
         report(step, loss, accuracy)
         if accuracy > high:
             raise UserError(
-                f"the warm start's greedy accuracy skipped the range {low} to {high}: it is {accuracy:.3f} at step {step}; "
+                f"the warm start's accuracy skipped the range {low} to {high}: it is {accuracy:.3f} at step {step}; "
                 "lower warm_start_check_every or warm_start_lr, or widen warm_start_accuracy"
             )
         if accuracy >= low:
