@@ -44,17 +44,17 @@ def warm_start(config: RunConfig, problems: Problems, check: Problems, report: R
 
     Raises UserError if the accuracy skips the range or does not reach it.
     """
-    made_before = found(config, problems, check)
-    if made_before is not None:
-        return made_before
+    cached = found(config, problems, check)
+    if cached is not None:
+        return cached
     started = time.monotonic()
-    place = place_of(config, problems, check)
-    steps, accuracy = _create_checkpoint(config, problems, check, place, report)
-    return WarmStarted(str(place), False, accuracy, steps, time.monotonic() - started)
+    path = place_of(config, problems, check)
+    steps, accuracy = _create_checkpoint(config, problems, check, path, report)
+    return WarmStarted(str(path), False, accuracy, steps, time.monotonic() - started)
 
 
 def _create_checkpoint(
-    config: RunConfig, problems: Problems, check: Problems, place: Path, report: Report
+    config: RunConfig, problems: Problems, check: Problems, path: Path, report: Report
 ) -> tuple[int, float | None]:
     # A default algorithm has neither a reference model nor a critic, which supervised steps do not need.
     one_rank = config.model_copy(
@@ -68,7 +68,7 @@ def _create_checkpoint(
         learner = MegatronLearner(one_rank, checkpoint, 0, 1, "127.0.0.1", free_port())
         try:
             steps, accuracy = _train_to_accuracy(config, learner, checkpoint, problems, check, report)
-            learner.save_hf(str(place), {NOTE: json.dumps({"accuracy": accuracy, "steps": steps})})
+            learner.save_hf(str(path), {NOTE: json.dumps({"accuracy": accuracy, "steps": steps})})
             return steps, accuracy
         finally:
             learner.close()
