@@ -284,11 +284,11 @@ def reference_loss(model: torch.nn.Module, packed: PackedBatch) -> torch.Tensor:
     total = torch.zeros(())
     targets = zip(packed.targets, packed.rollout_log_probs, packed.advantages, strict=True)
     ends = packed.lengths.cumsum()
-    for place, rollout, advantage in targets:
-        start, end = next((end - length, end) for end, length in zip(ends, packed.lengths, strict=True) if place < end)
+    for target, rollout, advantage in targets:
+        start, end = next((end - length, end) for end, length in zip(ends, packed.lengths, strict=True) if target < end)
         tokens = torch.from_numpy(packed.tokens[start:end])
-        logits = model(tokens[None]).logits[0, place - start - 1]
-        logprob = (logits / TEMPERATURE).log_softmax(-1)[tokens[place - start]]
+        logits = model(tokens[None]).logits[0, target - start - 1]
+        logprob = (logits / TEMPERATURE).log_softmax(-1)[tokens[target - start]]
         weight = min(2.0, math.exp(logprob.item() - float(rollout)))
         total = total - weight * float(advantage) * (logprob - logprob.detach()).exp()
     return total

@@ -107,6 +107,6 @@ def test_a_run_goes_on_under_another_layout(runs: Path, name: str) -> None:
 if __name__ == "__main__":
     folder, own_rank, *meeting_ports = sys.argv[1:]
     torch.set_num_threads(1)
-    for place, (world_size, _) in enumerate(STAGES.values()):
+    for index, (world_size, _) in enumerate(STAGES.values()):
         if world_size > 1:
-            stage(Path(folder), place, int(own_rank), int(meeting_ports[place]))
+            stage(Path(folder), index, int(own_rank), int(meeting_ports[index]))

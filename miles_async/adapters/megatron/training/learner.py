@@ -227,7 +227,7 @@ class MegatronLearner:
         return model_inputs(step.micro_batches, self._settings, self._device)
 
     def _token_columns(self, batch: PackedBatch, logprobs: Tensor, values: PreStepValues, number: int) -> TokenColumns:
-        """Inputs of the policy loss for micro-batch `number`; `logprobs` [m] are those of its own forward pass."""
+        """Inputs of the policy loss for micro-batch `number`; `logprobs` [m] are from its forward pass."""
 
         def to_device(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column).to(self._device)

@@ -136,7 +136,7 @@ def _model_input(batch: PackedBatch, total: int, device: torch.device) -> ModelI
 
     tokens, lengths = batch.tokens, batch.lengths
     if missing := total - len(tokens):
-        # The padding is a sequence of its own, so no token of a sample attends to it and no target index changes.
+        # The padding is a separate sequence, so no token of a sample attends to it and no target index changes.
         tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
     positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     group = parallel_state.get_context_parallel_group()
