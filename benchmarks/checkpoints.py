@@ -24,7 +24,7 @@ from benchmarks.records import record
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 
@@ -55,7 +55,7 @@ def train(learner: MegatronLearner, rollouts: range) -> float:
             for g in range(4)
         ]
         began = time.perf_counter()
-        learner.train(rollout, rank_shares(groups, CONFIG, 1)[0])
+        learner.train(rollout, rank_batches(groups, CONFIG, 1)[0])
         seconds.append(time.perf_counter() - began)
     return median(seconds)
 

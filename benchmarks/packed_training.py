@@ -22,7 +22,8 @@ from benchmarks.records import record
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.batching.batch import ScoredSample, TrainStep, pack_samples
+from miles_async.batching.advantages import ScoredSample
+from miles_async.batching.batch import TrainStep, pack_samples
 from miles_async.batching.layout import Padding, training_layout
 from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.types import Sample

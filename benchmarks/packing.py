@@ -20,12 +20,12 @@ from statistics import fmean
 from benchmarks.records import record
 from miles_async.batching.dynamic_batching import dynamic_batches
 from miles_async.batching.layout import training_layout
-from miles_async.batching.packing import pack, report_on
+from miles_async.batching.packing import pack, packing_report
 from miles_async.config.schema import Learner
 
 BATCHES, SAMPLES, LONGEST, RANKS, CAP = 200, 256, 8192, 8, 16_384
 ROUND = 128
-KNEE = 24_500.0
+CROSSOVER = 24_500.0
 """Length at which attention takes as many FLOPs as the linear layers, for Qwen3-4B: 201 million FLOPs of the linear
 layers per token and layer, divided by 8,192 FLOPs of attention per pair of tokens."""
 MANY = 100_000
@@ -44,18 +44,18 @@ def main() -> int:
     batches = [lengths(draw, SAMPLES) for _ in range(BATCHES)]
     reports, split, overfull, dynamic_padding, dynamic_count = [], [], 0, [], []
     for batch in batches:
-        packed = pack(batch, CAP, RANKS, knee=KNEE)
+        packed = pack(batch, CAP, RANKS, crossover=CROSSOVER)
         assert sorted(i for bins in packed for bin_ in bins for i in bin_) == list(range(SAMPLES))
         overfull += sum(sum(batch[i] for i in bin_) > CAP for bins in packed for bin_ in bins)
-        reports.append(report_on(packed, batch, CAP, knee=KNEE))
-        split.append(training_layout(batch, SPLIT, RANKS, KNEE).report)
+        reports.append(packing_report(packed, batch, CAP, crossover=CROSSOVER))
+        split.append(training_layout(batch, SPLIT, RANKS, CROSSOVER).report)
         rows = dynamic_batches(batch, RANKS, max_tokens=CAP, round_to=ROUND)
         sizes = [len(bin_) * padded for bins in rows.bins for bin_, padded in zip(bins, rows.padded, strict=True)]
         dynamic_padding.append(sum(sizes) / sum(batch))
         dynamic_count.append(len(rows.padded))
     many = lengths(draw, MANY)
     began = time.process_time()
-    pack(many, CAP, RANKS, knee=KNEE)
+    pack(many, CAP, RANKS, crossover=CROSSOVER)
     seconds = time.process_time() - began
     found = {
         "flop_imbalance_mean": fmean(report.imbalance for report in reports),

@@ -156,7 +156,7 @@ class LearnerRank:
         await self._in_step(self._learner.close)
 
     def _train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
-        from miles_async.adapters.megatron.training.profiler import profiled
+        from miles_async.adapters.megatron.training.performance import profiled
 
         with profiled(self._config.debug, rollout_id, self._rank):
             return self._learner.train(rollout_id, steps)

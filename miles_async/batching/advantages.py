@@ -1,27 +1,113 @@
-"""From rewards to advantages, and the rewards' own corrections."""
+"""Turns the rewards of sampled responses into advantages and into the weights of their tokens in the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import hypot, isfinite, nan, sqrt
 from statistics import fmean, pstdev
 
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_async.config.schema import Algorithm
+from miles_async.errors import TrajectoryError
+from miles_async.types import Group, Sample
+
 _EPSILON = 1e-6
-"""Keeps groups of almost equal rewards from blowing up under std normalization."""
+"""Added to standard deviations, so that almost equal rewards do not give huge advantages."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample with its advantage and the weight of its tokens."""
+
+    sample: Sample
+    advantage: float
+    """Advantage of every trained token of the sample; under `ppo` the reward, from which the critic's rank computes
+    the advantages."""
+    loss_weight: float = 1.0
+    """Factor of each trained token in the loss's sum over tokens."""
+
+
+def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_len: int) -> list[ScoredSample]:
+    """Compute the advantage of every sample, in the order of the groups.
+
+    `max_response_len` is the response limit in tokens, which the overlong penalty needs.
+
+    Raises TrajectoryError if a sample has no numeric reward, or if its columns have inconsistent lengths.
+    """
+    estimator, scored = algorithm.advantage_estimator, []
+    for group in groups:
+        rewards = [sample.scalar_reward + _length_penalty(sample, algorithm, max_response_len) for sample in group]
+        if estimator in ("reinforce_plus_plus", "ppo"):
+            advantages = rewards  # compared with the whole batch below, or with a critic's values on the rank
+        else:
+            # REINFORCE++-baseline subtracts the group's mean here and divides by the batch's deviation below.
+            divide = algorithm.grpo_std_normalization and estimator != "reinforce_plus_plus_baseline"
+            advantages = group_advantages(rewards, std_normalization=divide)
+        scored += [ScoredSample(sample, advantage) for sample, advantage in zip(group, advantages, strict=True)]
+    if not estimator.startswith("reinforce_plus_plus"):
+        return scored
+    token_counts = [len(trained_positions(one.sample)) for one in scored]
+    normalized = whiten([one.advantage for one in scored], token_counts)
+    return [replace(one, advantage=advantage) for one, advantage in zip(scored, normalized, strict=True)]
+
+
+def weight_samples(
+    scored: Sequence[ScoredSample], algorithm: Algorithm, max_response_len: int
+) -> Sequence[ScoredSample]:
+    """Set the loss weights of one optimizer step's samples according to `loss_aggregation`.
+
+    The loss is always a weighted sum over tokens divided by the step's trained tokens, whichever way the samples are
+    split into micro-batches and ranks. A sample of `t` tokens in a step of `n` samples and `T` tokens gets the weight
+
+    - `token_mean`: 1, the mean over all tokens (DAPO, arXiv 2503.14476);
+    - `sequence_mean`: `T / (n t)`, the mean over samples of each sample's mean (GRPO, arXiv 2402.03300);
+    - `constant`: `T / (n max_response_len)`, every sample's sum over one constant (Dr. GRPO, arXiv 2503.20783).
+    """
+    if algorithm.loss_aggregation == "token_mean":
+        return scored
+    token_counts = [len(trained_positions(one.sample)) for one in scored]
+    tokens_per_sample = max(sum(token_counts), 1) / len(scored)
+    by_sequence = algorithm.loss_aggregation == "sequence_mean"
+    divisors = token_counts if by_sequence else [max_response_len] * len(scored)
+    return [
+        replace(one, loss_weight=tokens_per_sample / max(divisor, 1))
+        for one, divisor in zip(scored, divisors, strict=True)
+    ]
+
+
+def trained_positions(sample: Sample) -> NDArray[np.int64]:
+    """[m] positions within the response whose loss mask is 1; none if the sample is marked for removal.
+
+    Raises TrajectoryError if tokens, mask and log-probabilities have inconsistent lengths.
+    """
+    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    if sample.remove_sample:
+        mask = [0] * sample.response_length
+    # The first response token is predicted from the last prompt token, so the prompt needs at least one token.
+    if not len(mask) == len(sample.rollout_log_probs) == sample.response_length <= len(sample.tokens) - 1:
+        raise TrajectoryError(
+            f"sample {sample.index} has {len(sample.tokens)} tokens ({sample.response_length} in the response), "
+            f"{len(mask)} mask entries and {len(sample.rollout_log_probs)} log-probabilities; give mask and "
+            "log-probabilities one entry per response token, and the prompt at least one token"
+        )
+    return np.flatnonzero(np.array(mask, np.int64))
 
 
 def group_advantages(rewards: Sequence[float], *, std_normalization: bool) -> list[float]:
-    """Each reward minus its group's mean, divided by the group's standard deviation if asked.
+    """Subtract the group's mean from each reward and, with `std_normalization`, divide by the standard deviation.
 
-    `rewards` are those of one prompt's samples. Equal rewards give zeros: such a group teaches nothing. One that is not
-    finite makes all of them NaN, so that the learner skips the step.
-    Source: GRPO, DeepSeekMath (arXiv 2402.03300); without the division Dr. GRPO (arXiv 2503.20783), which shows
+    `rewards` belong to the samples of one prompt. Equal rewards give zeros. If any reward is not finite, all
+    advantages are NaN, so that the learner skips the step.
+    Source: GRPO, DeepSeekMath (arXiv 2402.03300). Without the division it is Dr. GRPO (arXiv 2503.20783), which shows
     that dividing favours prompts that are nearly solved or nearly hopeless.
     """
     if not all(map(isfinite, rewards)):
         return [nan] * len(rewards)
     if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)  # exactly: the mean of equal floats may be off by one bit
+        return [0.0] * len(rewards)  # the mean of equal floats may be off by one bit
     mean = fmean(rewards)
     if not std_normalization:
         return [reward - mean for reward in rewards]
@@ -29,12 +115,11 @@ def group_advantages(rewards: Sequence[float], *, std_normalization: bool) -> li
     return [(reward - mean) / scale for reward in rewards]
 
 
-def whitened(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """`values` moved and scaled so that their weighted mean is 0 and their weighted variance 1.
+def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Shift and scale `values` to a weighted mean of 0 and a weighted variance of 1.
 
-    With the trained tokens of each sample as weights this is the normalization over the tokens of the whole batch of
-    REINFORCE++ (arXiv 2501.03262): no group's spread is divided by, so none is favoured. Equal values give zeros;
-    one that is not finite makes all of them NaN.
+    With the number of trained tokens of each sample as weight this is the normalization over all tokens of the batch
+    of REINFORCE++ (arXiv 2501.03262). Equal values give zeros. If any value is not finite, all results are NaN.
     """
     if not all(map(isfinite, values)):
         return [nan] * len(values)
@@ -43,12 +128,19 @@ def whitened(values: Sequence[float], weights: Sequence[float]) -> list[float]:
         return [0.0] * len(values)
     mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
     deviations = (sqrt(weight / total) * (value - mean) for value, weight in zip(values, weights, strict=True))
-    scale = hypot(*deviations) + _EPSILON
+    scale = hypot(*deviations) + _EPSILON  # hypot scales its arguments: huge rewards do not overflow when squared
     return [(value - mean) / scale for value in values]
 
 
+def _length_penalty(sample: Sample, algorithm: Algorithm, max_response_len: int) -> float:
+    if algorithm.overlong_buffer_len is None:
+        return 0.0
+    penalty = overlong_penalty(sample.response_length, longest=max_response_len, buffer=algorithm.overlong_buffer_len)
+    return algorithm.overlong_penalty * penalty
+
+
 def overlong_penalty(length: int, *, longest: int, buffer: int) -> float:
-    """0 up to `longest - buffer` response tokens, then in a straight line down to -1 at `longest`.
+    """Reward of a response's length in tokens: 0 up to `longest - buffer`, then linearly down to -1 at `longest`.
 
     Source: soft overlong punishment, DAPO (arXiv 2503.14476), equation 13.
     """

@@ -1,4 +1,8 @@
-"""Which sequences share a micro-batch: packed end to end, or in padded rows where dynamic batching is asked for."""
+"""Decides which sequences share a micro-batch and how they are padded.
+
+By default sequences are packed end to end (`batching/packing.py`). With dynamic batching they are the rows of padded
+micro-batches (`batching/dynamic_batching.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from miles_async.batching.dynamic_batching import dynamic_batches
-from miles_async.batching.packing import Bin, PackingReport, fixed_size, pack, report_on
+from miles_async.batching.packing import Bin, PackingReport, pack, pack_fixed_size, packing_report
 from miles_async.config.derived import micro_batch_tokens, pack_unit, sequence_unit
-from miles_async.config.model_shape import shape_of
-from miles_async.config.schema import Learner, Model
+from miles_async.config.schema import Learner
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What makes the sequences of a micro-batch as long as they must be."""
+    """Length to which the sequences of a micro-batch are padded."""
 
     width: int | None = None
-    """The length of every sequence; None where they lie end to end."""
+    """Length of every sequence; None if sequences are packed end to end."""
     unit: int = 1
-    """Where they do, each is as long as a multiple of this: more than 1 where ranks share sequences."""
+    """Packed sequences are padded to a multiple of this. Context parallelism needs more than 1."""
 
-    def length(self, tokens: int) -> int:
+    def padded_length(self, tokens: int) -> int:
+        """Length of a sequence of `tokens` tokens after padding."""
         return tokens + -tokens % self.unit if self.width is None else self.width
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """Assignment of sequences to micro-batches."""
+
     bins: list[list[Bin]]
     """`bins[rank][micro_batch]`, equally many on all ranks."""
     paddings: list[Padding]
@@ -35,66 +44,75 @@ class Layout:
     report: PackingReport
 
 
-def training_layout(lengths: Sequence[int], learner: Learner, ranks: int, knee: float = math.inf) -> Layout:
-    """Raises ValueError when a sequence does not fit (see `pack` and `dynamic_batches`)."""
+def training_layout(lengths: Sequence[int], learner: Learner, ranks: int, crossover: float = math.inf) -> Layout:
+    """Lay out one optimizer step for `ranks` data-parallel ranks; `lengths` are tokens per sequence.
+
+    `crossover` is the sequence length at which attention costs as much as the linear layers.
+    Raises ValueError if a sequence does not fit into a micro-batch.
+    """
     if learner.use_dynamic_batching_in_train:
         limit, round_to = learner.max_tokens_per_microbatch_in_train, learner.sequence_length_round_in_train
-        return _rows(lengths, learner, ranks, limit, round_to, knee)
-    return _packs(lengths, learner, ranks, knee, fixed=not learner.use_dynamic_batch_size)
+        return _row_layout(lengths, learner, ranks, limit, round_to, crossover)
+    return _packed_layout(lengths, learner, ranks, crossover, fixed_size=not learner.use_dynamic_batch_size)
 
 
 def forward_layout(lengths: Sequence[int], learner: Learner) -> Layout:
-    """For work without gradients, on one rank."""
+    """Lay out forward passes without gradients on one rank. Raises ValueError like `training_layout`."""
     if learner.use_dynamic_batching_in_infer:
         limit, round_to = learner.max_tokens_per_microbatch_in_infer, learner.sequence_length_round_in_infer
-        return _rows(lengths, learner, 1, limit, round_to, math.inf)
-    return _packs(lengths, learner, 1, math.inf, fixed=False)
+        return _row_layout(lengths, learner, 1, limit, round_to, math.inf)
+    return _packed_layout(lengths, learner, 1, math.inf, fixed_size=False)
 
 
-def _packs(lengths: Sequence[int], learner: Learner, ranks: int, knee: float, *, fixed: bool) -> Layout:
-    padding, cap, multiple = Padding(unit=sequence_unit(learner)), micro_batch_tokens(learner), _multiple(learner)
-    if fixed:
-        bins = fixed_size(len(lengths), learner.micro_batch_size, ranks, multiple=multiple)
+def _packed_layout(
+    lengths: Sequence[int], learner: Learner, ranks: int, crossover: float, *, fixed_size: bool
+) -> Layout:
+    padding, cap = Padding(unit=sequence_unit(learner)), micro_batch_tokens(learner)
+    # Megatron's interleaved schedule takes micro-batches in groups of as many as the pipeline has ranks.
+    virtual_stages = learner.virtual_pipeline_model_parallel_size is not None
+    multiple = learner.pipeline_model_parallel_size if virtual_stages else 1
+    if fixed_size:
+        bins = pack_fixed_size(len(lengths), learner.micro_batch_size, ranks, multiple=multiple)
     else:
-        padded = [padding.length(length) for length in lengths]
-        bins = pack(padded, cap, ranks, multiple=multiple, knee=knee, balance=learner.balance_data)
-    whole = pack_unit(learner)
+        padded = [padding.padded_length(length) for length in lengths]
+        bins = pack(padded, cap, ranks, multiple=multiple, crossover=crossover, balance=learner.balance_data)
+    # Sequence parallelism needs a multiple of `pack_unit` tokens per micro-batch, which adds a little more padding.
+    unit = pack_unit(learner)
     computed = 0
-    for bin_ in (bin_ for of_rank in bins for bin_ in of_rank if bin_):
-        tokens = sum(padding.length(lengths[i]) for i in bin_)
-        computed += tokens + -tokens % whole
-    report = report_on(bins, lengths, cap, multiple=multiple, knee=knee, computed=computed)
+    for bin_ in (bin_ for rank_bins in bins for bin_ in rank_bins if bin_):
+        tokens = sum(padding.padded_length(lengths[i]) for i in bin_)
+        computed += tokens + -tokens % unit
+    report = packing_report(bins, lengths, cap, multiple=multiple, crossover=crossover, computed=computed)
     return Layout(bins, [padding] * len(bins[0]), report)
 
 
-def _rows(
-    lengths: Sequence[int], learner: Learner, ranks: int, limit: int | None, round_to: int, knee: float
+def _row_layout(
+    lengths: Sequence[int], learner: Learner, ranks: int, limit: int | None, round_to: int, crossover: float
 ) -> Layout:
     limit = limit or micro_batch_tokens(learner)
+    # A row must satisfy both the setting and the divisibility that context parallelism asks for.
     round_to = math.lcm(round_to, sequence_unit(learner))
     stages = learner.pipeline_model_parallel_size
     plan = dynamic_batches(lengths, ranks, max_tokens=limit, round_to=round_to, multiple=stages)
     computed = sum(len(bin_) * width for bins in plan.bins for bin_, width in zip(bins, plan.padded, strict=True))
-    report = report_on(plan.bins, lengths, limit, multiple=stages, knee=knee, computed=computed)
+    report = packing_report(plan.bins, lengths, limit, multiple=stages, crossover=crossover, computed=computed)
     return Layout(plan.bins, [Padding(width) for width in plan.padded], report)
 
 
-def _multiple(learner: Learner) -> int:
-    """Virtual stages take the micro-batches in groups of as many as the pipeline has ranks."""
-    return 1 if learner.virtual_pipeline_model_parallel_size is None else learner.pipeline_model_parallel_size
+def context_parallel_indices(lengths: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+    """[ranks, T / ranks] indices of the packed tokens that each context-parallel rank computes, ascending.
 
+    Every sequence is cut into `2 * ranks` equal chunks. Rank r takes chunk r from the front and chunk r from the back,
+    so that causal attention costs all ranks the same: early tokens attend to few others and late tokens to many.
+    Megatron's rotary embedding and Transformer Engine expect this order.
 
-def attention_knee(model: Model) -> float:
-    """The length in tokens at which causal attention costs a layer as much as its linear parts, by their FLOPs.
-
-    Per token and layer, forward: twice the weights of projections and (active) feed-forward parts, and the output head
-    shared among the layers; attention: twice the heads' width per pair of tokens.
+    `lengths` [n] must be divisible by `2 * ranks` unless there is only one rank.
     """
-    shape = shape_of(model)
-    if shape is None:
-        return math.inf
-    width = shape.heads * shape.head_width
-    projections = shape.hidden * (2 * width + 2 * shape.query_groups * shape.head_width)
-    feed_forward = 3 * shape.hidden * shape.feed_forward * shape.active_experts
-    output = shape.hidden * shape.vocabulary / shape.layers
-    return 2 * (projections + feed_forward + output) / (2 * width)
+    total = int(lengths.sum())
+    if ranks == 1:
+        return np.arange(total)[None]
+    positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    chunk = positions // np.repeat(lengths // (2 * ranks), lengths)
+    owner = np.minimum(chunk, 2 * ranks - 1 - chunk)
+    # A stable sort by owner lists the tokens of each rank in pack order; all ranks own equally many.
+    return np.argsort(owner, kind="stable").reshape(ranks, -1)

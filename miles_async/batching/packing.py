@@ -1,8 +1,10 @@
-"""Which samples share a micro-batch, and which rank trains them.
+"""Sequence packing: assigns samples to data-parallel ranks and to micro-batches of each rank.
 
-Nothing is padded: sequences lie end to end. Three things are wanted of a plan: no micro-batch above the token cap,
-equally many micro-batches on every rank (ranks step through them together), and equally much work, which is not the
-same as equally many tokens: attention grows with the square of a sequence's length.
+Sequences lie end to end without padding. A good plan has three properties:
+
+- no micro-batch exceeds the token cap;
+- all ranks have equally many micro-batches, because ranks step through them together;
+- all ranks have equally much work. Equal tokens are not enough: attention grows with the square of a sequence's length.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Bin = list[int]
-"""Indices of the samples that are packed into one micro-batch."""
+"""Indices of the samples in one micro-batch."""
 
 
 def pack(
@@ -23,108 +25,118 @@ def pack(
     ranks: int = 1,
     *,
     multiple: int = 1,
-    knee: float = math.inf,
+    crossover: float = math.inf,
     balance: bool = True,
 ) -> list[list[Bin]]:
-    """Micro-batches of at most `max_tokens` tokens for each data-parallel rank: `result[rank][micro_batch]`.
+    """Plan micro-batches of at most `max_tokens` tokens for each data-parallel rank: `result[rank][micro_batch]`.
 
-    Samples go to the ranks by their work, longest first, each to the rank that has the least (Graham 1969: at most 4/3
-    of the best, and far closer with many samples); within a rank they are packed best-fit decreasing (Johnson 1974:
-    never more than 11/9 of the fewest bins, plus one). Then the heaviest bins are halved until every rank has equally
-    many, and a `multiple` (of the virtual-pipeline group). The bins of a rank come in shuffled order. Deterministic.
+    1. Samples are assigned to ranks by cost, longest first, each to the rank with the least work so far (Graham 1969:
+       at most 4/3 of the optimum, and much closer with many samples).
+    2. Each rank packs its samples best-fit decreasing (Johnson 1974: at most 11/9 of the fewest bins, plus one).
+    3. The heaviest bins are halved until all ranks have equally many, and a multiple of `multiple`.
 
-    Without `balance`, samples are dealt to the ranks in turn, whatever their work. `knee` is the length in tokens at
-    which attention costs as much as all linear layers; infinity counts tokens only.
-    Of fewer samples than ranks, or of none, the ranks left over get empty bins.
+    The plan is deterministic, and the bins of a rank are in shuffled order. If there are fewer samples than ranks, the
+    remaining ranks get empty bins.
 
-    Raises ValueError when a sample alone exceeds the cap.
+    `crossover` is the length in tokens at which attention costs as much as all linear layers; infinity counts tokens
+    only. Without `balance` samples are dealt to the ranks round-robin.
+
+    Raises ValueError if a single sample exceeds `max_tokens`.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if longest_first and lengths[longest_first[0]] > max_tokens:
-        worst = longest_first[0]
+        longest = longest_first[0]
         raise ValueError(
-            f"sample {worst} has {lengths[worst]} tokens, more than the micro-batch cap of {max_tokens}; raise "
+            f"sample {longest} has {lengths[longest]} tokens, more than the micro-batch cap of {max_tokens}; raise "
             "max_tokens_per_gpu, or lower rollout_max_prompt_len or rollout_max_response_len"
         )
     if balance:
-        shares = _balanced(longest_first, [work(length, knee) for length in lengths], ranks)
+        costs = [sequence_cost(length, crossover) for length in lengths]
+        rank_samples = _balance(longest_first, costs, ranks)
     else:
-        shares = [[i for i in longest_first if i % ranks == rank] for rank in range(ranks)]
-    packed = [_best_fit(share, lengths, max_tokens) for share in shares]
+        rank_samples = [[i for i in longest_first if i % ranks == rank] for rank in range(ranks)]
+    packed = [_best_fit(samples, lengths, max_tokens) for samples in rank_samples]
     count = max(1, *map(len, packed))
     count += -count % multiple
     for rank, bins in enumerate(packed):
-        _split_up_to(count, bins, lengths)
+        _split_until(count, bins, lengths)
         for bin_ in bins:
             bin_.sort()
-        packed[rank] = _shuffled(bins)
+        packed[rank] = _shuffle(bins)
     return packed
 
 
-def fixed_size(count: int, size: int, ranks: int, *, multiple: int = 1) -> list[list[Bin]]:
-    """`size` samples per micro-batch, whatever their tokens, dealt to the ranks in turn; equally many on all ranks.
+def pack_fixed_size(count: int, size: int, ranks: int, *, multiple: int = 1) -> list[list[Bin]]:
+    """Plan micro-batches of `size` samples regardless of their lengths, dealt to the ranks round-robin.
 
-    Empty micro-batches make up the `multiple`.
+    All ranks get equally many micro-batches, a multiple of `multiple`; missing ones are empty.
     """
-    shares = [list(range(rank, count, ranks)) for rank in range(ranks)]
-    each = max(1, -(-count // (size * ranks)))
-    each += -each % multiple
-    return [[share[place * size : (place + 1) * size] for place in range(each)] for share in shares]
+    rank_samples = [list(range(rank, count, ranks)) for rank in range(ranks)]
+    micro_batches = max(1, -(-count // (size * ranks)))
+    micro_batches += -micro_batches % multiple
+    return [[samples[i * size : (i + 1) * size] for i in range(micro_batches)] for samples in rank_samples]
 
 
-def work(length: int, knee: float) -> float:
-    """What a sequence costs, in units of one token's pass through the linear layers."""
-    return length + length * length / knee
+def sequence_cost(length: int, crossover: float) -> float:
+    """Cost of a sequence, in units of one token's pass through the linear layers."""
+    return length + length * length / crossover
 
 
-def _balanced(longest_first: Sequence[int], costs: Sequence[float], ranks: int) -> list[list[int]]:
+def _balance(longest_first: Sequence[int], costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Greedy scheduling (longest processing time first): samples of each rank, longest first."""
     if ranks == 1:
         return [list(longest_first)]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    least = [(0.0, rank) for rank in range(ranks)]
+    rank_samples: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, rank) for rank in range(ranks)]  # a heap: the rank with the least work is first
     for index in longest_first:
-        load, rank = least[0]
-        shares[rank].append(index)
-        heapq.heapreplace(least, (load + costs[index], rank))
-    return shares
+        load, rank = loads[0]
+        rank_samples[rank].append(index)
+        heapq.heapreplace(loads, (load + costs[index], rank))
+    return rank_samples
 
 
 def _best_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Bin]:
-    """Each sample into the fullest bin that still has room for it."""
+    """Put each sample into the fullest bin that still has room for it."""
     bins: list[Bin] = []
-    open_: list[tuple[int, int]] = []  # (room, bin), rising
+    # (free tokens, bin), ascending. The first entry with enough room is the fullest bin that fits, which binary search
+    # finds: 100,000 samples take less than a second.
+    free: list[tuple[int, int]] = []
     for index in longest_first:
-        place = bisect_left(open_, (lengths[index], 0))
-        if place == len(open_):
+        best = bisect_left(free, (lengths[index], 0))
+        if best == len(free):
             room, bin_ = max_tokens, len(bins)
             bins.append([])
         else:
-            room, bin_ = open_.pop(place)
+            room, bin_ = free.pop(best)
         bins[bin_].append(index)
-        insort(open_, (room - lengths[index], bin_))
+        insort(free, (room - lengths[index], bin_))
     return bins
 
 
-def _split_up_to(count: int, bins: list[Bin], lengths: Sequence[int]) -> None:
-    """Halve the bin with the most tokens, again and again; bins of one sample are whole, so empty ones follow."""
-    divisible = [(-sum(lengths[i] for i in bin_), place) for place, bin_ in enumerate(bins) if len(bin_) > 1]
+def _split_until(count: int, bins: list[Bin], lengths: Sequence[int]) -> None:
+    """Halve the bin with the most tokens until there are `count` bins; append empty bins if none can be halved."""
+    divisible = [(-sum(lengths[i] for i in bin_), number) for number, bin_ in enumerate(bins) if len(bin_) > 1]
     heapq.heapify(divisible)
     while len(bins) < count:
         if not divisible:
             bins.append([])
             continue
-        _, place = heapq.heappop(divisible)
-        # Every second sample of a bin that is sorted by length: the halves weigh about the same.
-        halves = bins[place][::2], bins[place][1::2]
-        bins[place] = halves[0]
+        _, heaviest = heapq.heappop(divisible)
+        # Best fit left the bin sorted by length. Taking every second sample gives halves of about the same weight.
+        halves = bins[heaviest][::2], bins[heaviest][1::2]
+        bins[heaviest] = halves[0]
         bins.append(halves[1])
-        for half, where in zip(halves, (place, len(bins) - 1), strict=True):
+        for half, number in zip(halves, (heaviest, len(bins) - 1), strict=True):
             if len(half) > 1:
-                heapq.heappush(divisible, (-sum(lengths[i] for i in half), where))
+                heapq.heappush(divisible, (-sum(lengths[i] for i in half), number))
 
 
-def _shuffled(bins: Sequence[Bin]) -> list[Bin]:
-    """Fisher-Yates with a small generator of its own (Park and Miller 1988): the same on every machine."""
+def _shuffle(bins: Sequence[Bin]) -> list[Bin]:
+    """Shuffle the bins, which best fit leaves in the order of their longest sample.
+
+    Fisher-Yates with a Lehmer generator (Park and Miller 1988): unlike `random`, it needs no seed from the caller and
+    gives the same order on every machine and Python version.
+    """
     mixed, state = list(bins), 1
     for last in range(len(mixed) - 1, 0, -1):
         state = state * 48271 % 2147483647
@@ -135,31 +147,34 @@ def _shuffled(bins: Sequence[Bin]) -> list[Bin]:
 
 @dataclass(frozen=True, slots=True)
 class PackingReport:
-    """How far a plan is from the best one could hope for."""
+    """Distance of a plan from the ideal one."""
 
     micro_batches: int
-    """Of each rank."""
+    """Per rank."""
     lower_bound: int
-    """Fewer per rank cannot hold the tokens, whatever the plan."""
+    """Fewest micro-batches per rank that can hold all tokens, however the samples are packed."""
     imbalance: float
-    """The work of the rank that has the most, over the mean, minus 1."""
+    """Work of the busiest rank divided by the mean, minus 1."""
     padding: float
-    """Tokens computed per token of a sample; 1 is none."""
+    """Tokens computed per token of a sample; 1 means no padding."""
 
 
-def report_on(
+def packing_report(
     packed: Sequence[Sequence[Bin]],
     lengths: Sequence[int],
     max_tokens: int,
     *,
     multiple: int = 1,
-    knee: float = math.inf,
+    crossover: float = math.inf,
     computed: int | None = None,
 ) -> PackingReport:
-    """`computed` is the number of tokens computed where some of them are padding."""
+    """Rate a plan made by `pack` with the same arguments.
+
+    `computed` is the number of tokens that the model computes, padding included; None means no padding.
+    """
     tokens = sum(lengths)
     fewest = max(1, -(-tokens // (max_tokens * len(packed))))
-    loads = [sum(work(lengths[i], knee) for bin_ in bins for i in bin_) for bins in packed]
+    loads = [sum(sequence_cost(lengths[i], crossover) for bin_ in bins for i in bin_) for bins in packed]
     return PackingReport(
         micro_batches=len(packed[0]),
         lower_bound=fewest + -fewest % multiple,

@@ -1,4 +1,9 @@
-"""The learning rate of every optimizer step, in the shapes and under the names of Megatron's scheduler."""
+"""The learning rate of every optimizer step, with the shapes and names of Megatron's scheduler.
+
+Megatron's `OptimizerParamScheduler` is not used because its first step has a rate of 0, which wastes one batch, it
+drops to the floor when an inverse square root reaches `decay_steps`, and it advances by state inside an optimizer. Here
+the rate is a function of the step number alone, so a resumed run needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,17 @@ AnnealStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """Up in a straight line, then down in the shape of `style`, from `peak` to `floor`.
+    """Linear warm-up to `peak`, then decay to `floor` in the shape of `style`.
 
-    Step 0 already learns, at `peak / warmup_steps`; `floor` is reached at step `decay_steps` and kept. `WSD` stays at
-    the peak until `wsd_decay_steps` before it (warm-up, stable, decay: MiniCPM, arXiv 2404.06395) and then falls in the
-    shape of `wsd_decay_style`; `inverse-square-root` goes on falling (Vaswani et al. 2017, arXiv 1706.03762).
+    The first step has the rate `peak / warmup_steps`. The rate reaches `floor` at step `decay_steps` and stays there.
+    `WSD` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395) stays at the peak until `wsd_decay_steps` before the end
+    and then decays in the shape of `wsd_decay_style`. `inverse-square-root` (Vaswani et al. 2017, arXiv 1706.03762)
+    ignores `decay_steps` and decays until it reaches the floor.
     """
 
     peak: float
     decay_steps: int
+    """Optimizer step, counted from 0, at which the decay ends."""
     warmup_steps: int = 0
     style: DecayStyle = "constant"
     floor: float = 0.0
@@ -28,7 +35,7 @@ class LearningRate:
     wsd_decay_style: AnnealStyle = "linear"
 
     def at(self, step: int) -> float:
-        """Of optimizer step `step`, counted from 0."""
+        """Learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.style == "constant":
@@ -36,17 +43,17 @@ class LearningRate:
         if self.style == "inverse-square-root":
             return max(self.floor, self.peak * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
         start = self.decay_steps - self.wsd_decay_steps if self.style == "WSD" else self.warmup_steps
-        done = min(1.0, max(0.0, (step - start) / max(self.decay_steps - start, 1)))
+        progress = min(1.0, max(0.0, (step - start) / max(self.decay_steps - start, 1)))
         shape = self.wsd_decay_style if self.style == "WSD" else self.style
-        return self.floor + (self.peak - self.floor) * _left(shape, done)
+        return self.floor + (self.peak - self.floor) * _remaining(shape, progress)
 
 
-def _left(shape: str, done: float) -> float:
-    """What is left of the way down, from 1 to 0, when `done` of its steps are."""
+def _remaining(shape: str, progress: float) -> float:
+    """Fraction of the distance from peak to floor that remains at `progress`, which goes from 0 to 1."""
     if shape == "cosine":
-        return (math.cos(math.pi * done) + 1) / 2
+        return (math.cos(math.pi * progress) + 1) / 2
     if shape == "exponential":
-        return 2 * math.exp2(-done) - 1
+        return 2 * math.exp2(-progress) - 1
     if shape == "minus_sqrt":
-        return 1 - math.sqrt(done)
-    return 1 - done
+        return 1 - math.sqrt(progress)
+    return 1 - progress

@@ -1,4 +1,4 @@
-"""The critic's loss of one micro-batch, token by token."""
+"""The critic's side of PPO: advantages of single tokens from its values, and its loss."""
 
 from __future__ import annotations
 
@@ -10,15 +10,52 @@ from torch import Tensor
 from miles_async.losses.objectives import value_loss
 
 CRITIC_SUMS = ("tokens", "loss", "clipped", "value", "squared_error", "return", "return_squared")
+"""Order of the sums that `critic_loss` returns."""
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, sequences: Tensor, *, discount: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """Compute [m] advantages and [m] returns from each token's reward and the critic's value before the token.
+
+    `sequences` [m] is the number of each token's sequence, ascending; the value after a sequence's last token is 0.
+    `discount` is gamma. `decay` is lambda: 0 relies on the critic's values alone, 1 on the rewards alone.
+    Source: GAE, Schulman et al. 2015 (arXiv 1506.02438), equation 16.
+    """
+    if not len(sequences):
+        return rewards, values
+    # The recursion runs backwards over tokens. One row per sequence makes each of its steps one operation for all
+    # sequences at once, instead of one per token.
+    positions = torch.arange(len(sequences), device=sequences.device) - torch.searchsorted(sequences, sequences)
+    rows = rewards.new_zeros(2, int(sequences[-1]) + 1, int(positions.max()) + 1)
+    rows[:, sequences, positions] = torch.stack([rewards, values])
+    advantages = torch.zeros_like(rows[0])
+    # Cells after the end of a shorter row hold zeros, so the recursion reaches its last token with zeros.
+    next_advantage = next_value = torch.zeros_like(rows[0, :, 0])
+    for position in reversed(range(rows.shape[2])):
+        reward, value = rows[:, :, position]
+        next_advantage = reward + discount * next_value - value + discount * decay * next_advantage
+        advantages[:, position] = next_advantage
+        next_value = value
+    token_advantages = advantages[sequences, positions]
+    return token_advantages, token_advantages + values
+
+
+def last_token_rewards(rewards: Tensor, sequences: Tensor) -> Tensor:
+    """[m] `rewards` at the last token of each sequence and 0 elsewhere: a response is rewarded when it is complete."""
+    is_last = torch.ones_like(sequences, dtype=torch.bool)
+    is_last[:-1] = sequences[1:] != sequences[:-1]
+    return torch.where(is_last, rewards, 0.0)
 
 
 def critic_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, total_tokens: int, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """This micro-batch's share of the mean over the step's tokens, and [len(CRITIC_SUMS)] sums over its own.
+    """Compute a micro-batch's part of the critic's loss and its [len(CRITIC_SUMS)] sums for metrics.
 
-    All tensors are [m]; `old_values` are from before the drain's first step, and `clip` is how far from them a value
-    may move before the loss stops pulling.
+    All tensors are [m]. The loss is divided by `total_tokens` of the whole optimizer step, so that micro-batches and
+    ranks add up to the mean over tokens. `old_values` are from before the first step on this batch; a value that has
+    moved more than `clip` away from its old value gets no gradient that moves it further.
     """
     per_token = value_loss(values, old_values, returns, clip)
     with torch.no_grad():
@@ -37,14 +74,17 @@ def critic_loss(
 
 
 def critic_metrics(sums: Tensor) -> Mapping[str, float]:
-    """From `critic_loss`'s sums over the whole step; `explained_variance` is 1 for a perfect critic, 0 for a mean."""
+    """Compute the critic's metrics of an optimizer step from the total of `critic_loss`'s sums.
+
+    `explained_variance` is 1 for a perfect critic and 0 for one that always predicts the mean return.
+    """
     total = dict(zip(CRITIC_SUMS, sums.tolist(), strict=True))
     tokens = max(total["tokens"], 1.0)
-    spread = total["return_squared"] - total["return"] ** 2 / tokens
+    squared_deviations = total["return_squared"] - total["return"] ** 2 / tokens
     return {
         "value_loss": total["loss"] / tokens,
         "value_clip_fraction": total["clipped"] / tokens,
         "value_mean": total["value"] / tokens,
         "return_mean": total["return"] / tokens,
-        "explained_variance": 1 - total["squared_error"] / max(spread, 1e-12),
+        "explained_variance": 1 - total["squared_error"] / max(squared_deviations, 1e-12),
     }

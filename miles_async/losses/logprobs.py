@@ -1,4 +1,4 @@
-"""Log-probability of given tokens and entropy of the distribution, also where ranks share the vocabulary."""
+"""Log-probabilities of given tokens and entropy, also if tensor-parallel ranks divide the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,51 +12,60 @@ from torch import Tensor
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, vocab_start: int = 0, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and the entropy at each position, both in nats and differentiable.
+    """Compute log p(target) and the entropy at each position, both in nats and differentiable.
 
-    `logits` [n, v] in float32 are this rank's columns, tokens `vocab_start` to `vocab_start + v`, of the vocabulary
-    that the ranks of `group` share (None: one rank holds all of it); `targets` [n] are global token ids. Returns two
-    tensors [n], equal on all ranks of the group. One softmax serves both, and no [n, v] tensor but it is kept.
+    `logits` [n, v] in float32 are this rank's columns of the vocabulary, for the tokens `vocab_start` to
+    `vocab_start + v`; the ranks of `group` hold the others (None: this rank holds all). `targets` [n] are global token
+    ids. Returns two tensors [n], equal on all ranks of the group. Both results come from one softmax, which is the only
+    [n, v] tensor kept for the backward pass.
     """
     logprobs, entropy = _TokenLogprobs.apply(logits, targets, vocab_start, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """Vocabulary-parallel log-softmax, like Megatron's `vocab_parallel_cross_entropy` with the entropy added.
+
+    Autograd would keep several [n, v] tensors and does not differentiate through the all-reduce.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, vocab_start: int, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        top = logits.amax(-1)
-        _reduce(top, dist.ReduceOp.MAX, group)
-        shifted = logits - top[:, None]
+        # The softmax needs the maximum over the whole vocabulary first, so that no exponential overflows.
+        maximum = logits.amax(-1)
+        _all_reduce(maximum, dist.ReduceOp.MAX, group)
+        shifted = logits - maximum[:, None]
         weights = shifted.exp()
+        # Exactly one rank holds the column of a target; the others contribute 0 to the sum over ranks.
         local = targets - vocab_start
-        here = (local >= 0) & (local < logits.shape[1])
+        is_local = (local >= 0) & (local < logits.shape[1])
         column = local.clamp(0, logits.shape[1] - 1)[:, None]
-        chosen = shifted.gather(1, column)[:, 0] * here
+        chosen = shifted.gather(1, column)[:, 0] * is_local
+        # One all-reduce for all three sums. H = log(sum w) - sum(w * shifted) / sum w, with w = exp(shifted).
         sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), chosen])
-        _reduce(sums, dist.ReduceOp.SUM, group)
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
         total, weighted, chosen = sums.unbind()
         log_total = total.log()
         entropy = log_total - weighted / total
         probabilities = weights.div_(total[:, None])
-        ctx.save_for_backward(probabilities, entropy, column, here)
+        ctx.save_for_backward(probabilities, entropy, column, is_local)
         return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """d log p(t) / d z_j = [j = t] - p_j;  d H / d z_j = -p_j (log p_j + H)."""
-        of_logprobs, of_entropy = gradients
-        probabilities, entropy, column, here = ctx.saved_tensors
-        gradient = -probabilities * of_logprobs[:, None]
-        gradient.scatter_add_(1, column, (of_logprobs * here)[:, None])
-        if of_entropy.any():
-            logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-            gradient -= of_entropy[:, None] * probabilities * (logs + entropy[:, None])
+        logprob_gradient, entropy_gradient = gradients
+        probabilities, entropy, column, is_local = ctx.saved_tensors
+        gradient = -probabilities * logprob_gradient[:, None]
+        gradient.scatter_add_(1, column, (logprob_gradient * is_local)[:, None])
+        if entropy_gradient.any():  # without an entropy bonus this saves two [n, v] tensors
+            log_probabilities = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+            gradient -= entropy_gradient[:, None] * probabilities * (log_probabilities + entropy[:, None])
         return gradient, None, None, None
 
 
-def _reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
+def _all_reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
     if group is not None:
         dist.all_reduce(tensor, operation, group=group)

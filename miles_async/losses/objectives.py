@@ -1,6 +1,7 @@
-"""What a token contributes to the policy's objective, one small function per paper. Higher is better.
+"""Per-token terms of the policy's objective and of the losses, one small function per paper.
 
-All tensors are [n], one entry per trained token; `advantages` carry no gradient, ratios do.
+All tensors are [m], with one entry per trained token. Objectives are maximized. `advantages` carry no gradient;
+log-probabilities and ratios do. `sequences` is the number of each token's sequence in the micro-batch, ascending.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from torch import Tensor
 
 
 def clipped_objective(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), and 1 where the clip cut the gradient.
+    """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), and 1 where clipping removed the gradient.
 
-    Source: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7. GRPO (arXiv 2402.03300) uses it as it is, DAPO
-    (arXiv 2503.14476, section 3.1) with a higher upper clip, GSPO with the ratio of the whole sequence.
+    Source: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7. GRPO (arXiv 2402.03300) uses it unchanged, DAPO
+    (arXiv 2503.14476, section 3.1) with a higher upper clip, and GSPO with the ratio of the whole sequence.
     """
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
-    return torch.minimum(free, bounded), (bounded < free).to(ratio.dtype)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    return torch.minimum(unclipped, clipped), (clipped < unclipped).to(ratio.dtype)
 
 
 def cispo_objective(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
-    """sg(clip(r)) A log p: the weight is clipped, never the gradient; and 1 where the weight was.
+    """sg(clip(r)) A log p, where sg stops the gradient, and 1 where the weight was clipped.
 
-    Rare tokens that turn an argument around have large ratios; PPO's clip silences them, this keeps them.
+    Only the weight is clipped, so every token keeps its gradient. Rare tokens that change the course of an argument
+    have large ratios, and PPO's clip would remove them.
     Source: CISPO, MiniMax-M1 (arXiv 2506.13585), equation 4.
     """
     weight = ratio.detach().clamp(1 - eps_low, 1 + eps_high)
@@ -33,55 +35,58 @@ def cispo_objective(
 
 
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
-    """[n] for every token the mean of `values` over its sequence. `sequences` [n] numbers them, rising."""
+    """[m] for every token, the mean of `values` over its sequence."""
     sums = _sequence_sums(torch.stack([values, torch.ones_like(values)]), sequences)
     return (sums[0] / sums[1].clamp_min(1))[sequences]
 
 
 def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
-    """[n] for every token the sum of `values` over its sequence."""
+    """[m] for every token, the sum of `values` over its sequence."""
     return _sequence_sums(values[None], sequences)[0][sequences]
 
 
 def _sequence_sums(rows: Tensor, sequences: Tensor) -> Tensor:
+    """[k, n] sums over each of n sequences, of `rows` [k, m]."""
     count = int(sequences[-1]) + 1 if len(sequences) else 0
     return rows.new_zeros(rows.shape[0], count).index_add(1, sequences, rows)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor) -> Tensor:
-    """[n] the ratio of the whole sequence's probabilities, to the power of one over its length.
+    """[m] the ratio of the whole sequence's probabilities, to the power of one over its length.
 
-    Source: GSPO (arXiv 2507.18071), equation 7. Rewards judge sequences, so the ratio that is clipped is theirs.
+    Rewards are given to whole sequences, so the ratio that is clipped belongs to the sequence too.
+    Source: GSPO (arXiv 2507.18071), equation 7.
     """
     return sequence_mean(logprobs - old_logprobs, sequences).exp()
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """An estimate of KL(policy || reference) from tokens the policy drew, 0 where both agree.
+    """Estimate KL(policy || reference) from tokens that the policy sampled; 0 where both agree.
 
-    `k1`, the log ratio, is unbiased and may be negative; `k2`, half its square, has the right gradient; `k3` is
+    `k1`, the log-ratio, is unbiased but may be negative. `k2`, half its square, has the right gradient. `k3` is
     unbiased and never negative. Source: Schulman, "Approximating KL divergence", 2020.
     """
-    gap = reference - logprobs
+    log_ratio = reference - logprobs
     if estimator == "k1":
-        return -gap
+        return -log_ratio
     if estimator == "k2":
-        return gap.square() / 2
-    return gap.exp() - 1 - gap
+        return log_ratio.square() / 2
+    return log_ratio.exp() - 1 - log_ratio
 
 
-def to_come(values: Tensor, sequences: Tensor) -> Tensor:
-    """[n] for every token the sum of `values` over it and the tokens of its sequence after it."""
-    after_all = values.flip(0).cumsum(0).flip(0)
-    # What comes after the sequence's own last token: the running sum at its first one, less its own.
+def suffix_sum(values: Tensor, sequences: Tensor) -> Tensor:
+    """[m] for every token, the sum of `values` over this token and all later ones of its sequence."""
+    # A reversed cumulative sum runs on into later sequences. What it adds there is its value at the sequence's first
+    # token minus the sequence's own sum.
+    running = values.flip(0).cumsum(0).flip(0)
     first = torch.searchsorted(sequences, sequences)
-    return after_all - (after_all[first] - sequence_sum(values, sequences))
+    return running - (running[first] - sequence_sum(values, sequences))
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, eps_clip: float) -> Tensor:
-    """[n] half the squared error of a critic, the larger of free and clipped to `eps_clip` around its old estimate.
+    """[m] half the larger of two squared errors: of the value, and of the value clipped around the old one.
 
     Source: PPO's reference implementation; Engstrom et al. 2020 (arXiv 2005.12729), section 3.
     """
-    near = old_values + (values - old_values).clamp(-eps_clip, eps_clip)
-    return torch.maximum((values - returns).square(), (near - returns).square()) / 2
+    clipped = old_values + (values - old_values).clamp(-eps_clip, eps_clip)
+    return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2

@@ -1,4 +1,4 @@
-"""The policy-gradient loss of one micro-batch, token by token."""
+"""The policy-gradient loss of one micro-batch, and the metrics of an optimizer step."""
 
 from __future__ import annotations
 
@@ -9,71 +9,97 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from miles_async.config.schema import Algorithm
 from miles_async.losses.correction import CorrectionSettings, importance_weights
-from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, to_come
+from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, suffix_sum
 
 Objective = Literal["token_clip", "sequence_clip", "cispo"]
+_OBJECTIVES: dict[str, Objective] = {"gspo": "sequence_clip", "cispo": "cispo"}
+"""By advantage estimator; all others clip each token's ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossSettings:
+    """Choice of the objective and its coefficients."""
+
     objective: Objective
-    """Clip the ratio of a token (PPO), of its sequence (GSPO), or the weight and not the gradient (CISPO)."""
+    """What is clipped: each token's ratio (PPO), its sequence's ratio (GSPO), or only the token's weight (CISPO)."""
     eps_clip: float
     eps_clip_high: float
     correction: CorrectionSettings
     entropy_coef: float
     kl_loss_coef: float
-    """Weight of the distance from the reference model in the loss; `kl_reward_coef` that in the reward."""
+    """Coefficient of the KL penalty that is added to the loss."""
     kl_reward_coef: float
+    """Coefficient of the KL penalty that is subtracted from the reward."""
     kl_estimator: Literal["k1", "k2", "k3"]
+
+    @classmethod
+    def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:
+        """The loss of an advantage estimator, with the coefficients of the configuration."""
+        return cls(
+            objective=_OBJECTIVES.get(algorithm.advantage_estimator, "token_clip"),
+            eps_clip=algorithm.eps_clip,
+            eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+            correction=CorrectionSettings(
+                method=algorithm.off_policy_correction, upper=algorithm.tis_clip, band=algorithm.icepop_band
+            ),
+            entropy_coef=algorithm.entropy_coef,
+            kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+            # Under ppo the penalty is already part of the rewards from which the critic computes advantages.
+            kl_reward_coef=0.0 if algorithm.advantage_estimator == "ppo" else algorithm.kl_coef,
+            kl_estimator=algorithm.kl_loss_type,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
-    """[n], one entry per token to train; those under a loss mask of 0 were left out before."""
+    """Inputs of the loss, [m] each: one entry per trained token of a micro-batch. Log-probabilities are in nats."""
 
     old_logprobs: Tensor
-    """Under the weights before the drain's first step."""
+    """Under the weights before the first optimizer step on the batch."""
     rollout_log_probs: Tensor
     """As the engines reported them."""
     advantages: Tensor
-    shares: Tensor
-    """How much the token counts in the sum; all ones make a mean over tokens."""
+    loss_weights: Tensor
+    """Factor of each token in the sum over tokens. All ones give the mean over tokens."""
     sequences: Tensor
-    """The number of the token's sequence in the micro-batch, rising."""
+    """Number of the token's sequence in the micro-batch, ascending."""
     staleness: Tensor
-    """Trainer version minus the version that sampled the token."""
+    """Weight version of the learner minus the version that sampled the token."""
     reference_logprobs: Tensor | None = None
-    """Under the frozen reference model, where one is kept."""
+    """Under the frozen reference model; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSums:
-    """Sums over the trained tokens of a micro-batch; those of several micro-batches and ranks add up (maxima: max)."""
+    """Statistics of a micro-batch's trained tokens; sums and maxima combine over micro-batches and ranks."""
 
     sums: Tensor
-    """[STALENESS_CLASSES, len(SUMS)]: row i of the tokens i versions old, the last row of all that are older."""
+    """[STALENESS_CLASSES, len(SUMS)]: row i is for tokens that are i versions old; the last row also for older ones."""
     maximum: Tensor
-    """[1], the largest absolute gap between train and rollout log-probability."""
+    """[1] largest absolute difference between old and rollout log-probabilities."""
 
 
 SUMS = ("tokens", "objective", "clipped", "bounded", "weight", "ratio", "ratio_squared", "gap", "entropy", "kl")
+"""Columns of `TokenSums.sums`."""
 STALENESS_CLASSES = 5
 
 
 def policy_loss(
     logprobs: Tensor, entropy: Tensor, columns: TokenColumns, *, total_tokens: int, settings: PolicyLossSettings
 ) -> tuple[Tensor, TokenSums]:
-    """This micro-batch's share of the loss: its weighted token sum divided by the tokens of the whole optimizer step.
+    """Compute this micro-batch's part of the loss: its weighted sum over tokens divided by `total_tokens` of the step.
 
-    `logprobs` and `entropy` [n] are under the weights being trained. Summed over micro-batches and ranks the result
-    does not depend on the grouping into micro-batches, whatever the aggregation: that lies in `columns.shares`.
+    `logprobs` and `entropy` [m] are under the weights being trained. The parts of all micro-batches and ranks add up to
+    the loss of the step, independently of how samples are grouped into micro-batches: `columns.loss_weights` alone
+    determines how tokens and samples are averaged.
     """
     old, advantages = columns.old_logprobs.detach(), columns.advantages
     if columns.reference_logprobs is not None and settings.kl_reward_coef:
-        away = kl_penalty(old, columns.reference_logprobs, settings.kl_estimator)
-        advantages = advantages - settings.kl_reward_coef * to_come(away, columns.sequences)
+        # A penalty on the reward of a token counts for every earlier token of the response too.
+        penalty = kl_penalty(old, columns.reference_logprobs, settings.kl_estimator)
+        advantages = advantages - settings.kl_reward_coef * suffix_sum(penalty, columns.sequences)
     low, high = settings.eps_clip, settings.eps_clip_high
     if settings.objective == "sequence_clip":
         objective, clipped = clipped_objective(sequence_ratio(logprobs, old, columns.sequences), advantages, low, high)
@@ -81,42 +107,45 @@ def policy_loss(
         objective, clipped = cispo_objective(logprobs, (logprobs - old).exp(), advantages, low, high)
     else:
         objective, clipped = clipped_objective((logprobs - old).exp(), advantages, low, high)
-    gap = old - columns.rollout_log_probs
-    weight, bounded = importance_weights(gap, columns.sequences, settings.correction)
+    # The clip above bounds how far this batch's steps move the policy. The weight corrects for the difference between
+    # the policy before those steps and the one that sampled.
+    log_ratio = old - columns.rollout_log_probs
+    weight, bounded = importance_weights(log_ratio, columns.sequences, settings.correction)
     per_token = weight * objective + settings.entropy_coef * entropy
-    kl = torch.zeros_like(gap)
+    kl = torch.zeros_like(log_ratio)
     if columns.reference_logprobs is not None:
         kl = kl_penalty(logprobs, columns.reference_logprobs, settings.kl_estimator)
         per_token = per_token - settings.kl_loss_coef * kl
-    per_token = per_token * columns.shares
+    per_token = per_token * columns.loss_weights
     loss = -per_token.sum() / total_tokens
     with torch.no_grad():
-        # Overflow to infinity is for the loss to report, not for its metrics: a gap of 20 is off the scale anyway.
-        ratio = gap.clamp(-20, 20).exp()
-        entries = (torch.ones_like(gap), per_token, clipped, bounded, weight, ratio, ratio.square(), gap.abs())
-        stacked = torch.stack([*entries, entropy, kl], 1)
+        # The clamp keeps the metrics finite: if the true ratio overflows, the loss reports it.
+        ratio = log_ratio.clamp(-20, 20).exp()
+        gap = log_ratio.abs()
+        entries = (torch.ones_like(gap), per_token, clipped, bounded, weight, ratio, ratio.square(), gap, entropy, kl)
+        stacked = torch.stack(entries, 1)
         classes = columns.staleness.clamp(0, STALENESS_CLASSES - 1)
         sums = stacked.new_zeros(STALENESS_CLASSES, len(SUMS)).index_add(0, classes, stacked)
-        maximum = torch.cat([gap.abs(), gap.new_zeros(1)]).amax(0, keepdim=True)
+        maximum = torch.cat([gap, gap.new_zeros(1)]).amax(0, keepdim=True)  # amax of no token would raise
     return loss, TokenSums(sums=sums, maximum=maximum)
 
 
 def objective_sum(sums: Tensor) -> float:
-    """Not finite where the loss was not."""
+    """Sum of the objective over all tokens of `TokenSums.sums`; not finite if the loss is not finite."""
     return float(sums[:, SUMS.index("objective")].sum())
 
 
-def metrics_from(sums: Tensor, maximum: Tensor) -> Mapping[str, float]:
-    """Metrics of an optimizer step from its `TokenSums`, added up over micro-batches and ranks.
+def policy_metrics(sums: Tensor, maximum: Tensor) -> Mapping[str, float]:
+    """Compute the metrics of an optimizer step from its `TokenSums`, combined over micro-batches and ranks.
 
-    `ess` is the effective sample size of the unbounded importance ratios as a share of the tokens (Kish 1965): 1 is
-    on-policy. What depends on staleness comes again for each staleness that was there, as `ess_staleness_2`.
+    `ess` is the effective sample size of the unbounded importance ratios divided by the number of tokens (Kish 1965); 1
+    means on-policy. Metrics that depend on staleness are also given per staleness class, such as `ess_staleness_2`.
     """
     total = dict(zip(SUMS, sums.sum(0).tolist(), strict=True))
     tokens = max(total["tokens"], 1.0)
     metrics = {
         "loss": -total["objective"] / tokens,
-        **_off_policy(total),
+        **_off_policy_metrics(total),
         "logprob_gap_max": maximum.item(),
         "importance_weight": total["weight"] / tokens,
         "entropy": total["entropy"] / tokens,
@@ -124,15 +153,16 @@ def metrics_from(sums: Tensor, maximum: Tensor) -> Mapping[str, float]:
         "loss_tokens": total["tokens"],
     }
     for staleness, row in enumerate(sums.tolist()):
-        if row[0]:
-            own = dict(zip(SUMS, row, strict=True))
+        class_total = dict(zip(SUMS, row, strict=True))
+        if class_total["tokens"]:
             name = f"{staleness}_or_more" if staleness == STALENESS_CLASSES - 1 else str(staleness)
-            metrics |= {f"{metric}_staleness_{name}": value for metric, value in _off_policy(own).items()}
-            metrics[f"token_share_staleness_{name}"] = own["tokens"] / tokens
+            class_metrics = _off_policy_metrics(class_total)
+            metrics |= {f"{metric}_staleness_{name}": value for metric, value in class_metrics.items()}
+            metrics[f"token_share_staleness_{name}"] = class_total["tokens"] / tokens
     return metrics
 
 
-def _off_policy(total: Mapping[str, float]) -> dict[str, float]:
+def _off_policy_metrics(total: Mapping[str, float]) -> dict[str, float]:
     tokens = max(total["tokens"], 1.0)
     return {
         "ess": total["ratio"] ** 2 / max(tokens * total["ratio_squared"], 1e-30),

@@ -1,4 +1,4 @@
-"""The losses of supervised steps."""
+"""Losses of supervised steps: the warm start before RL, and supervised fine-tuning (`--loss-type sft_loss`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from miles_async.losses.policy import STALENESS_CLASSES, SUMS, TokenSums
 
 
 def supervised_loss(logprobs: Tensor, *, total_tokens: int) -> Tensor:
-    """Negative log-likelihood of the micro-batch's tokens `logprobs` [n], divided by the tokens of the whole step."""
+    """Negative log-likelihood of a micro-batch's target tokens, divided by the tokens of the whole optimizer step.
+
+    `logprobs` [m] are in nats.
+    """
     return -logprobs.sum() / total_tokens
 
 
-def lesson_loss(logprobs: Tensor, entropy: Tensor, *, total_tokens: int) -> tuple[Tensor, TokenSums]:
-    """The same as a rollout's loss, with the sums that a policy loss reports: what speaks of sampling is nought.
+def sft_loss(logprobs: Tensor, entropy: Tensor, *, total_tokens: int) -> tuple[Tensor, TokenSums]:
+    """Supervised loss with the same return values as `policy_loss`, so that both use one training loop.
 
-    The metric `loss` is then the mean negative log-likelihood in nats per token.
+    The metric `loss` is the mean negative log-likelihood in nats per token. Nothing was sampled, so all ratios and
+    weights are 1, and clipping and staleness are 0.
     """
     with torch.no_grad():
         tokens = torch.tensor(float(len(logprobs)), device=logprobs.device)

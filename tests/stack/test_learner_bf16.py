@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 from tests.stack.learning import learning, save_state, weights_of
@@ -63,7 +63,7 @@ def batch(rollout: int, *, poison: bool = False) -> list[Group]:
 def train(learner: MegatronLearner, run: RunConfig, rollouts: Sequence[int]) -> list[dict[str, float]]:
     metrics = []
     for rollout in rollouts:
-        [steps] = rank_shares(batch(rollout), run, 1)
+        [steps] = rank_batches(batch(rollout), run, 1)
         report = learner.train(rollout, steps)
         assert report.finite
         metrics.append(dict(report.metrics))
@@ -169,7 +169,7 @@ def test_a_batch_that_failed_in_its_second_step_leaves_the_float32_weights_too(t
     with learning(tiny, run) as learner:
         train(learner, run, [0])
         own, published = masters(learner), weights_of(learner)
-        [steps] = rank_shares(batch(1, poison=True), run, 1)
+        [steps] = rank_batches(batch(1, poison=True), run, 1)
         assert not learner.train(1, steps).finite
         assert same(masters(learner), own)
         assert same(list(weights_of(learner).values()), list(published.values()))

@@ -11,7 +11,7 @@ import torch
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from tests.stack.learning import learning, save_state, weights_of
 from tests.stack.test_learner_settings import SMALL, batch, config, same
@@ -40,7 +40,7 @@ def train(learner: MegatronLearner, run: RunConfig, rollouts: range, seed: int |
     """The metrics of each; two passes over the same samples, so that values move within a rollout."""
     metrics = []
     for rollout in rollouts:
-        [steps] = rank_shares(batch(rollout if seed is None else seed) * 2, run, 1)
+        [steps] = rank_batches(batch(rollout if seed is None else seed) * 2, run, 1)
         report = learner.train(rollout, steps)
         assert report.finite
         metrics.append({name: value for name, value in report.metrics.items() if name != "memory_gib"})
@@ -99,9 +99,9 @@ def test_a_fresh_critic_expects_nothing_so_every_token_is_credited_with_the_whol
     run = ppo()
     with learning(tiny, run) as learner:
         assert learner._critic is not None
-        [[step, _]] = rank_shares(batch(0) * 2, run, 1)
-        judged = learner._critic.judge(step, None)
-        for packed, advantages in zip(step.micro_batches, judged.advantages, strict=True):
+        [[step, _]] = rank_batches(batch(0) * 2, run, 1)
+        critic_output = learner._critic.evaluate(step, None)
+        for packed, advantages in zip(step.micro_batches, critic_output.advantages, strict=True):
             assert torch.equal(advantages, torch.from_numpy(packed.advantages))
 
 
@@ -115,7 +115,7 @@ def test_a_batch_that_a_filter_masked_whole_changes_nothing(tiny: Path, estimato
         for group in masked:
             for sample in group:
                 sample.remove_sample = True
-        report = learner.train(1, rank_shares(masked, run, 1)[0])
+        report = learner.train(1, rank_batches(masked, run, 1)[0])
         assert report.finite
         assert report.metrics["loss_tokens"] == 0
         assert same(weights_of(learner), before), "not even by the momentum of the step before"
@@ -142,7 +142,7 @@ def test_after_a_step_that_is_not_finite_the_critic_is_as_it_was_too(tiny: Path)
         for spoiled in ({"rollout_log_probs": [float("nan")] * 4}, {"reward": float("nan")}, {"reward": float("inf")}):
             poisoned = batch(1) * 2
             poisoned[0][0] = replace(poisoned[0][0], **spoiled)
-            [steps] = rank_shares(poisoned, run, 1)
+            [steps] = rank_batches(poisoned, run, 1)
             assert not learner.train(1, steps).finite
             assert same(weights_of(learner), before)
         found = train(learner, run, range(1, 2))

@@ -19,9 +19,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from miles_async.adapters.megatron.model.build import Model, Reference
+from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
 from miles_async.adapters.megatron.model.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
-from miles_async.adapters.megatron.training import passes as schedule
+from miles_async.adapters.megatron.training import micro_batches
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import PackedBatch, TrainStep, policy_steps
 from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
@@ -235,13 +235,15 @@ def test_padded_rows_learn_what_packed_sequences_do(tiny: Path, where: str) -> N
 
 def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[type[Any], list[int]] = {}
-    run_passes = schedule._run
+    run_schedule = micro_batches._run_schedule
 
-    def counted(model: Model | Reference, passes: Sequence[schedule.Pass], *args: Any, **how: Any) -> None:
-        asked[type(model)] = [len(own.tokens) for own in passes]
-        run_passes(model, passes, *args, **how)
+    def counted(
+        model: MegatronModel | ReferenceModel, inputs: Sequence[micro_batches.ModelInput], *args: Any, **how: Any
+    ) -> None:
+        asked[type(model)] = [len(one.tokens) for one in inputs]
+        run_schedule(model, inputs, *args, **how)
 
-    monkeypatch.setattr(schedule, "_run", counted)
+    monkeypatch.setattr(micro_batches, "_run_schedule", counted)
     algorithm = CONFIG.algorithm.model_copy(update={"use_kl_loss": True})
     rows = {"ref_use_dynamic_batching_in_infer": True, "ref_sequence_length_round_in_infer": 8}
     distances = []
@@ -249,8 +251,8 @@ def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, mo
         learner_settings = CONFIG.learner.model_copy(update=limits)
         with learning(tiny, CONFIG.model_copy(update={"algorithm": algorithm, "learner": learner_settings})) as it:
             distances.append([it.train(rollout, shares(batch())).metrics["kl"] for rollout in range(2)])
-        assert (asked[Reference] == asked[Model]) is not bool(limits)
-    assert max(asked[Reference]) <= 32 < max(asked[Model])
+        assert (asked[ReferenceModel] == asked[MegatronModel]) is not bool(limits)
+    assert max(asked[ReferenceModel]) <= 32 < max(asked[MegatronModel])
     assert distances[0] == pytest.approx(distances[1], abs=1e-5)
 
 
@@ -282,11 +284,11 @@ def reference_loss(model: torch.nn.Module, packed: PackedBatch) -> torch.Tensor:
     total = torch.zeros(())
     targets = zip(packed.targets, packed.rollout_log_probs, packed.advantages, strict=True)
     ends = packed.lengths.cumsum()
-    for place, rollout, advantage in targets:
-        start, end = next((end - length, end) for end, length in zip(ends, packed.lengths, strict=True) if place < end)
+    for target, rollout, advantage in targets:
+        start, end = next((end - length, end) for end, length in zip(ends, packed.lengths, strict=True) if target < end)
         tokens = torch.from_numpy(packed.tokens[start:end])
-        logits = model(tokens[None]).logits[0, place - start - 1]
-        logprob = (logits / TEMPERATURE).log_softmax(-1)[tokens[place - start]]
+        logits = model(tokens[None]).logits[0, target - start - 1]
+        logprob = (logits / TEMPERATURE).log_softmax(-1)[tokens[target - start]]
         weight = min(2.0, math.exp(logprob.item() - float(rollout)))
         total = total - weight * float(advantage) * (logprob - logprob.detach()).exp()
     return total

@@ -18,12 +18,12 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 
-from miles_async.adapters.megatron.model.cpu import cuda_means_cpu
+from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.batching.batch import TrainStep, rank_shares
+from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from tests.stack.job import ROOT
 from tests.stack.learning import create_experts, learning, save_state, uneven_groups, weights_of
@@ -106,7 +106,7 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
     model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name
     learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
-    steps = rank_shares(uneven_groups(0), settings, ranks)[rank]
+    steps = rank_batches(uneven_groups(0), settings, ranks)[rank]
     sequences = [sample.tokens for group in uneven_groups(0) for sample in group]
     before = learner.logprobs(sequences)
     greedy = learner.greedy(PROMPTS, 2, eos=256)
@@ -126,9 +126,9 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
     """By Hugging Face names: they travel the way that weights do."""
-    learner._policy_gradients(step, learner._before(step, several=False))
+    learner._policy_gradients(step, learner._pre_step_values(step, is_one_of_several=False))
     chunks = learner._model.chunks
-    with cuda_means_cpu():
+    with redirect_cuda_to_cpu():
         finalize_model_grads(chunks, force_all_reduce=True)
     weights = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters()]
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_two_data_parallel_ranks_goes_on_as_one_rank(runs: Path)
     with learning(runs / "dense", config(runs, "dense", {})) as learner:
         learner.load_state(str(runs / "data parallel" / "state"))
         assert all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights())
-        [steps] = rank_shares(uneven_groups(0), config(runs, "dense", {}), 1)
+        [steps] = rank_batches(uneven_groups(0), config(runs, "dense", {}), 1)
         assert learner.train(1, steps).finite
 
 

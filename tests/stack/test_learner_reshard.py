@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from tests.stack.job import ROOT
 from tests.stack.learning import save_state, uneven_groups, weights_of
@@ -48,7 +48,7 @@ def config(layout: dict[str, Any]) -> RunConfig:
 
 def train(learner: MegatronLearner, settings: RunConfig, rollout: int, rank: int, ranks: int, out: Path) -> None:
     """One rollout; what came of it is put down."""
-    report = learner.train(rollout, rank_shares(uneven_groups(rollout), settings, ranks)[rank])
+    report = learner.train(rollout, rank_batches(uneven_groups(rollout), settings, ranks)[rank])
     assert report.finite
     weights = weights_of(learner)
     if rank == 0:
@@ -107,6 +107,6 @@ def test_a_run_goes_on_under_another_layout(runs: Path, name: str) -> None:
 if __name__ == "__main__":
     folder, own_rank, *meeting_ports = sys.argv[1:]
     torch.set_num_threads(1)
-    for place, (world_size, _) in enumerate(STAGES.values()):
+    for index, (world_size, _) in enumerate(STAGES.values()):
         if world_size > 1:
-            stage(Path(folder), place, int(own_rank), int(meeting_ports[place]))
+            stage(Path(folder), index, int(own_rank), int(meeting_ports[index]))

@@ -15,7 +15,7 @@ import torch
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
@@ -62,7 +62,7 @@ def train(learner: MegatronLearner, rollouts: range) -> None:
             )
             for g in range(4)
         ]
-        [steps] = rank_shares(groups, config(), 1)
+        [steps] = rank_batches(groups, config(), 1)
         assert learner.train(rollout, steps).finite
 
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, t
     for other in ("wider", "deeper"):
         with (
             learning(tmp_path / other, config()) as learner,
-            pytest.raises(UserError, match=r"of another model: .*decoder"),
+            pytest.raises(UserError, match=r"belongs to another model: .*decoder"),
         ):
             learner.load_state(str(saved))
     with learning(tiny, config()) as learner:
@@ -104,14 +104,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, t
         with pytest.raises(UserError, match=r"cannot be read: .*; load another one"):
             learner.load_state(str(saved))
         (saved / "actor" / "common.pt").unlink()
-        with pytest.raises(UserError, match=r"no Megatron distributed checkpoint: .*; load another one"):
+        with pytest.raises(UserError, match=r"not a Megatron distributed checkpoint: .*; load another one"):
             learner.load_state(str(saved))
 
 
 def test_a_full_disk_is_said_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path) -> None:
     with learning(tiny, config()) as learner:
         copy = learner.copy_state(str(tmp_path))
-        with files_at_most(20_000), pytest.raises(OSError, match="is the disk full"):
+        with files_at_most(20_000), pytest.raises(OSError, match="disk is full"):
             copy.write()
 
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import CheckpointFunction
 
-from miles_async.adapters.megatron.model import build as model
+from miles_async.adapters.megatron.model import factory as model
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.warm_start import warm_start
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
 from miles_async.config.load import build
@@ -77,7 +77,7 @@ def learned(tiny: Path, **settings: Any) -> dict[str, torch.Tensor]:
     with learning(tiny, run) as learner:
         for rollout in range(2):
             # Two passes over the same samples, so that the second one has a ratio that can be clipped.
-            [steps] = rank_shares(batch(rollout) * 2, run, 1)
+            [steps] = rank_batches(batch(rollout) * 2, run, 1)
             assert learner.train(rollout, steps).finite
         return weights_of(learner)
 
@@ -152,8 +152,8 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
         built.append(variables())
         return bridge(settings, checkpoint)
 
-    bridge = model._bridge
-    monkeypatch.setattr(model, "_bridge", noting)
+    bridge = model._create_bridge
+    monkeypatch.setattr(model, "_create_bridge", noting)
     run = config(
         advantage_estimator="ppo",
         kl_coef=0.1,
@@ -167,7 +167,7 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
         roles = {"policy": learner._model, "critic": learner._critic.model, "reference": learner._reference}
         for role, own in roles.items():
             own.chunks[0].register_forward_pre_hook(lambda *_, role=role: ran.setdefault(role, []).append(variables()))
-        learner.train(0, rank_shares(batch(0), run, 1)[0])
+        learner.train(0, rank_batches(batch(0), run, 1)[0])
     assert built == [policy, critic, reference]
     assert {role: set(map(tuple, seen)) for role, seen in ran.items()} == {
         "policy": {tuple(policy)},
@@ -197,7 +197,7 @@ def test_lessons_lower_their_negative_log_likelihood(tiny: Path) -> None:
         before = [logprob for row in learner.logprobs(sequences) for logprob in row[-4:]]
         losses = []
         for rollout in range(6):
-            [steps] = rank_shares(sft_examples, run, 1)
+            [steps] = rank_batches(sft_examples, run, 1)
             losses.append(learner.train(rollout, steps).metrics["loss"])
     assert losses[0] == pytest.approx(-sum(before) / len(before), abs=1e-4)
     assert losses[-1] < 0.8 * losses[0]
@@ -279,7 +279,7 @@ def test_the_steps_asked_for_are_profiled(tiny: Path, tmp_path: Path) -> None:
         await rank.start(str(tiny), "127.0.0.1", free_port())
         assert torch.are_deterministic_algorithms_enabled()
         for rollout in range(3):
-            await rank.train(rollout, rank_shares(batch(rollout), run, 1)[0])
+            await rank.train(rollout, rank_batches(batch(rollout), run, 1)[0])
         await rank._in_step(rank._learner.close)
 
     asyncio.run(train())

@@ -48,12 +48,12 @@ def test_the_same_settings_teach_the_same_model_and_others_another_place(tmp_pat
     one, _ = started(config(tmp_path / "a", **few))
     same, _ = started(config(tmp_path / "b", **few))
     assert (Path(one.path) / "model.safetensors").read_bytes() == (Path(same.path) / "model.safetensors").read_bytes()
-    places = [
+    paths = [
         one.path,
         started(config(tmp_path / "a", seed=2, **few))[0].path,
         started(config(tmp_path / "a", **few), COPYING[1:])[0].path,
     ]
-    assert len(set(places)) == 3
+    assert len(set(paths)) == 3
 
 
 def test_no_steps_give_the_untaught_model_or_the_checkpoint_as_it_is(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_no_steps_give_the_untaught_model_or_the_checkpoint_as_it_is(tmp_path: P
 @pytest.mark.parametrize(
     "warm, complaint",
     [
-        ({"warm_start_accuracy": (0.001, 0.002)}, "jumped over.*lower warm_start_check_every"),
+        ({"warm_start_accuracy": (0.001, 0.002)}, "skipped the range.*lower warm_start_check_every"),
         ({"warm_start_max_steps": 10, "warm_start_accuracy": (0.99, 1.0)}, "stayed below.*raise warm_start_max_steps"),
     ],
 )

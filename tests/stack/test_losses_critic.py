@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_async.losses.advantages import at_last_tokens, generalized_advantages
-from miles_async.losses.critic import critic_loss, critic_metrics
+from miles_async.losses.critic import critic_loss, critic_metrics, generalized_advantages, last_token_rewards
 
 LENGTHS = (7, 1, 4)
 SEQUENCES = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
@@ -30,11 +29,11 @@ def test_generalized_advantages_are_the_decayed_sums_of_surprises(discount: floa
 def test_of_no_tokens_there_are_no_advantages() -> None:
     none = torch.zeros(0)
     advantages, returns = generalized_advantages(none, none, none.long(), discount=1.0, decay=1.0)
-    assert len(advantages) == len(returns) == len(at_last_tokens(none, none.long())) == 0
+    assert len(advantages) == len(returns) == len(last_token_rewards(none, none.long())) == 0
 
 
 def test_the_reward_of_a_response_comes_with_its_last_token() -> None:
-    assert at_last_tokens(torch.full((12,), 2.0), SEQUENCES).nonzero().flatten().tolist() == [6, 7, 11]
+    assert last_token_rewards(torch.full((12,), 2.0), SEQUENCES).nonzero().flatten().tolist() == [6, 7, 11]
 
 
 def test_the_critics_loss_is_the_mean_of_the_larger_errors_and_its_gradient_is_right() -> None:

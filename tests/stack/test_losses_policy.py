@@ -14,7 +14,7 @@ from miles_async.losses.objectives import (
     kl_penalty,
     sequence_mean,
     sequence_ratio,
-    to_come,
+    suffix_sum,
     value_loss,
 )
 from miles_async.losses.policy import (
@@ -23,9 +23,9 @@ from miles_async.losses.policy import (
     Objective,
     PolicyLossSettings,
     TokenColumns,
-    metrics_from,
     objective_sum,
     policy_loss,
+    policy_metrics,
 )
 from miles_async.losses.supervised import supervised_loss
 
@@ -50,7 +50,7 @@ def inputs(n: int = 40) -> dict[str, torch.Tensor]:
         "old_logprobs": old,
         "rollout_log_probs": rollout,
         "advantages": random.normal(0.0, 1.0, n),
-        "shares": random.uniform(0.5, 1.5, n),
+        "loss_weights": random.uniform(0.5, 1.5, n),
         "reference_logprobs": rollout + random.normal(0, 0.5, n),
         "sequences": np.sort(random.integers(0, 6, n)),
         "staleness": random.integers(0, 7, n),
@@ -92,7 +92,7 @@ def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> f
     }[method]
     away = x["reference_logprobs"] - lp
     tokens = weight * objectives + 0.01 * x["entropy"] - 0.1 * (np.exp(away) - 1 - away)
-    return float(-(x["shares"] * tokens).sum() / 100)
+    return float(-(x["loss_weights"] * tokens).sum() / 100)
 
 
 OBJECTIVES = ["token_clip", "sequence_clip", "cispo"]
@@ -127,7 +127,7 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
         moving = (logprobs.detach() - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
         gap = tensors["old_logprobs"] - tensors["rollout_log_probs"]
         weight, _ = importance_weights(gap, tensors["sequences"], how.correction)
-        difference = weight * (held - moving) * tensors["advantages"] * logprobs * tensors["shares"]
+        difference = weight * (held - moving) * tensors["advantages"] * logprobs * tensors["loss_weights"]
         return free - difference.sum() / 12
 
     assert torch.autograd.gradcheck(loss, (tensors["logprobs"], tensors["entropy"]))
@@ -152,7 +152,7 @@ def test_neither_old_logprobs_nor_the_importance_weight_carry_gradient() -> None
         old_logprobs=logprobs,
         rollout_log_probs=torch.tensor([-1.5, -1.0]),
         advantages=torch.tensor([1.0, -1.0]),
-        shares=torch.ones(2),
+        loss_weights=torch.ones(2),
         sequences=none,
         staleness=none,
     )
@@ -215,16 +215,16 @@ def test_kl_estimates_agree_with_the_divergence_they_estimate() -> None:
 
 
 def test_what_is_to_come_is_summed_within_the_sequence() -> None:
-    sums = to_come(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2]))
+    sums = suffix_sum(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2]))
     assert sums.tolist() == [7, 6, 4, 24, 16]
-    assert to_come(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+    assert suffix_sum(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
 def test_a_penalty_in_the_reward_lowers_the_advantage_of_a_token_by_all_that_follows() -> None:
     tensors = inputs()
     penalized, _ = loss_of(tensors, 40, settings(kl_reward_coef=0.1, kl_estimator="k1"))
     away = tensors["old_logprobs"] - tensors["reference_logprobs"]
-    lower = {**tensors, "advantages": tensors["advantages"] - 0.1 * to_come(away, tensors["sequences"])}
+    lower = {**tensors, "advantages": tensors["advantages"] - 0.1 * suffix_sum(away, tensors["sequences"])}
     assert penalized.item() == pytest.approx(loss_of(lower, 40, settings())[0].item(), rel=1e-9)
 
 
@@ -257,7 +257,7 @@ def test_metrics_name_what_happened_to_the_tokens_of_every_staleness() -> None:
         sums[0, SUMS.index(name)] = value
     for name, value in {"tokens": 4, "bounded": 2, "ratio": 8, "ratio_squared": 16, "gap": 2}.items():
         sums[4, SUMS.index(name)] = value
-    metrics = metrics_from(sums, torch.tensor([0.5]))
+    metrics = policy_metrics(sums, torch.tensor([0.5]))
     assert metrics["loss"] == 0.25
     assert metrics["logprob_gap_max"] == 0.5
     assert (metrics["ess"], metrics["ess_staleness_0"], metrics["ess_staleness_4_or_more"]) == (0.75, 0.5, 1.0)

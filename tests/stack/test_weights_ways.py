@@ -16,7 +16,7 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.weights.source import Source
 from miles_async.adapters.weights.transports.memory import MemoryTransport
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.errors import EngineLostError, FatalError
 from tests.stack.engine_stack import Stack, group_of
@@ -107,7 +107,7 @@ def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(se
     run = RunConfig(learner=Learner(precision="bf16", lr=1e-3))
     with learning(serving.checkpoint, run) as learner:
         for transport in TRANSPORTS:
-            [steps] = rank_shares(uneven_groups(0), run, 1)
+            [steps] = rank_batches(uneven_groups(0), run, 1)
             assert learner.train(0, steps).finite
             version = next(serving.versions)
             source.stage(version, learner.weights())

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from miles_async.batching.advantages import group_advantages, overlong_penalty, whitened
+from miles_async.batching.advantages import group_advantages, overlong_penalty, whiten
 
 
 def test_an_advantage_is_the_distance_from_the_groups_mean_reward() -> None:
@@ -25,11 +25,11 @@ def test_equal_rewards_teach_nothing(std_normalization: bool) -> None:
 def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
     random = np.random.default_rng(0)
     values, weights = random.normal(3, 2, 50), random.integers(1, 9, 50)
-    white = np.array(whitened(values.tolist(), weights.tolist()))
+    white = np.array(whiten(values.tolist(), weights.tolist()))
     assert np.average(white, weights=weights) == pytest.approx(0, abs=1e-9)
     assert np.average(white**2, weights=weights) == pytest.approx(1, abs=1e-5)
-    assert whitened([2.0, 2.0], [1, 5]) == [0, 0]
-    assert whitened([1.0, 2.0], [0, 0]) == [0, 0]
+    assert whiten([2.0, 2.0], [1, 5]) == [0, 0]
+    assert whiten([1.0, 2.0], [0, 0]) == [0, 0]
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
@@ -39,14 +39,14 @@ def test_a_reward_that_is_not_finite_spoils_all_it_is_compared_with(reward: floa
         for found in (
             group_advantages(rewards, std_normalization=True),
             group_advantages(rewards, std_normalization=False),
-            whitened(rewards, [1, 3]),
+            whiten(rewards, [1, 3]),
         ):
             assert [math.isnan(advantage) for advantage in found] == [True, True]
 
 
 def test_rewards_whose_squares_no_float_holds_are_compared_like_others() -> None:
     assert group_advantages([1e200, 0.0], std_normalization=True) == pytest.approx([1, -1])
-    assert whitened([1e200, 0.0], [1, 1]) == pytest.approx([1, -1])
+    assert whiten([1e200, 0.0], [1, 1]) == pytest.approx([1, -1])
 
 
 def test_the_overlong_penalty_grows_in_a_straight_line_over_the_buffer() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from miles_async.adapters.storage.rollout_file import load_groups
-from miles_async.batching.batch import ScoredSample, pack_samples
+from miles_async.batching.advantages import ScoredSample
+from miles_async.batching.batch import pack_samples
 from miles_async.config.derived import trains_only
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment

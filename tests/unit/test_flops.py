@@ -2,16 +2,33 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.batching.flops import LayerSizes, training_flops
+from miles_async.batching.flops import attention_crossover, training_flops
+from miles_async.config.model_shape import ModelShape
 
-LLAMA_7B = LayerSizes(layers=32, hidden=4096, heads_width=4096, groups_width=4096, feed_forward=11008, vocabulary=32000)
+LLAMA_7B = ModelShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    query_groups=32,
+    head_width=128,
+    feed_forward=11008,
+    experts=None,
+    active_experts=1,
+    vocabulary=32000,
+)
 
 
 def test_short_sequences_take_six_operations_per_weight_and_token() -> None:
-    weights = 6.74e9 - 32000 * 4096  # looking up an embedding is no arithmetic
+    weights = 6.74e9 - 32000 * 4096  # an embedding look-up takes no arithmetic
     assert training_flops([1] * 1000, LLAMA_7B) == pytest.approx(6 * weights * 1000, rel=0.005)
 
 
 def test_attention_grows_with_the_square_of_the_length_of_each_sequence() -> None:
     long, short = training_flops([8192], LLAMA_7B), training_flops([1024] * 8, LLAMA_7B)
     assert long - short == pytest.approx(3 * 4 * 32 * 4096 * (8192**2 - 8 * 1024**2) / 2)
+
+
+def test_at_the_crossover_length_half_of_the_operations_are_attention() -> None:
+    crossover = round(attention_crossover(LLAMA_7B))
+    linear = training_flops([1] * crossover, LLAMA_7B)
+    assert training_flops([crossover], LLAMA_7B) == pytest.approx(2 * linear, rel=1e-3)

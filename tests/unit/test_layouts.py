@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_async.batching.context_parallel import shares_of_context
+from miles_async.batching.layout import context_parallel_indices
 from miles_async.config.checks.layouts import layout_problems
 from miles_async.config.schema import Learner, Model, RunConfig
 
@@ -79,7 +79,7 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path, layout: dict[str
 
 
 def test_context_parallel_ranks_take_one_chunk_from_the_front_and_one_from_the_back_of_a_sequence() -> None:
-    first, second = shares_of_context(np.array([4, 8]), 2).tolist()
+    first, second = context_parallel_indices(np.array([4, 8]), 2).tolist()
     assert first == [0, 3, 4, 5, 10, 11]
     assert second == [1, 2, 6, 7, 8, 9]
-    assert shares_of_context(np.array([3, 2]), 1).tolist() == [[0, 1, 2, 3, 4]]
+    assert context_parallel_indices(np.array([3, 2]), 1).tolist() == [[0, 1, 2, 3, 4]]

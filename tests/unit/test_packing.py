@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.batching.packing import fixed_size, pack, report_on, work
+from miles_async.batching.packing import pack, pack_fixed_size, packing_report, sequence_cost
 
 lengths_of_samples = st.lists(st.integers(1, 100), min_size=4, max_size=200)
 
@@ -17,19 +17,19 @@ lengths_of_samples = st.lists(st.integers(1, 100), min_size=4, max_size=200)
     cap=st.integers(100, 400),
     ranks=st.integers(1, 4),
     multiple=st.integers(1, 4),
-    knee=st.sampled_from([math.inf, 30.0]),
+    crossover=st.sampled_from([math.inf, 30.0]),
 )
 def test_every_sample_is_packed_once_under_the_cap_in_equally_many_micro_batches(
-    lengths: list[int], cap: int, ranks: int, multiple: int, knee: float
+    lengths: list[int], cap: int, ranks: int, multiple: int, crossover: float
 ) -> None:
-    packed = pack(lengths, cap, ranks, multiple=multiple, knee=knee)
+    packed = pack(lengths, cap, ranks, multiple=multiple, crossover=crossover)
     assert sorted(chain.from_iterable(chain.from_iterable(packed))) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in bin_) <= cap for bins in packed for bin_ in bins)
     assert len(packed) == ranks
     [count] = {len(bins) for bins in packed}
     assert count > 0
     assert count % multiple == 0
-    assert report_on(packed, lengths, cap, multiple=multiple, knee=knee).lower_bound <= count
+    assert packing_report(packed, lengths, cap, multiple=multiple, crossover=crossover).lower_bound <= count
 
 
 @given(lengths=lengths_of_samples)
@@ -46,18 +46,18 @@ def test_long_samples_are_placed_first_and_short_ones_fill_the_gaps() -> None:
 
 def test_ranks_do_the_same_work_which_is_more_than_their_tokens_say() -> None:
     lengths = [800] + [100] * 24
-    by_tokens, by_work = pack(lengths, 4000, 2), pack(lengths, 4000, 2, knee=800)
+    by_tokens, by_work = pack(lengths, 4000, 2), pack(lengths, 4000, 2, crossover=800)
     tokens = [sum(lengths[i] for bin_ in bins for i in bin_) for bins in by_tokens]
     assert tokens == [1600, 1600]
-    loads = [sum(work(lengths[i], 800) for bin_ in bins for i in bin_) for bins in by_work]
+    loads = [sum(sequence_cost(lengths[i], 800) for bin_ in bins for i in bin_) for bins in by_work]
     assert loads == pytest.approx([2162.5, 2137.5])
-    assert report_on(by_tokens, lengths, 4000, knee=800).imbalance > 0.15
-    assert report_on(by_work, lengths, 4000, knee=800).imbalance < 0.01
+    assert packing_report(by_tokens, lengths, 4000, crossover=800).imbalance > 0.15
+    assert packing_report(by_work, lengths, 4000, crossover=800).imbalance < 0.01
 
 
 def test_a_plan_is_reported_with_its_distance_from_the_fewest_micro_batches() -> None:
     lengths = [6, 6, 6, 2]
-    report = report_on(pack(lengths, 10), lengths, 10)
+    report = packing_report(pack(lengths, 10), lengths, 10)
     assert (report.micro_batches, report.lower_bound, report.padding) == (3, 2, 1.0)
 
 
@@ -72,7 +72,7 @@ def test_micro_batches_do_not_come_in_the_order_of_their_lengths() -> None:
 
 def test_the_same_samples_are_always_packed_alike() -> None:
     lengths = [7, 3, 9, 3, 3, 8, 1] * 30
-    assert pack(lengths, 20, 3, knee=50) == pack(lengths, 20, 3, knee=50)
+    assert pack(lengths, 20, 3, crossover=50) == pack(lengths, 20, 3, crossover=50)
 
 
 def test_one_sample_or_none_leaves_ranks_with_empty_micro_batches() -> None:
@@ -82,10 +82,10 @@ def test_one_sample_or_none_leaves_ranks_with_empty_micro_batches() -> None:
 
 
 def test_micro_batches_of_fixed_size_are_equally_many_on_all_ranks() -> None:
-    assert fixed_size(7, 2, 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
-    assert fixed_size(5, 2, 2) == [[[0, 2], [4]], [[1, 3], []]]
-    assert fixed_size(0, 2, 2) == [[[]], [[]]]
-    assert fixed_size(5, 2, 1, multiple=2) == [[[0, 1], [2, 3], [4], []]]
+    assert pack_fixed_size(7, 2, 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert pack_fixed_size(5, 2, 2) == [[[0, 2], [4]], [[1, 3], []]]
+    assert pack_fixed_size(0, 2, 2) == [[[]], [[]]]
+    assert pack_fixed_size(5, 2, 1, multiple=2) == [[[0, 1], [2, 3], [4], []]]
 
 
 def test_bins_are_split_as_often_as_the_pipeline_needs() -> None:

@@ -16,7 +16,7 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.batching.batch import TrainStep, laid_out_for_forward, rank_shares
+from miles_async.batching.batch import TrainStep, rank_batches, repack_for_forward
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment
@@ -275,7 +275,7 @@ def shares(world_size: int = 1, **settings: Any) -> list[list[TrainStep]]:
         )
         for g in range(2)
     ]
-    return rank_shares(groups, config(**settings), world_size)
+    return rank_batches(groups, config(**settings), world_size)
 
 
 def test_a_batch_is_cut_into_the_steps_asked_for() -> None:
@@ -356,7 +356,7 @@ def advantages_of(rewards: list[list[float]], **settings: Any) -> list[float]:
         )
         for group in rewards
     ]  # fmt: skip
-    [batch] = rank_shares(groups, config(**settings), 1)[0][0].micro_batches
+    [batch] = rank_batches(groups, config(**settings), 1)[0][0].micro_batches
     return [round(float(batch.advantages[batch.sequences == i][0]), 3) for i in range(len(batch.lengths))]
 
 
@@ -389,9 +389,9 @@ def test_the_aggregation_decides_what_a_token_of_a_long_answer_counts(aggregatio
         for i, n in enumerate((1, 3))
     )
     settings = config(loss_aggregation=aggregation, rollout_max_response_len=10)
-    [[step]] = rank_shares([group], settings, 1)
+    [[step]] = rank_batches([group], settings, 1)
     [batch] = step.micro_batches
-    assert batch.shares / step.total_tokens == pytest.approx(weights)
+    assert batch.loss_weights / step.total_tokens == pytest.approx(weights)
 
 
 def test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length() -> None:
@@ -408,7 +408,7 @@ def test_ranks_get_the_same_work_unless_data_is_dealt_in_turn() -> None:
             Sample(index=i, tokens=[1] * n, response_length=1, rollout_log_probs=[-1.0], reward=float(i))
             for i, n in enumerate((40, 10, 30, 10, 20, 10))
         )
-        ranks = rank_shares([group], config(**settings), 2)
+        ranks = rank_batches([group], config(**settings), 2)
         return [sum(len(batch.tokens) for batch in steps[0].micro_batches) for steps in ranks]
 
     assert tokens() == [60, 60]
@@ -430,7 +430,7 @@ def test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed() -> None:
 def test_work_without_gradients_has_rows_and_limits_of_its_own() -> None:
     def rows(**settings: Any) -> list[tuple[int, int]]:
         learner = config(sequence_length_round_in_infer=8, **settings).learner
-        return [(len(b.batch.lengths), int(b.batch.lengths.max())) for b in laid_out_for_forward(batches, learner)]
+        return [(len(b.batch.lengths), int(b.batch.lengths.max())) for b in repack_for_forward(batches, learner)]
 
     batches = shares()[0][0].micro_batches
     assert rows() == [(8, 20)]

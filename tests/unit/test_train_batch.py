@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 
-from miles_async.batching.batch import NO_VERSION, laid_out_for_forward, policy_steps, supervised_step
+from miles_async.batching.batch import NO_VERSION, policy_steps, repack_for_forward, supervised_step
 from miles_async.config.schema import Algorithm, Learner, RunConfig
 from miles_async.errors import TrajectoryError
 from miles_async.types import Group, Sample, VersionSpan
@@ -58,15 +58,15 @@ def test_padding_follows_each_sequence_and_moves_no_target() -> None:
     assert batch.targets.tolist() == [2, 10, 11, 12]
 
 
-def test_sequences_laid_out_anew_find_their_targets_places_again() -> None:
+def test_repacked_sequences_keep_the_index_of_each_target() -> None:
     learner = Learner(max_tokens_per_gpu=9)
     groups = Group([sample(i, float(i), response=1 + i % 3) for i in range(6)])
     [[step]] = policy_steps([groups], RunConfig(learner=learner), ranks=1)
     rows = learner.model_copy(update={"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 3})
     tokens = [0] * sum(len(batch.targets) for batch in step.micro_batches)
-    for part in laid_out_for_forward(step.micro_batches, rows):
-        for place, target in zip(part.places, part.batch.targets, strict=True):
-            tokens[place] = int(part.batch.tokens[target])
+    for part in repack_for_forward(step.micro_batches, rows):
+        for index, target in zip(part.target_indices, part.batch.targets, strict=True):
+            tokens[index] = int(part.batch.tokens[target])
     assert tokens == [int(token) for batch in step.micro_batches for token in batch.tokens[batch.targets]]
 
 
@@ -103,7 +103,7 @@ def test_a_sample_without_a_number_as_reward_is_named() -> None:
 
 
 def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
-    with pytest.raises(TrajectoryError, match=r"sample 4: .* 2 mask entries"):
+    with pytest.raises(TrajectoryError, match=r"sample 4 has .* 2 mask entries"):
         steps_of(Group([sample(4, mask=[1, 1])]))
 
 

@@ -1,6 +1,6 @@
-"""Megatron-core, built by mbridge from Hugging Face checkpoints."""
+"""The learner: Megatron-core models, built by mbridge from Hugging Face checkpoints."""
 
 import warnings
 
-# Megatron says at import, once per module, what it falls back from where there is no CUDA.
+# Without CUDA every Megatron module warns at import about the optional kernels that it does without.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed")

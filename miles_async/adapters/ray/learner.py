@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from miles_async.adapters.ray.ranks import Rank, of_all
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
-from miles_async.batching.batch import rank_shares
+from miles_async.batching.batch import rank_batches
 from miles_async.config.derived import data_parallel_rank, hf_export
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
@@ -32,7 +32,7 @@ class RayLearner:
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         # Packing a large batch takes long enough to be felt by a loop that also keeps requests in flight.
-        shares = await asyncio.to_thread(rank_shares, groups, self._config, len(self._ranks))
+        shares = await asyncio.to_thread(rank_batches, groups, self._config, len(self._ranks))
         reports = await of_all(
             rank.train.remote(rollout_id, share) for rank, share in zip(self._ranks, shares, strict=True)
         )

@@ -33,9 +33,9 @@ def appears_complete(path: Path) -> Iterator[Path]:
 
 
 def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) -> None:
-    """As `write_checkpoint`, but an earlier checkpoint of that name makes room once the new one is written.
+    """Like `write_checkpoint`, but replace an earlier checkpoint at `path` after the new one is written completely.
 
-    Raises OSError when something else has the name.
+    Raises OSError if `path` is something else than a checkpoint, and not an empty folder.
     """
     if not (path / "config.json").is_file():
         write_checkpoint(path, tensors, like=like, notes={})
@@ -49,18 +49,21 @@ def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) ->
     shutil.rmtree(old)
 
 
-def _say_dtype(config: Path, tensor: Tensor) -> None:
-    """Training may have been in another precision than the model came in; loaders believe the configuration."""
+def _set_dtype(config: Path, tensor: Tensor) -> None:
+    """Write the dtype of the tensors into `config.json`.
+
+    The model may have been trained in another precision than its original, and loaders rely on the configuration.
+    """
     content = json.loads(config.read_text())
     content["torch_dtype" if "torch_dtype" in content else "dtype"] = str(tensor.dtype).removeprefix("torch.")
     config.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, notes: Mapping[str, str]) -> None:
-    """Write `tensors` as safetensors; configuration and tokenizer are copied from the checkpoint `like`.
+    """Write `tensors` as safetensors, with configuration and tokenizer from the checkpoint `like`.
 
-    The configuration then names the dtype of `tensors`.
-    `notes` are further files, their text by their names. Raises OSError when `path` exists already.
+    The dtype in the configuration is that of `tensors`. `notes` are the contents of further files by name. Raises
+    OSError if `path` exists and is not empty.
     """
     with appears_complete(path) as draft:
         save_torch_state_dict(tensors, draft)
@@ -68,6 +71,6 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, note
             for file in like.glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):
                     shutil.copy2(file, draft)
-        _say_dtype(draft / "config.json", next(iter(tensors.values())))
+        _set_dtype(draft / "config.json", next(iter(tensors.values())))
         for name, text in notes.items():
             (draft / name).write_text(text)

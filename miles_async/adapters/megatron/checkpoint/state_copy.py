@@ -1,8 +1,8 @@
-"""A rank's part of a Megatron distributed checkpoint (`torch_dist`), copied aside first and written later.
+"""A rank's part of a Megatron distributed checkpoint (`torch_dist`): first copied to host memory, then written.
 
-Megatron's own asynchronous saving forks the trainer, which a process full of threads does not survive well, and on a
-CPU it writes the live tensors. Here every tensor is copied while training stands still, and a thread writes the copies
-while it goes on. Planning is Megatron's, writing is torch's; the files are theirs.
+Megatron's own asynchronous saving forks the process. That is unsafe in a process with many threads, and on a CPU the
+fork would write the live tensors. Here every tensor is copied while training pauses, and a thread writes the copies
+while training goes on. Megatron plans the checkpoint and torch writes it, so the files have their standard format.
 """
 
 from __future__ import annotations
@@ -34,69 +34,76 @@ _BACKEND, _VERSION = "torch_dist", 1
 
 
 class StateCopy:
-    """What `copy_aside` returns. Holds a copy of the rank's share in host memory until it is written."""
+    """A copy, in host memory, of this rank's part of one model's state. `copy_to_host` creates it.
 
-    def __init__(self, folder: Path, writer: _Writer, metadata: Metadata | None) -> None:
+    The memory is freed when the copy has been written.
+    """
+
+    def __init__(self, folder: Path, writer: _CopyWriter, metadata: Metadata | None) -> None:
         self._folder = folder
         self._writer = writer
         self._metadata = metadata
 
     def write(self) -> list[WriteResult]:
-        """Write and flush this rank's files, in any thread. Raises OSError when the disk is full."""
+        """Write and flush this rank's files; may run in any thread. Raises OSError if the disk is full."""
         try:
             return self._writer.write_copies()
-        except RuntimeError as error:  # how torch's writer reports a stream that takes no more
-            raise OSError(f"{self._folder} takes no more ({error.__context__ or error}); is the disk full?") from error
+        except RuntimeError as error:  # torch's writer reports a failed write as a RuntimeError
+            cause = error.__context__ or error
+            raise OSError(f"cannot write to {self._folder} ({cause}); check whether the disk is full") from error
 
     def finish(self, results: list[list[WriteResult]]) -> None:
-        """Rank 0, when all ranks have written: the files that say where in theirs each tensor lies."""
-        assert self._metadata is not None, "only rank 0 knows the whole plan"
+        """On rank 0, after all ranks have written: write the index of which file holds which tensor."""
+        assert self._metadata is not None, "only rank 0 has the plan of all ranks"
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self._folder))
 
 
 class CheckpointCopy:
-    """This rank's copies of all that is saved at once."""
+    """This rank's copies for one checkpoint: policy, critic and Hugging Face export, as far as they are saved."""
 
     def __init__(self, models: list[StateCopy], export: Callable[[], None] | None = None) -> None:
-        """`export` writes the model in Hugging Face format, on the rank that keeps it whole."""
+        """`export` writes the model in Hugging Face format. Only rank 0 has it, with a copy of the whole model."""
         self._models = models
         self._export = export
 
     def write(self) -> list[list[WriteResult]]:
-        """By model; see `StateCopy.write`."""
+        """Write all copies and return the results by model; see `StateCopy.write`."""
         if self._export is not None:
             self._export()
-            self._export = None  # it holds the whole model
+            self._export = None  # frees the copy of the whole model
         return [model.write() for model in self._models]
 
     def finish(self, results: list[list[list[WriteResult]]]) -> None:
-        """Rank 0, with what `write` returned on each rank."""
-        for model, of_ranks in zip(self._models, zip(*results, strict=True), strict=True):
-            model.finish(list(of_ranks))
+        """On rank 0: complete the checkpoint; `results[rank]` is what `write` returned on that rank."""
+        for model, rank_results in zip(self._models, zip(*results, strict=True), strict=True):
+            model.finish(list(rank_results))
 
 
 @contextmanager
-def without_notices() -> Iterator[None]:
-    """Megatron's format is built upon a tensor type that torch means to replace, and says so at every use."""
+def without_dtensor_warnings() -> Iterator[None]:
+    """Silence torch's warnings that ShardedTensor, on which Megatron's format is built, is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
         yield
 
 
-def copy_aside(parts: dict[str, ShardedBase], notes: dict[str, Any], folder: Path) -> StateCopy:
-    """Plan a checkpoint of `parts` with the other ranks, and copy this rank's share. All ranks, one after the other."""
+def copy_to_host(shards: dict[str, ShardedBase], notes: dict[str, Any], folder: Path) -> StateCopy:
+    """Plan a checkpoint of `shards` and `notes` with the other ranks, and copy this rank's part to host memory.
+
+    This is a collective operation of all ranks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    strategy = _Copying()
-    with without_notices():
-        dist_checkpointing.save(dict(parts), str(folder), strategy, async_sharded_save=True, content_metadata=notes)
+    strategy = _CopyStrategy()
+    with without_dtensor_warnings():
+        dist_checkpointing.save(dict(shards), str(folder), strategy, async_sharded_save=True, content_metadata=notes)
     return StateCopy(folder, strategy.writer, strategy.metadata)
 
 
-class _Copying(AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's `TorchDistSaveShardedStrategy` with another writer."""
+class _CopyStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's `TorchDistSaveShardedStrategy`, except that tensors are copied and nothing is written yet."""
 
-    writer: _Writer
+    writer: _CopyWriter
     metadata: Metadata | None
 
     def __init__(self) -> None:
@@ -108,39 +115,44 @@ class _Copying(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str) -> AsyncRequest:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        self.writer = _Writer(checkpoint_dir)
-        planner = _CopyingPlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self.writer = _CopyWriter(checkpoint_dir)
+        planner = _CopyPlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planned, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(by_key, False), self.writer, planner=planner)
-        self.metadata = planned[1]
+        self.metadata = planned[1]  # None except on rank 0
+        # Megatron's caller would run this request in a forked process. An empty one leaves the writing to `StateCopy`.
         return AsyncRequest(None, (), [])
 
 
-class _CopyingPlanner(MCoreSavePlanner):  # type: ignore[misc]
+class _CopyPlanner(MCoreSavePlanner):  # type: ignore[misc]
+    """Save planner that copies the tensors of its plan, and then refers to the copies only."""
+
     def copy(self, plan: SavePlan) -> None:
-        self._copies = {item.index: _copied(self.resolve_data(item)) for item in plan.items}
-        self.state_dict: dict[str, Any] = {}  # the live tensors
+        self._copies = {item.index: _copy_value(self.resolve_data(item)) for item in plan.items}
+        self.state_dict: dict[str, Any] = {}  # drops the references to live tensors
 
     def copied(self, item: WriteItem) -> Any:
         return self._copies[item.index]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._copies.clear()
 
 
-class _Writer(FileSystemWriter):
-    def prepare_write_data(self, plan: SavePlan, planner: _CopyingPlanner) -> None:
-        """Megatron's second of three stages: what torch's writer would write at once."""
+class _CopyWriter(FileSystemWriter):
+    """torch's writer with its work split in two: copying at planning time and writing later."""
+
+    def prepare_write_data(self, plan: SavePlan, planner: _CopyPlanner) -> None:
+        """Called by Megatron when the plan is ready, while training pauses."""
         self._plan = plan
         planner.copy(plan)
-        # From here on the planner answers with the copies.
+        # torch's `write_data` asks the planner for each tensor. From now on it gets the copies.
         planner.resolve_data = planner.copied
         self._planner = planner
 
     def write_copies(self) -> list[WriteResult]:
         written: list[WriteResult] = self.write_data(self._plan, self._planner).value()
-        self._planner.forget()
+        self._planner.clear()
         return written
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

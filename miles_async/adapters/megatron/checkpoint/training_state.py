@@ -1,14 +1,14 @@
-"""All that is needed to go on training as if it had never stopped, as a Megatron distributed checkpoint.
+"""The complete training state as a Megatron distributed checkpoint: a resumed run continues as if never interrupted.
 
-Every tensor is stored by its name and its place in the whole, so that a run may go on under another tensor, pipeline or
-data-parallel size, and with the optimizer sharded over the data-parallel ranks or not. What is not a tensor is a note:
-the steps taken, and the layout, under which alone the random states mean anything.
+Tensors are stored by name and position in the whole tensor. A run can therefore resume with another tensor, pipeline or
+data-parallel size, and with the optimizer state divided among data-parallel ranks or not. The notes of a checkpoint
+hold what is not a tensor: the steps taken, and the parallel layout, without which random states have no meaning.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,145 +24,173 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from miles_async.adapters.megatron.checkpoint.state_copy import StateCopy, copy_aside, without_notices
-from miles_async.adapters.megatron.model.build import Model
-from miles_async.adapters.megatron.model.cpu import cuda_means_cpu, on_cpu
+from miles_async.adapters.megatron.checkpoint.state_copy import StateCopy, copy_to_host, without_dtensor_warnings
+from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.factory import MegatronModel
 from miles_async.errors import UserError
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Moments as tensors of their parameter's shape, whichever optimizer they come from."""
-_MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
-"""Before a parameter's name: its fp32 value in a sharded optimizer, in one that is not, and where it is the weight."""
+"""Stores moments as tensors of their parameter's shape, so that every kind of optimizer can load them."""
+_MASTER_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+"""Before a parameter's name, the key of its fp32 master copy: in a distributed optimizer, and in an ordinary one."""
+_FP32_PREFIXES = (*_MASTER_PREFIXES, "")
+"""Before a parameter's name, all keys that may hold its fp32 value. The weight itself is one if it is fp32."""
+_LOADING_ERRORS = (
+    CheckpointException,
+    CheckpointingException,
+    OSError,
+    RuntimeError,
+    KeyError,
+    EOFError,
+    pickle.PickleError,
+)
 
 
-def copy_state(model: Model, folder: Path, steps_taken: int) -> StateCopy:
-    """Copy this rank's share of weights, optimizer state and random state aside, to be written into `folder`."""
-    with cuda_means_cpu():
-        _make_moments(model)
-        modules, optimizer = _state(model, is_loading=False)
-        parts = _numbered("model", modules) | _numbered("optimizer", optimizer) | _random_states()
+def copy_state(model: MegatronModel, folder: Path, steps_taken: int) -> StateCopy:
+    """Copy this rank's part of weights, optimizer state and random state to host memory, to be written into `folder`.
+
+    This is a collective operation of all ranks.
+    """
+    with redirect_cuda_to_cpu():
+        _create_moments(model)
+        modules, optimizer = _sharded_state(model, is_loading=False)
+        shards = _flatten_shards("model", modules) | _flatten_shards("optimizer", optimizer) | _random_states()
         notes = {"steps_taken": steps_taken, "optimizer_steps": _optimizer_steps(model), "layout": _layout()}
-        return copy_aside(parts, notes, folder)
+        return copy_to_host(shards, notes, folder)
 
 
 @torch.no_grad()
-def load_state(model: Model, folder: Path) -> int:
-    """Put back what was copied by ranks of any layout; returns the optimizer steps taken so far.
+def load_state(model: MegatronModel, folder: Path) -> int:
+    """Load a state that was saved with any parallel layout; returns the number of optimizer steps taken so far.
 
-    Raises UserError when the files are missing or broken, or of another model.
+    Raises UserError if files are missing or broken, or belong to another model.
     """
     if not (folder / "common.pt").is_file():
-        raise UserError(f"{folder} is no Megatron distributed checkpoint: it holds no common.pt; load another one")
-    with cuda_means_cpu(), without_notices():
+        raise UserError(f"{folder} is not a Megatron distributed checkpoint: common.pt is missing; load another one")
+    with redirect_cuda_to_cpu(), without_dtensor_warnings():
         try:
             return _load(model, str(folder))
-        except _BROKEN as error:
-            cause = _cause(error)
+        except _LOADING_ERRORS as error:
+            cause = _root_cause(error)
             if any(words in cause for words in ("shape mismatch", "not in state dict")):
                 raise UserError(
-                    f"checkpoint {folder} is of another model: {cause.splitlines()[0][:300]}; "
-                    "set the model as it was when the checkpoint was written"
+                    f"checkpoint {folder} belongs to another model: {cause.splitlines()[0][:300]}; "
+                    "use the model settings with which the checkpoint was written"
                 ) from error
             raise UserError(f"checkpoint {folder} cannot be read: {cause[:300]}; load another one") from error
 
 
-_BROKEN = (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError, EOFError, pickle.PickleError)
-
-
-def _load(model: Model, folder: str) -> int:
+def _load(model: MegatronModel, folder: str) -> int:
     notes = dist_checkpointing.load_content_metadata(folder)
-    _make_moments(model)
-    modules, optimizer = _state(model, is_loading=True)
-    for chunk, own in zip(model.chunks, _loaded(_unrounded(modules, folder), folder), strict=True):
-        chunk.module.load_state_dict(own)
-    # Apart from the weights, which may be where an optimizer's own copies of them come from.
-    filled = _loaded(_with_masters_of(optimizer, folder), folder)
+    _create_moments(model)
+    modules, optimizer = _sharded_state(model, is_loading=True)
+    module_states = _load_shards(_prefer_fp32_values(modules, folder), folder)
+    for chunk, state in zip(model.chunks, module_states, strict=True):
+        chunk.module.load_state_dict(state)
+    # The optimizer is loaded separately from the weights: both may need the same stored tensor, because a master copy
+    # may have to come from the key of the weight.
+    optimizer_state = _load_shards(_find_master_keys(optimizer, folder), folder)
     chained = model.optimizer.chained_optimizers
     for number, one in enumerate(chained):
-        _fill(one, filled if len(chained) == 1 else filled[number], notes["optimizer_steps"])
+        _load_optimizer(
+            one, optimizer_state if len(chained) == 1 else optimizer_state[number], notes["optimizer_steps"]
+        )
     _set_optimizer_steps(model, notes["optimizer_steps"])
     if notes["layout"] == _layout():
-        _set_random_states(_loaded(_random_states(), folder))
+        _set_random_states(_load_shards(_random_states(), folder))
     return int(notes["steps_taken"])
 
 
-def _fill(optimizer: MegatronOptimizer, state: dict[str, Any], steps: int) -> None:
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], steps: int) -> None:
     if not isinstance(optimizer, DistributedOptimizer):
-        _add_steps(state, steps)
+        _add_step_counts(state, steps)
         optimizer.load_state_dict(state)
         return
-    # It looks for each entry of torch's Adam in what was loaded, but the steps are no part of that.
+    # It expects every entry of torch's Adam state in the loaded state. Step counts are not part of that;
+    # `_set_optimizer_steps` sets them afterwards.
     for moments in optimizer.optimizer.state.values():
         moments.pop("step", None)
     optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
 
 
-def _loaded(state: Any, folder: str) -> Any:
-    """`state` with what Megatron shards replaced by this rank's part of what the checkpoint holds."""
-    parts = _numbered("", state)
-    # Ranks that share weights read them all from the same place, so access is not exclusive.
-    loaded = dist_checkpointing.load(parts, folder, validate_access_integrity=False)
-    names = iter(parts)
+def _load_shards(state: Any, folder: str) -> Any:
+    """`state` with every Megatron shard replaced by this rank's part of the stored tensor."""
+    shards = _flatten_shards("", state)
+    # Megatron's check that every part has one reader fails if ranks hold replicas of the same weights.
+    loaded = dist_checkpointing.load(shards, folder, validate_access_integrity=False)
+    names = iter(shards)
 
-    def whole(value: Any) -> Any:
+    def load_value(value: Any) -> Any:
         if isinstance(value, LocalNonpersistentObject):
             return value.unwrap()
         return loaded[next(names)] if isinstance(value, ShardedBase) else value
 
-    return dict_list_map_outplace(whole, state)
+    return dict_list_map_outplace(load_value, state)
 
 
-def _state(model: Model, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Of the chunks, and of the optimizer."""
+def _sharded_state(model: MegatronModel, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Megatron's sharded state dicts of the chunks and of the optimizer."""
     chunks = [chunk.module.sharded_state_dict() for chunk in model.chunks]
     optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=_FORMAT)
     return chunks, optimizer
 
 
-def _numbered(what: str, state: Any) -> dict[str, ShardedBase]:
-    """The parts that Megatron shards, without the structure around them, which differs between optimizers."""
+def _flatten_shards(name: str, state: Any) -> dict[str, ShardedBase]:
+    """Numbered shards of `state` without the structure around them, which differs between kinds of optimizers.
+
+    The numbers are local names. The checkpoint identifies tensors by the shards' own keys.
+    """
     shards = (value for value in nested_values(state) if isinstance(value, ShardedBase))
-    return {f"{what} {number}": shard for number, shard in enumerate(shards)}
+    return {f"{name} {number}": shard for number, shard in enumerate(shards)}
 
 
-def _unrounded(state: Any, folder: str) -> Any:
-    """`state` with the keys of the fp32 values of weights that are fp32 here, but were rounded where they came from."""
+def _map_shards(change: Callable[[ShardedBase], ShardedBase], state: Any) -> Any:
+    return dict_list_map_outplace(lambda value: change(value) if isinstance(value, ShardedBase) else value, state)
+
+
+def _prefer_fp32_values(state: Any, folder: str) -> Any:
+    """Let fp32 weights load from the fp32 master copies of a checkpoint that was trained in bf16.
+
+    The stored weights themselves were rounded to bf16.
+    """
     stored = dist_checkpointing.load_tensors_metadata(folder)
 
-    def found(shard: Any) -> Any:
-        if not (isinstance(shard, ShardedBase) and shard.key in stored and shard.data.dtype is torch.float32):
+    def change(shard: Any) -> Any:
+        if shard.key not in stored or shard.data.dtype is not torch.float32:
             return shard
         if stored[shard.key].dtype is torch.float32:
             return shard
-        known = [prefix + shard.key for prefix in _MASTERS if prefix + shard.key in stored]
-        return replace(shard, key=known[0])
+        return replace(shard, key=next(p + shard.key for p in _FP32_PREFIXES if p + shard.key in stored))
 
-    return dict_list_map_outplace(found, state)
+    return _map_shards(change, state)
 
 
-def _with_masters_of(state: Any, folder: str) -> Any:
-    """`state` with the keys under which this checkpoint keeps the optimizer's own copies of the parameters."""
+def _find_master_keys(state: Any, folder: str) -> Any:
+    """Let the optimizer's master copies load from the key that this checkpoint uses for them.
+
+    The key depends on the kind of optimizer that saved. If that optimizer kept no copy, because it trained in fp32, the
+    master copy loads from the weight.
+    """
     stored = dist_checkpointing.load_tensors_metadata(folder)
 
-    def found(shard: Any) -> Any:
-        if not isinstance(shard, ShardedBase):
-            return shard
-        for prefix in _MASTERS[:2]:
+    def change(shard: Any) -> Any:
+        for prefix in _MASTER_PREFIXES:
             if shard.key.startswith(prefix):
                 name = shard.key.removeprefix(prefix)
-                known = [other + name for other in _MASTERS if other + name in stored]
-                return replace(shard, key=known[0]) if known else shard
+                keys = [other + name for other in _FP32_PREFIXES if other + name in stored]
+                return replace(shard, key=keys[0]) if keys else shard
         return shard
 
-    return dict_list_map_outplace(found, state)
+    return _map_shards(change, state)
 
 
-def _optimizers(model: Model) -> Iterator[Any]:
+def _optimizers(model: MegatronModel) -> Iterator[Any]:
+    """The underlying torch or fused optimizers. Megatron chains several, such as one for experts."""
     yield from (chained.optimizer for chained in model.optimizer.chained_optimizers)
 
 
-def _make_moments(model: Model) -> None:
-    """Adam makes its moments at its first step; zeros are the same, and can be stored and filled."""
+def _create_moments(model: MegatronModel) -> None:
+    """Create Adam's moments as zeros, which Adam itself does in its first step, so that they can be saved or loaded."""
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -173,30 +201,31 @@ def _make_moments(model: Model) -> None:
                     optimizer.state[parameter] = moments
 
 
-def _optimizer_steps(model: Model) -> int:
-    """Torch's Adam counts its steps in each parameter's state, fused ones in the group, from their first on.
+def _optimizer_steps(model: MegatronModel) -> int:
+    """Number of steps that Adam has taken, by which it corrects the bias of its moments.
 
-    A group's number means nothing beside torch's Adam: Megatron leaves an old one there when it loads.
+    torch's Adam counts in the state of each parameter; fused ones count in the parameter group after their first step.
+    The group's number must not be read for torch's Adam: Megatron leaves an outdated one there when it loads.
     """
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                counts_itself = isinstance(optimizer, torch.optim.Adam)
-                return int(optimizer.state[parameter]["step"] if counts_itself else group.get("step", 0))
+                is_torch_adam = isinstance(optimizer, torch.optim.Adam)
+                return int(optimizer.state[parameter]["step"] if is_torch_adam else group.get("step", 0))
     return 0
 
 
-def _add_steps(state: Any, steps: int) -> None:
-    """Torch's Adam loads no state without them; they are one number, and so no part of the sharded state."""
+def _add_step_counts(state: Any, steps: int) -> None:
+    """Add the step count that Megatron's `load_state_dict` expects. It is one number, so it is not a sharded tensor."""
     if not isinstance(state, dict):
         return
     if "state" in state and "param_groups" in state:
         state["state"]["common_step"] = torch.tensor(float(steps))
     for value in state.values():
-        _add_steps(value, steps)
+        _add_step_counts(value, steps)
 
 
-def _set_optimizer_steps(model: Model, steps: int) -> None:
+def _set_optimizer_steps(model: MegatronModel, steps: int) -> None:
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
             if not isinstance(optimizer, torch.optim.Adam):
@@ -217,28 +246,28 @@ def _layout() -> list[int]:
 
 
 def _random_states() -> dict[str, ShardedBase]:
-    """Each rank's own, side by side along a first dimension of the ranks."""
+    """The states of this rank's random generators, as rows of tensors whose first dimension is the rank."""
     states = {"random.cpu": torch.get_rng_state()}
     if not on_cpu():
         states["random.cuda"] = torch.cuda.get_rng_state()
         for name, state in get_cuda_rng_tracker().get_states().items():
             states[f"random.{name}"] = state
-    ranks = (0, dist.get_rank(), dist.get_world_size())
-    return {name: ShardedTensor.from_rank_offsets(name, state[None].clone(), ranks) for name, state in states.items()}
+    row = (0, dist.get_rank(), dist.get_world_size())
+    return {name: ShardedTensor.from_rank_offsets(name, state[None].clone(), row) for name, state in states.items()}
 
 
 def _set_random_states(states: dict[str, torch.Tensor]) -> None:
     if not states:
         return
-    mine = {name.removeprefix("random."): state[0].cpu() for name, state in states.items()}
-    torch.set_rng_state(mine.pop("cpu"))
+    rank_states = {name.removeprefix("random."): state[0].cpu() for name, state in states.items()}
+    torch.set_rng_state(rank_states.pop("cpu"))
     if not on_cpu():
-        torch.cuda.set_rng_state(mine.pop("cuda"))
-        get_cuda_rng_tracker().set_states(mine)
+        torch.cuda.set_rng_state(rank_states.pop("cuda"))
+        get_cuda_rng_tracker().set_states(rank_states)
 
 
-def _cause(error: BaseException) -> str:
-    """What went wrong, without the tracebacks that torch wraps around it."""
+def _root_cause(error: BaseException) -> str:
+    """The original error without the tracebacks that torch wraps around it."""
     if isinstance(error, CheckpointException):
         first = next(iter(error.failures.values()))[0]
         return f"{type(first).__name__}: {first}"

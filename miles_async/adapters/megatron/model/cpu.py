@@ -1,7 +1,8 @@
-"""What lets Megatron-core 0.16 run on machines without CUDA. Nothing here is used where CUDA is present.
+"""Makes Megatron-core 0.16 run on machines without CUDA. Nothing in this module has an effect if CUDA is present.
 
-Megatron names CUDA in a few constructors and asserts even where it computes nothing there. They are answered while the
-model is built, while its schedules run and while the optimizer steps; it costs a torch call microseconds.
+Megatron names CUDA devices in a few constructors and assertions even if it computes on the CPU. These calls are
+redirected while the model is built, while its schedules run and while the optimizer steps, at a cost of microseconds
+per torch call.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ from torch.overrides import TorchFunctionMode
 
 
 def on_cpu() -> bool:
+    """Whether the learner computes on the CPU because this process sees no CUDA device."""
     return not torch.cuda.is_available()
 
 
 @contextmanager
-def cuda_means_cpu() -> Iterator[None]:
-    """Within, in this thread, code that asks for CUDA gets the CPU. With CUDA present: nothing happens."""
+def redirect_cuda_to_cpu() -> Iterator[None]:
+    """Within the context, torch calls of this thread that ask for CUDA use the CPU. Does nothing if CUDA is present."""
     if not on_cpu():
         yield
         return
-    # Called by Megatron at every forward too; without CUDA it could only raise, so it may stay replaced.
+    # These replacements stay after the context: without CUDA the originals can only raise, and Megatron calls
+    # `current_device` in every forward pass.
     torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
-    # Recomputation keeps and restores the generators of both devices.
+    # Activation recomputation saves and restores the random states of both devices.
     random._get_cuda_rng_state = _no_state
     random._set_cuda_rng_state = _no_state
-    # Called when the stages of a pipeline have met.
-    torch.cuda.synchronize = _nothing_to_wait_for
-    with _CudaMeansCpu():
+    # Pipeline stages synchronize after each exchange of activations.
+    torch.cuda.synchronize = _do_not_wait
+    with _RedirectCuda():
         yield
 
 
@@ -44,11 +47,11 @@ def _no_state(*_: Any, **__: Any) -> None:
     return None
 
 
-def _nothing_to_wait_for(device: object = None) -> None:
+def _do_not_wait(device: object = None) -> None:
     pass
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class _RedirectCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -58,6 +61,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1:
-            # The optimizer tells its kinds of parameters apart by the CUDA names of their types.
+            # Megatron's optimizer sorts parameters by type names such as "torch.cuda.FloatTensor" and refuses others.
             return func(*args, **kwargs).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)

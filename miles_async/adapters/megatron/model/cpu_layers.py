@@ -1,27 +1,182 @@
-"""Megatron's layers for machines without CUDA: its local ones, with attention and norms from torch."""
+"""Transformer layers for machines without CUDA: Megatron's local layers with attention and norms from torch.
+
+Megatron's attention for packed sequences needs Transformer Engine, which needs CUDA. On CPUs, packed sequences are
+sorted into buckets of similar length, and each bucket is one padded call of torch's SDPA.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from miles_async.adapters.megatron.model.attention import CpuAttention
+from miles_async.batching.layout import context_parallel_indices
+
+_LONG = 256
+"""Sequences of more tokens than this get their own call: padding them costs more than the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sequences of similar length, laid out as n padded rows of queries and n padded rows of keys."""
+
+    queries: Tensor
+    """[n * longest] index among this rank's tokens for every cell; cells past a row's end repeat its last token."""
+    keys: Tensor
+    """[n * longest] index of every cell among the keys. With context parallelism these are the keys of all ranks, in
+    the order in which an all-gather concatenates them."""
+    count: int
+    """Number of rows n."""
+    kept: Tensor | None
+    """Indices of the query cells that are not padding, in the order of `queries`; None if there is no padding."""
+    mask: Tensor | None
+    """[n, 1, query cells, key cells] true where a query may attend. None means the ordinary causal mask."""
+
+
+@dataclass
+class BucketedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Packed sequences with their buckets; computed once per micro-batch and used by every layer."""
+
+    buckets: list[Bucket] = field(default_factory=list)
+    restore: Tensor | None = None
+    """Permutation from the tokens of all buckets, concatenated, to the order of the pack; None if it is the same."""
+
+
+def packed_params(lengths: NDArray[np.int64], device: torch.device) -> PackedSeqParams:
+    """Describe packed sequences for Megatron's `thd` attention; `lengths` [n] are of whole sequences."""
+    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    longest = int(lengths.max())
+    layout: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    group = parallel_state.get_context_parallel_group()
+    if device.type != "cpu":
+        # With context parallelism Transformer Engine asks for the padded bounds too. They are the same here: padding
+        # is part of each sequence's length.
+        padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if group.size() > 1 else {}
+        return PackedSeqParams(**layout, **padded)
+    buckets, restore = bucket_sequences(lengths, group.size(), group.rank())
+    return BucketedSeqParams(**layout, buckets=buckets, restore=restore)
+
+
+def bucket_sequences(lengths: NDArray[np.int64], ranks: int = 1, rank: int = 0) -> tuple[list[Bucket], Tensor | None]:
+    """Sort packed sequences into buckets; returns them with the permutation back to the order of the pack.
+
+    Sequences of up to 256 tokens share a bucket if the same power of two holds them; longer ones have their own. A
+    bucket is padded to its longest sequence, which at most doubles its tokens. Padding does not change the result,
+    because causal attention never looks at later tokens.
+
+    Measured on one core, forward and backward, against one SDPA call per sequence: 512 sequences of 12 to 15 tokens
+    take a tenth of the time in buckets, but 8 sequences of 300 to 1000 tokens take twice the time. One call with a
+    block-diagonal mask is slower still.
+
+    With context parallelism, `rank` of `ranks` holds its part of the queries and gathers the keys of all ranks.
+    """
+    rank_indices = context_parallel_indices(lengths, ranks)
+    # gathered[i] is where token i of the pack is after the all-gather, which concatenates the ranks' tokens.
+    gathered = np.argsort(rank_indices, axis=None)
+    starts, local_lengths = np.cumsum(lengths) - lengths, lengths // ranks
+    local_starts = np.cumsum(local_lengths) - local_lengths
+    # Position of each of this rank's tokens in its whole sequence. The causal mask needs it, as the rank's queries are
+    # not contiguous.
+    positions = rank_indices[rank] - np.repeat(starts, local_lengths)
+    buckets, order = [], []
+    # A negative, unique key for each long sequence; the exponent of the power of two for short ones.
+    sizes = np.where(lengths > _LONG, -1 - np.arange(len(lengths)), np.ceil(np.log2(lengths)))
+    for size in np.unique(sizes):
+        chosen = np.flatnonzero(sizes == size)
+        keys, _ = _padded_rows(starts[chosen], lengths[chosen])
+        queries, kept = _padded_rows(local_starts[chosen], local_lengths[chosen])
+        order.append(queries.reshape(-1)[kept])
+        mask = None
+        if ranks > 1:
+            mask = torch.from_numpy(np.arange(keys.shape[1]) <= positions[queries][:, None, :, None])
+        buckets.append(
+            Bucket(
+                queries=torch.from_numpy(queries.reshape(-1)),
+                keys=torch.from_numpy(gathered[keys.reshape(-1)]),
+                count=len(chosen),
+                kept=None if len(kept) == queries.size else torch.from_numpy(kept),
+                mask=mask,
+            )
+        )
+    restore = np.argsort(np.concatenate(order))
+    in_order = bool((restore == np.arange(len(restore))).all())
+    return buckets, None if in_order else torch.from_numpy(restore)
+
+
+def _padded_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[n, longest] token index of every cell, and the flat indices of the cells that are not padding."""
+    cells = np.arange(int(lengths.max()))[None, :]
+    rows = starts[:, None] + np.minimum(cells, lengths[:, None] - 1)
+    return rows, np.flatnonzero((cells < lengths[:, None]).reshape(-1))
+
+
+class CpuAttention(MegatronModule):  # type: ignore[misc]
+    """Core attention of Megatron's layer spec: causal attention over packed sequences, bucket by bucket."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, packed_seq_params: BucketedSeqParams, **_: Any
+    ) -> Tensor:
+        """Returns [t, 1, heads * d] from `q` [t, heads, d], `k` and `v` [t, kv heads, d]; t are this rank's tokens."""
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            # Gathering keys and values as one tensor takes one collective. Its backward pass returns the sum of the
+            # gradients of all ranks (reduce-scatter).
+            k, v = gather_from_sequence_parallel_region(torch.cat((k, v), -1), group=group).chunk(2, -1)
+        parts = [_attend(q, k, v, bucket) for bucket in packed_seq_params.buckets]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if packed_seq_params.restore is not None:
+            out = out.index_select(0, packed_seq_params.restore)
+        return out.reshape(q.shape[0], 1, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
+    """[tokens of the bucket, heads, d] attention of one bucket, without its padding."""
+    queries, keys, values = (
+        tokens.index_select(0, indices).view(bucket.count, -1, *tokens.shape[1:]).transpose(1, 2)
+        for tokens, indices in ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
+    )
+    out = scaled_dot_product_attention(
+        queries, keys, values, attn_mask=bucket.mask, is_causal=bucket.mask is None, enable_gqa=True
+    )
+    out = out.transpose(1, 2).flatten(0, 1)
+    return out if bucket.kept is None else out.index_select(0, bucket.kept)
 
 
 class CpuNorm(torch.nn.RMSNorm):
-    """Megatron's own local norm refuses sequence parallelism, which only asks that its gradients are added up."""
+    """RMS norm that works with sequence parallelism, which Megatron's own local norm refuses.
+
+    Each rank normalizes a part of the sequence. Megatron adds up the gradients of parameters with this attribute.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def cpu_layers(bridge: Any, vp_stage: int | None = None) -> Any:
-    """The layers of one stage of the pipeline."""
-    # The router asks whether there is Transformer Engine's matrix product, by a name that only exists where there is.
+def cpu_layer_spec(bridge: Any, vp_stage: int | None = None) -> Any:
+    """Layer spec of one pipeline stage; replaces mbridge's `_get_transformer_layer_spec`."""
+    # The router checks whether Transformer Engine's matrix product is None, but the name is only defined if Transformer
+    # Engine is installed.
     vars(moe_utils).setdefault("te_general_gemm", None)
     block = get_gpt_decoder_block_spec(bridge.config, use_transformer_engine=False, vp_stage=vp_stage)
     block.layer_norm = CpuNorm

@@ -1,4 +1,4 @@
-"""Environment variables that hold for one of the models of a process, while it is built and while it computes."""
+"""Environment variables that apply to one of a process's models only: policy, reference model or critic."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Which ways to compute attention Transformer Engine may take, 0 or 1 each."""
-_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention"
+"""Transformer Engine reads these (0 or 1) to decide which attention kernels it may use."""
+_TRANSFORMER_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention"
 
 
 @contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """`os.environ` with these, without those that are None, and afterwards as before; all threads see it."""
+    """Set the variables in `os.environ` within the context and restore them afterwards; None unsets a variable.
+
+    The environment belongs to the process, so all threads see the change.
+    """
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:
@@ -28,6 +31,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    # It remembers its choice of attention for as long as the shapes stay, whatever the variables say since.
-    if variables and (engine := sys.modules.get(_ENGINE)) is not None:
+    # Transformer Engine caches its choice of kernel until the shapes change. Without this flag the next model would run
+    # with the previous model's choice.
+    if variables and (engine := sys.modules.get(_TRANSFORMER_ENGINE)) is not None:
         engine._attention_backends["backend_selection_requires_update"] = True

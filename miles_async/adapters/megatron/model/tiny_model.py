@@ -1,4 +1,4 @@
-"""A small Qwen3 with a byte-level tokenizer, made from nothing: no download, the same files for the same seed."""
+"""Creates a small random Qwen3 with a byte-level tokenizer: no download, and equal files for equal seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_async.config.schema import TinyModel
 EOS_ID = 256
 PAD_ID = 257
 _VOCAB_SIZE = 320
-"""256 bytes and two special tokens, rounded up to the multiple of 64 that engines pad embeddings to."""
+"""256 bytes and two special tokens, rounded up to a multiple of 64, to which engines pad embeddings."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
@@ -23,7 +23,10 @@ CHAT_TEMPLATE = (
 
 
 def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
-    """Write configuration, random weights (float32 safetensors) and tokenizer to the new folder `path`."""
+    """Write configuration, random weights (float32 safetensors) and tokenizer to the new folder `path`.
+
+    Raises OSError if `path` exists and is not empty.
+    """
     config = Qwen3Config(
         vocab_size=_VOCAB_SIZE,
         hidden_size=shape.hidden_size,
@@ -44,7 +47,8 @@ def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        # Made as zeros, which RMSNorm blows up: one sampled <pad> would drown the gradient of a whole batch.
+        # transformers initializes the padding embedding to zeros. RMSNorm divides by their norm, so one sampled <pad>
+        # would dominate the gradient of a whole batch.
         torch.nn.init.normal_(
             model.get_parameter("model.embed_tokens.weight").data[PAD_ID], std=config.initializer_range
         )
@@ -54,7 +58,10 @@ def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, its id the byte's value, and `<eos>` and `<pad>`; text survives the round trip."""
+    """Create a tokenizer with one token per UTF-8 byte, whose id is the byte's value, and `<eos>` and `<pad>`.
+
+    Decoding an encoded text gives the same text.
+    """
     characters = _byte_characters()
     vocabulary = {character: byte for byte, character in characters.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -65,12 +72,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     if (fast.eos_token_id, fast.pad_token_id) != (EOS_ID, PAD_ID):
-        raise AssertionError("special tokens did not follow the bytes")
+        raise AssertionError("the special tokens do not follow the bytes in the vocabulary")
     return fast
 
 
 def _byte_characters() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte: itself where it is printable, else the next one from 256 on."""
+    """GPT-2's printable character for each byte: the byte itself if printable, else the next character from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""PPO's critic: a second model whose head estimates, before each token, the reward that is still to come.
+"""PPO's critic: a second model that predicts, before each token, the reward that is still to come.
 
-It learns beside the policy, on the same micro-batches and ranks, with an optimizer of its own.
-Source: PPO, Schulman et al. 2017 (arXiv 1707.06347); on language models InstructGPT (arXiv 2203.02155), appendix C.
+The critic trains on the same ranks and micro-batches as the policy, with its own optimizer.
+Source: PPO, Schulman et al. 2017 (arXiv 1707.06347); for language models InstructGPT (arXiv 2203.02155), appendix C.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.adapters.megatron.model import parallel
-from miles_async.adapters.megatron.model.build import build_model
 from miles_async.adapters.megatron.model.environment import environment
-from miles_async.adapters.megatron.training import forward
+from miles_async.adapters.megatron.model.factory import build_model
+from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
+from miles_async.adapters.megatron.training import inference
+from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.optimizer import (
     Gradients,
     apply_gradients,
     clear_gradients,
     reduce_gradients,
 )
-from miles_async.adapters.megatron.training.passes import Pass, forward_backward, passes_of
 from miles_async.batching.batch import TrainStep
 from miles_async.config.derived import critic_learning_rate
 from miles_async.config.schema import RunConfig
-from miles_async.losses.advantages import at_last_tokens, generalized_advantages
-from miles_async.losses.critic import CRITIC_SUMS, critic_loss, critic_metrics
+from miles_async.losses.critic import (
+    CRITIC_SUMS,
+    critic_loss,
+    critic_metrics,
+    generalized_advantages,
+    last_token_rewards,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CriticOutput:
-    """What the critic makes of one optimizer step: by micro-batch, [m] each."""
+    """The critic's results for one optimizer step: one tensor [m] per micro-batch."""
 
     values: list[Tensor]
     advantages: list[Tensor]
@@ -43,56 +48,63 @@ class CriticOutput:
 
 
 class Critic:
+    """This rank's part of the critic."""
+
     def __init__(self, config: RunConfig, hf_checkpoint: str, device: torch.device) -> None:
-        """Built from `critic_load`, or else from `hf_checkpoint`. The process groups must exist."""
+        """Load `critic_load`, or `hf_checkpoint` if it is unset. The process groups must exist."""
         self._algorithm = config.algorithm
         self._learner = config.learner
         self._lr = critic_learning_rate(config)
         self._device = device
-        start = Path(config.algorithm.critic_load or hf_checkpoint).expanduser()
+        checkpoint = Path(config.algorithm.critic_load or hf_checkpoint).expanduser()
         with environment(config.learner.critic_env_vars):
-            self.model = build_model(config.learner, str(start), values=True)
+            self.model = build_model(config.learner, str(checkpoint), values=True)
         self.steps_taken = 0
 
-    def judge(self, step: TrainStep, penalties: list[Tensor] | None) -> CriticOutput:
-        """Advantages and returns under the critic as it is; `penalties` [m] are taken off each token's reward."""
+    def evaluate(self, step: TrainStep, penalties: list[Tensor] | None) -> CriticOutput:
+        """Compute advantages and returns with the critic's current weights.
+
+        `penalties` [m] per micro-batch are subtracted from the rewards of single tokens.
+        """
         with environment(self._learner.critic_env_vars):
-            values = forward.batch_values(self.model, step.micro_batches, self._learner, self._device)
+            values = inference.batch_values(self.model, step.micro_batches, self._learner, self._device)
         advantages, returns = [], []
-        for i, (batch, own) in enumerate(zip(step.micro_batches, values, strict=True)):
+        for i, (batch, batch_values) in enumerate(zip(step.micro_batches, values, strict=True)):
             sequences = torch.from_numpy(batch.sequences).to(self._device)
-            rewards = at_last_tokens(torch.from_numpy(batch.advantages).to(self._device), sequences)
+            rewards = last_token_rewards(torch.from_numpy(batch.advantages).to(self._device), sequences)
             if penalties is not None:
                 rewards = rewards - penalties[i]
-            found = generalized_advantages(
-                rewards, own, sequences, discount=self._algorithm.gamma, decay=self._algorithm.lambd
+            batch_advantages, batch_returns = generalized_advantages(
+                rewards, batch_values, sequences, discount=self._algorithm.gamma, decay=self._algorithm.lambd
             )
-            advantages.append(found[0])
-            returns.append(found[1])
+            advantages.append(batch_advantages)
+            returns.append(batch_returns)
         if self._algorithm.normalize_advantages:
-            advantages = _normalized(advantages)
+            advantages = _normalize(advantages)
         return CriticOutput(values, advantages, returns)
 
-    def gradients(self, step: TrainStep, judged: CriticOutput) -> Gradients:
-        """Of one optimizer step towards the returns."""
+    def compute_gradients(self, step: TrainStep, critic_output: CriticOutput) -> Gradients:
+        """Compute the gradients of one optimizer step towards the returns."""
         clear_gradients(self.model)
         clip = self._algorithm.value_clip
 
-        def loss(number: int, own: Pass, output: Tensor) -> tuple[Tensor, Tensor]:
-            values, old = forward.target_values(own, output), judged.values[number]
-            return critic_loss(values, old, judged.returns[number], total_tokens=step.total_tokens, clip=clip)
+        def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
+            values, old_values = inference.target_values(model_input, output), critic_output.values[number]
+            returns = critic_output.returns[number]
+            return critic_loss(values, old_values, returns, total_tokens=step.total_tokens, clip=clip)
 
-        passes = passes_of(step.micro_batches, self._learner, self._device)
+        inputs = model_inputs(step.micro_batches, self._learner, self._device)
         with environment(self._learner.critic_env_vars):
-            parts = forward_backward(self.model, passes, loss)
+            parts = run_forward_backward(self.model, inputs, loss)
         sums = torch.zeros(len(CRITIC_SUMS), device=self._device)
-        if parts:  # on the last stage of a pipeline
+        if parts:  # only the last stage of a pipeline computes losses
             sums = torch.stack(parts).sum(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        sums = parallel.from_last_stage(sums)
+        sums = broadcast_from_last_stage(sums)
         metrics = critic_metrics(sums)
         if not sums[0]:
-            return Gradients(metrics, finite=True, apply=lambda: None)  # no tokens to learn from
+            # Without tokens there is nothing to learn, but Adam's momentum would still move the weights.
+            return Gradients(metrics, finite=True, apply=lambda: None)
         lr, norm = self._lr.at(self.steps_taken), reduce_gradients(self.model)
 
         def apply() -> None:
@@ -103,12 +115,12 @@ class Critic:
         return Gradients({**metrics, "critic_grad_norm": norm, "critic_lr": lr}, finite, apply)
 
 
-def _normalized(advantages: list[Tensor]) -> list[Tensor]:
-    """To mean 0 and variance 1 over all tokens of the step, on whichever rank."""
+def _normalize(advantages: list[Tensor]) -> list[Tensor]:
+    """Shift and scale to mean 0 and variance 1 over all tokens of the step on all data-parallel ranks."""
     flat = torch.cat(advantages)
     sums = torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()])
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     count, total, squares = sums.tolist()
     mean = total / max(count, 1.0)
-    spread = math.sqrt(max(squares / max(count, 1.0) - mean**2, 0.0)) + 1e-6
-    return [(own - mean) / spread for own in advantages]
+    deviation = math.sqrt(max(squares / max(count, 1.0) - mean**2, 0.0)) + 1e-6
+    return [(batch_advantages - mean) / deviation for batch_advantages in advantages]

@@ -1,4 +1,4 @@
-"""One rank of the trainer: Megatron-core in this process, without Ray."""
+"""One rank of the learner: Megatron-core in this process. This module does not know Ray."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from torch import Tensor
 from miles_async.adapters.megatron.checkpoint.huggingface import replace_checkpoint, write_checkpoint
 from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy, StateCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
-from miles_async.adapters.megatron.model import parallel
-from miles_async.adapters.megatron.model.build import build_model, build_reference
 from miles_async.adapters.megatron.model.environment import environment
+from miles_async.adapters.megatron.model.factory import build_model, build_reference
 from miles_async.adapters.megatron.model.hf_weights import export_weights
-from miles_async.adapters.megatron.training import forward
+from miles_async.adapters.megatron.model.process_groups import (
+    broadcast_from_last_stage,
+    create_process_groups,
+    destroy_process_groups,
+)
+from miles_async.adapters.megatron.training import inference
 from miles_async.adapters.megatron.training.critic import Critic, CriticOutput
-from miles_async.adapters.megatron.training.offload import offload, onload
+from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.optimizer import (
     Gradients,
     Snapshot,
@@ -36,59 +40,60 @@ from miles_async.adapters.megatron.training.optimizer import (
     clear_gradients,
     reduce_gradients,
 )
-from miles_async.adapters.megatron.training.passes import Pass, forward_backward, passes_of
-from miles_async.adapters.megatron.training.usage import usage
+from miles_async.adapters.megatron.training.performance import performance_metrics
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.config.derived import keeps_reference, learning_rate, reference_batching
-from miles_async.config.schema import Algorithm, RunConfig
-from miles_async.losses.correction import CorrectionSettings
+from miles_async.config.schema import RunConfig
 from miles_async.losses.objectives import kl_penalty
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
-    Objective,
     PolicyLossSettings,
     TokenColumns,
     TokenSums,
-    metrics_from,
     objective_sum,
     policy_loss,
+    policy_metrics,
 )
-from miles_async.losses.supervised import lesson_loss, supervised_loss
+from miles_async.losses.supervised import sft_loss, supervised_loss
 from miles_async.types import StepReport
 
 
 @dataclass(frozen=True, slots=True)
 class PreStepValues:
-    """What is known of an optimizer step from before the drain's first one: by micro-batch, [m] each."""
+    """Inputs of one optimizer step that are computed before the batch's first step: one tensor [m] per micro-batch."""
 
     old_logprobs: list[Tensor] | None
-    """None: those of the step's own forward pass."""
+    """None if the step's own forward pass gives the same values."""
     reference: list[Tensor] | None
-    """None where no reference model is kept."""
-    judged: CriticOutput | None
-    """None where there is no critic."""
+    """Log-probabilities under the reference model; None if there is none."""
+    critic_output: CriticOutput | None
+    """None if there is no critic."""
 
 
 class MegatronLearner:
     """Trains, scores and exports one model. All ranks must call the same methods in the same order.
 
-    Not thread-safe: call it from one thread. Ranks that share layers or sequences, or are stages of one pipeline, are
-    handed the same batches.
+    The class is not thread-safe. All ranks of one model replica (tensor, context and pipeline parallelism) must be
+    given the same batches.
     """
 
     def __init__(
         self, config: RunConfig, hf_checkpoint: str, rank: int, world_size: int, master_addr: str, master_port: int
     ) -> None:
+        """Connect to the other ranks and load the policy, and the critic and reference model if there are any.
+
+        Raises UserError if a checkpoint's model family is not supported.
+        """
         self._settings = config.learner
         self._algorithm = config.algorithm
         torch.use_deterministic_algorithms(config.learner.deterministic_mode)
-        self._loss = _loss_settings(config.algorithm)
-        # Greedy decoding, temperature 0, reports log-probabilities at temperature 1.
+        self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
+        # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
         self._rank = rank
-        self._device = parallel.join(
+        self._device = create_process_groups(
             rank=rank,
             world_size=world_size,
             address=master_addr,
@@ -107,76 +112,84 @@ class MegatronLearner:
                 self._reference = build_reference(config.learner, str(reference))
         self._steps_taken = 0
         self.version = 0
-        """The weight version that was staged last: what the staleness of tokens is measured from."""
+        """Weight version that was staged last. The staleness of tokens is measured from it."""
         self._lr = learning_rate(config)
 
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
-        """Take the optimizer steps of one drained batch, of which `steps` are this rank's share.
+        """Take the optimizer steps of one drained batch; `steps` are this rank's parts of them.
 
-        All of them count or none: after a loss or gradient that is not finite, the weights are those from before the
-        call. Metrics are global, the same on every rank; `tokens` are this rank's own.
+        Either all steps count or none: if a loss or gradient is not finite, the weights from before the call are
+        restored. Metrics are global and equal on all ranks; `tokens` are this rank's own.
         """
         started = time.time()
-        known = [self._before(step, several=len(steps) > 1) for step in steps]
-        restore = self._restorer() if len(steps) > 1 else None
+        # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
+        pre_step_values = [self._pre_step_values(step, is_one_of_several=len(steps) > 1) for step in steps]
+        # A single step is only applied if it is finite, so it needs no snapshot.
+        restore = self._snapshot() if len(steps) > 1 else None
         metrics: list[Mapping[str, float]] = []
         finite = True
-        for step, before in zip(steps, known, strict=True):
-            found = [self._policy_step(step, before)] if rollout_id >= self._critic_only else []
-            if self._critic is not None and before.judged is not None:
-                found.append(self._critic.gradients(step, before.judged))
-            metrics.append(dict(chain(*(one.metrics.items() for one in found), _of_packing(step).items())))
-            finite = all(one.finite for one in found)
+        for step, values in zip(steps, pre_step_values, strict=True):
+            gradients = [self._policy_step(step, values)] if rollout_id >= self._critic_only else []
+            if self._critic is not None and values.critic_output is not None:
+                gradients.append(self._critic.compute_gradients(step, values.critic_output))
+            metrics.append(dict(chain(*(one.metrics.items() for one in gradients), _packing_metrics(step).items())))
+            finite = all(one.finite for one in gradients)
             if not finite:
                 break
-            for one in found:
+            for one in gradients:
                 one.apply()
         if not finite and restore is not None:
             restore()
         tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
         ended = time.time()
-        of_machine = usage(self._model, steps, ended - started)
+        performance = performance_metrics(self._model, steps, ended - started)
         return StepReport(
-            started=started, ended=ended, tokens=tokens, finite=finite, metrics=_over_steps(metrics) | of_machine
+            started=started,
+            ended=ended,
+            tokens=tokens,
+            finite=finite,
+            metrics=_combine_steps(metrics) | performance,
         )
 
-    def _before(self, step: TrainStep, *, several: bool) -> PreStepValues:
-        """What a step needs from before the drain's first one, of which it is one of several."""
+    def _pre_step_values(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
+        """Compute what a step needs from the weights before the batch's first step."""
         reference = self._reference_logprobs(step)
-        penalized = self._critic is not None and reference is not None
-        # With one step, the log-probabilities from before it are those of its own forward pass.
-        old = self._old_logprobs(step) if several or penalized else None
+        needs_penalties = self._critic is not None and reference is not None
+        # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
+        old = self._old_logprobs(step) if is_one_of_several or needs_penalties else None
         if self._critic is None:
             return PreStepValues(old, reference, None)
         penalties = None
         if old is not None and reference is not None:
             algorithm = self._algorithm
             penalties = [
-                algorithm.kl_coef * kl_penalty(own, other, algorithm.kl_loss_type)
-                for own, other in zip(old, reference, strict=True)
+                algorithm.kl_coef * kl_penalty(batch_old, batch_reference, algorithm.kl_loss_type)
+                for batch_old, batch_reference in zip(old, reference, strict=True)
             ]
-        return PreStepValues(old, reference, self._critic.judge(step, penalties))
+        return PreStepValues(old, reference, self._critic.evaluate(step, penalties))
 
-    def _restorer(self) -> Callable[[], None]:
-        """Undoes what is done to models, optimizers and step counts from here on."""
-        policy, taken = Snapshot(self._model), self._steps_taken
+    def _snapshot(self) -> Callable[[], None]:
+        """Copy models, optimizers and step counts to host memory; returns the function that restores them."""
+        policy, steps_taken = Snapshot(self._model), self._steps_taken
         critic = self._critic
-        values = None if critic is None else (critic, Snapshot(critic.model), critic.steps_taken)
+        critic_snapshot = None if critic is None else (critic, Snapshot(critic.model), critic.steps_taken)
 
         def restore() -> None:
             policy.restore()
-            self._steps_taken = taken
-            if values is not None:
-                values[1].restore()
-                values[0].steps_taken = values[2]
+            self._steps_taken = steps_taken
+            if critic_snapshot is not None:
+                restored_critic, snapshot, critic_steps = critic_snapshot
+                snapshot.restore()
+                restored_critic.steps_taken = critic_steps
 
         return restore
 
-    def _policy_step(self, step: TrainStep, before: PreStepValues) -> Gradients:
-        sums, maximum = self._policy_gradients(step, before)
-        metrics = metrics_from(sums, maximum)
+    def _policy_step(self, step: TrainStep, values: PreStepValues) -> Gradients:
+        sums, maximum = self._policy_gradients(step, values)
+        metrics = policy_metrics(sums, maximum)
         if not metrics["loss_tokens"]:
-            # A filter took all of it: there is nothing to learn, and Adam would drift on by its momentum.
+            # Filters or masks removed all tokens: there is nothing to learn, but Adam's momentum would still move the
+            # weights.
             return Gradients(metrics, finite=True, apply=lambda: None)
         lr, norm = self._lr.at(self._steps_taken), reduce_gradients(self._model)
 
@@ -187,18 +200,20 @@ class MegatronLearner:
         finite = math.isfinite(objective_sum(sums)) and math.isfinite(norm)
         return Gradients({**metrics, "grad_norm": norm, "lr": lr}, finite, apply)
 
-    def _policy_gradients(self, step: TrainStep, before: PreStepValues) -> tuple[Tensor, Tensor]:
+    def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor]:
+        """Run forward and backward passes; returns the global `TokenSums.sums` and `TokenSums.maximum`."""
         clear_gradients(self._model)
 
-        def loss(number: int, own: Pass, logits: Tensor) -> tuple[Tensor, TokenSums]:
-            logprobs, entropy = forward.target_logprobs(own, logits, self._model.vocab_size, self._temperature)
+        def loss(number: int, model_input: ModelInput, logits: Tensor) -> tuple[Tensor, TokenSums]:
+            vocab_size = self._model.vocab_size
+            logprobs, entropy = inference.target_logprobs(model_input, logits, vocab_size, self._temperature)
             if self._settings.loss_type == "sft_loss":
-                return lesson_loss(logprobs, entropy, total_tokens=step.total_tokens)
-            columns = self._columns(own.batch, logprobs, before, number)
+                return sft_loss(logprobs, entropy, total_tokens=step.total_tokens)
+            columns = self._token_columns(model_input.batch, logprobs, values, number)
             return policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
 
-        parts = forward_backward(self._model, self._passes(step), loss)
-        # Only the last stage of a pipeline has seen a loss.
+        parts = run_forward_backward(self._model, self._inputs(step), loss)
+        # Only the last stage of a pipeline computes losses. The other stages receive the result from it.
         sums = torch.zeros(STALENESS_CLASSES, len(SUMS), device=self._device)
         maximum = torch.zeros(1, device=self._device)
         if parts:
@@ -206,29 +221,34 @@ class MegatronLearner:
             maximum = torch.stack([part.maximum for part in parts]).amax(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        return parallel.from_last_stage(sums), parallel.from_last_stage(maximum)
+        return broadcast_from_last_stage(sums), broadcast_from_last_stage(maximum)
 
-    def _passes(self, step: TrainStep) -> list[Pass]:
-        return passes_of(step.micro_batches, self._settings, self._device)
+    def _inputs(self, step: TrainStep) -> list[ModelInput]:
+        return model_inputs(step.micro_batches, self._settings, self._device)
 
-    def _columns(self, batch: PackedBatch, logprobs: Tensor, before: PreStepValues, number: int) -> TokenColumns:
-        def here(column: NDArray[Any]) -> Tensor:
+    def _token_columns(self, batch: PackedBatch, logprobs: Tensor, values: PreStepValues, number: int) -> TokenColumns:
+        """Inputs of the policy loss for micro-batch `number`; `logprobs` [m] are from its forward pass."""
+
+        def to_device(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column).to(self._device)
 
-        # A token that no span covers counts as fresh: it is here only if a mask says that it is to be trained.
+        advantages = to_device(batch.advantages)
+        if values.critic_output is not None:
+            advantages = values.critic_output.advantages[number]
+        # Tokens without a version span, such as tool output that a mask selects for training, count as fresh.
         staleness = np.where(batch.versions == NO_VERSION, 0, self.version - batch.versions)
         return TokenColumns(
-            old_logprobs=logprobs if before.old_logprobs is None else before.old_logprobs[number],
-            rollout_log_probs=here(batch.rollout_log_probs),
-            advantages=here(batch.advantages) if before.judged is None else before.judged.advantages[number],
-            shares=here(batch.shares),
-            sequences=here(batch.sequences),
-            staleness=here(staleness),
-            reference_logprobs=None if before.reference is None else before.reference[number],
+            old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
+            rollout_log_probs=to_device(batch.rollout_log_probs),
+            advantages=advantages,
+            loss_weights=to_device(batch.loss_weights),
+            sequences=to_device(batch.sequences),
+            staleness=to_device(staleness),
+            reference_logprobs=None if values.reference is None else values.reference[number],
         )
 
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
-        return forward.fixed_logprobs(
+        return inference.frozen_logprobs(
             self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
         )
 
@@ -237,60 +257,65 @@ class MegatronLearner:
             return None
         settings = reference_batching(self._settings)
         with environment(self._settings.ref_env_vars):
-            return forward.fixed_logprobs(
+            return inference.frozen_logprobs(
                 self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
             )
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
-        """One optimizer step on the mean negative log-likelihood of `responses`, which is returned (nats per token).
+        """Take one supervised step on token ids; returns the mean negative log-likelihood in nats per response token.
 
-        With several data-parallel ranks each takes the same step: hand all of them the same sequences.
+        If there are several data-parallel ranks, all must be given the same sequences and take the same step.
+        Raises ValueError if an example does not fit into a micro-batch.
         """
         step = supervised_step(prompts, responses, self._settings)
+        # Gradients are added up over data-parallel ranks, which all compute the same ones here.
         copies = parallel_state.get_data_parallel_world_size()
         clear_gradients(self._model)
 
-        def loss(_: int, own: Pass, logits: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs, _entropy = forward.target_logprobs(own, logits, self._model.vocab_size)
+        def loss(_: int, model_input: ModelInput, logits: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs, _entropy = inference.target_logprobs(model_input, logits, self._model.vocab_size)
             value = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
             return value, value.detach() * copies
 
-        losses = forward_backward(self._model, self._passes(step), loss)
-        seen = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
-        total = parallel.from_last_stage(seen).item()
+        losses = run_forward_backward(self._model, self._inputs(step), loss)
+        step_loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        total = broadcast_from_last_stage(step_loss).item()
         if math.isfinite(reduce_gradients(self._model)) and math.isfinite(total):
             apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
         return total
 
     def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
-        """For each sequence, log p of every token but the first given those before it: `len(tokens) - 1` entries.
+        """For each sequence, the log-probability of every token but the first: `len(tokens) - 1` entries in nats.
 
-        At temperature 1, in nats; the last `response_length` entries are those of a response.
+        The temperature is 1. The last `response_length` entries belong to a response.
         """
-        return forward.sequence_logprobs(self._model, token_lists, self._settings, device=self._device)
+        return inference.sequence_logprobs(self._model, token_lists, self._settings, device=self._device)
 
     def greedy(self, prompts: Sequence[list[int]], max_new_tokens: int, eos: int) -> list[list[int]]:
-        """The most probable continuation of each prompt, up to and with `eos`."""
-        return forward.greedy(
+        """Generate the most probable continuation of each prompt, up to and including `eos`."""
+        return inference.greedy(
             self._model, prompts, self._settings, max_new_tokens=max_new_tokens, eos=eos, device=self._device
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights by their Hugging Face names, whole on every rank. They may be views: copy what must last."""
+        """Yield all weights, whole and with Hugging Face names, on every rank.
+
+        Tensors may be views of parameters, so copy those that must outlast the next optimizer step.
+        """
         return export_weights(self._model.bridge, self._model.chunks)
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Write a checkpoint that transformers and SGLang load; it appears whole or not at all.
+        """Write a checkpoint that transformers and SGLang load. It appears complete or not at all.
 
-        `notes` are further files to put into it: their text by their names. Raises OSError when `path` exists already.
+        `notes` are the contents of further files by name. Raises OSError if `path` exists and is not empty.
         """
-        tensors = self._whole_weights()
+        tensors = self._gather_weights()
         if self._rank == 0:
             write_checkpoint(Path(path), tensors, like=self._checkpoint, notes=notes)
         dist.barrier()
 
-    def _whole_weights(self) -> dict[str, Tensor]:
-        """A copy of all weights on rank 0; the others help to gather them."""
+    def _gather_weights(self) -> dict[str, Tensor]:
+        """Copies of all weights in host memory on rank 0, and nothing on other ranks. All ranks must call it."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.weights():
             if self._rank == 0:
@@ -298,64 +323,45 @@ class MegatronLearner:
         return tensors
 
     def copy_state(self, folder: str | None, hf_path: str | None = None) -> CheckpointCopy:
-        """Copy aside what `load_state` needs to go on exactly from here, to be written into `folder` later.
+        """Copy the training state to host memory, to be written into `folder` while training goes on.
 
-        And, for `hf_path`, the weights for an export as `save_hf` makes it, which takes the place of an earlier one.
+        With `hf_path` the copy includes an export like that of `save_hf`, which replaces an earlier one.
         """
-        models = [] if folder is None else self._copied(Path(folder))
+        models = [] if folder is None else self._copy_models(Path(folder))
         if hf_path is None:
             return CheckpointCopy(models)
-        tensors = self._whole_weights()
+        tensors = self._gather_weights()
         if self._rank > 0:
             return CheckpointCopy(models)
         like = self._checkpoint
         return CheckpointCopy(models, lambda: replace_checkpoint(Path(hf_path), tensors, like=like))
 
-    def _copied(self, folder: Path) -> list[StateCopy]:
+    def _copy_models(self, folder: Path) -> list[StateCopy]:
         copies = [copy_state(self._model, folder / "actor", self._steps_taken)]
         if self._critic is not None:
             copies.append(copy_state(self._critic.model, folder / "critic", self._critic.steps_taken))
         return copies
 
     def offload(self) -> None:
-        """Leave the GPU's memory to an engine that shares it, until `onload`."""
-        offload(self._model.chunks, self._model.optimizer)
+        """Free the GPU's memory for an engine that shares the device, until `onload`."""
+        self._model.offload()
 
     def onload(self) -> None:
-        onload(self._model.chunks, self._model.optimizer)
+        """Move the model back to the GPU."""
+        self._model.onload()
 
     def load_state(self, folder: str) -> None:
-        """Go on from a checkpoint of any layout. Raises UserError when it is broken, or of another model."""
+        """Resume from a checkpoint of any parallel layout. Raises UserError if it is broken or of another model."""
         self._steps_taken = load_state(self._model, Path(folder) / "actor")
         if self._critic is not None:
             self._critic.steps_taken = load_state(self._critic.model, Path(folder) / "critic")
 
     def close(self) -> None:
-        """Leave the process groups; another learner may then be built in this process."""
-        parallel.leave()
+        """Leave the process groups, so that another learner can be created in this process."""
+        destroy_process_groups()
 
 
-_OBJECTIVES: dict[str, Objective] = {"gspo": "sequence_clip", "cispo": "cispo"}
-"""By advantage estimator; the others clip the ratio of a token."""
-
-
-def _loss_settings(algorithm: Algorithm) -> PolicyLossSettings:
-    return PolicyLossSettings(
-        objective=_OBJECTIVES.get(algorithm.advantage_estimator, "token_clip"),
-        eps_clip=algorithm.eps_clip,
-        eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
-        correction=CorrectionSettings(
-            method=algorithm.off_policy_correction, upper=algorithm.tis_clip, band=algorithm.icepop_band
-        ),
-        entropy_coef=algorithm.entropy_coef,
-        kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
-        # Under ppo it is in the rewards that the critic judges.
-        kl_reward_coef=0.0 if algorithm.advantage_estimator == "ppo" else algorithm.kl_coef,
-        kl_estimator=algorithm.kl_loss_type,
-    )
-
-
-def _of_packing(step: TrainStep) -> dict[str, float]:
+def _packing_metrics(step: TrainStep) -> dict[str, float]:
     report = step.packing
     if report is None:
         return {}
@@ -367,8 +373,8 @@ def _of_packing(step: TrainStep) -> dict[str, float]:
     }
 
 
-def _over_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over the optimizer steps of a batch that have the metric; of a maximum, the maximum."""
+def _combine_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average each metric over the steps that have it; metrics whose names end in `_max` take the maximum."""
     names = dict.fromkeys(name for step in metrics for name in step)
     return {
         name: (max if name.endswith("_max") else fmean)([step[name] for step in metrics if name in step])

@@ -1,4 +1,4 @@
-"""Optimizer steps that either happen or leave everything as it was."""
+"""Optimizer steps that either happen completely or leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -9,71 +9,83 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from miles_async.adapters.megatron.model.build import Model
-from miles_async.adapters.megatron.model.cpu import cuda_means_cpu
-
-
-def clear_gradients(model: Model) -> None:
-    for chunk in model.chunks:
-        chunk.zero_grad_buffer()
-    with cuda_means_cpu():
-        model.optimizer.zero_grad()
+from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.factory import MegatronModel
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of one model and optimizer step, reduced over all ranks: nothing has changed yet."""
+    """Result of one model's forward and backward passes, reduced over all ranks. The weights have not changed yet."""
 
     metrics: Mapping[str, float]
     finite: bool
-    """Whether loss and gradients are. All ranks come to the same verdict, because both are global by then."""
+    """Whether loss and gradients are finite. Both are global, so all ranks come to the same result."""
     apply: Callable[[], None]
+    """Takes the optimizer step."""
 
 
-def reduce_gradients(model: Model) -> float:
-    """Add up the gradients over the ranks; returns their norm before clipping."""
-    with cuda_means_cpu():
+def clear_gradients(model: MegatronModel) -> None:
+    """Set all gradients to zero before the first micro-batch of a step."""
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    with redirect_cuda_to_cpu():
+        model.optimizer.zero_grad()
+
+
+def reduce_gradients(model: MegatronModel) -> float:
+    """Add up the gradients over the ranks and return their norm before clipping.
+
+    `apply_gradients` completes the step. Megatron's `step` does both, but a step whose loss or gradient is not finite
+    must be stopped in between, for policy and critic together.
+    """
+    with redirect_cuda_to_cpu():
         finalize_model_grads(model.chunks)
         model.optimizer.prepare_grads()
         return float(model.optimizer.get_grad_norm())
 
 
-def apply_gradients(model: Model, *, lr: float, weight_decay: float) -> None:
-    """Clip what `reduce_gradients` left, and step."""
+def apply_gradients(model: MegatronModel, *, lr: float, weight_decay: float) -> None:
+    """Clip the reduced gradients and update the weights."""
     for group in model.optimizer.param_groups:
         group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
-    with cuda_means_cpu():
+        group["weight_decay"] = weight_decay * group["wd_mult"]  # 0 for norms and biases
+    with redirect_cuda_to_cpu():
         model.optimizer.step()
 
 
 class Snapshot:
-    """Weights and optimizer state in host memory, for batches of several steps: if a later one fails, none counts."""
+    """Copy of weights and optimizer state in host memory.
 
-    def __init__(self, model: Model) -> None:
+    A batch of several optimizer steps is restored from it if a later step fails, so that all of its steps count or
+    none.
+    """
+
+    def __init__(self, model: MegatronModel) -> None:
         self._model = model
         self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in _tensors(model)]
-        self._fresh = len(model.optimizer.state) == 0
+        self._is_before_first_step = len(model.optimizer.state) == 0
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Restore the model and optimizer to the time when the snapshot was taken."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
-        if self._fresh:
-            # Adam's state did not exist before the first step ever; zeros, step count included, are the same.
-            for tensor in _state(self._model):
+        if self._is_before_first_step:
+            # Adam creates its state in its first step, so the snapshot has none. Zeros, including the step count, are
+            # equivalent.
+            for tensor in _state_tensors(self._model):
                 tensor.zero_()
 
 
-def _tensors(model: Model) -> Iterator[Tensor]:
-    """Parameters, the optimizer's own copies of them where it has any, and its state; some may come twice."""
+def _tensors(model: MegatronModel) -> Iterator[Tensor]:
+    """Parameters, the optimizer's own copies (fp32 masters) and its state; the same tensor may appear twice."""
     for chunk in model.chunks:
         yield from chunk.module.parameters()
     for group in model.optimizer.param_groups:
         yield from group["params"]
-    yield from _state(model)
+    yield from _state_tensors(model)
 
 
-def _state(model: Model) -> Iterator[Tensor]:
+def _state_tensors(model: MegatronModel) -> Iterator[Tensor]:
     for _, state in model.optimizer.state.items():  # Megatron's proxy has no values()
         yield from (value for value in state.values() if isinstance(value, Tensor))

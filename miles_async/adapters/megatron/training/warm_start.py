@@ -1,4 +1,4 @@
-"""Supervised steps before RL, through the same learner, once per model and data."""
+"""Warm start: supervised steps before RL, with the same learner, cached per model, settings and data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.errors import UserError
 
 Report = Callable[[int, float, float], None]
-"""Step, loss in nats per token, greedy accuracy."""
+"""Receives the step, the loss in nats per token and the greedy accuracy at every check."""
 
 _LR_WARMUP_STEPS = 20
-_GLANCE = 64
+_QUICK_CHECK_SIZE = 64
 _ONE_RANK = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -36,43 +36,45 @@ _ONE_RANK = {
 
 
 def warm_start(config: RunConfig, problems: Problems, check: Problems, report: Report) -> WarmStarted:
-    """The checkpoint that RL starts from: the tiny model or `hf_checkpoint`, after supervised steps on `problems`.
+    """Train the tiny model or `hf_checkpoint` on `problems` and return the checkpoint from which RL starts.
 
-    Ends at the first greedy accuracy on `check` inside `warm_start_accuracy`. The result lies in the cache under the
-    hash of everything that made it. Runs as one rank, whatever the learner's size. `report` hears of every look.
-    With `warm_start_max_steps` 0 nothing is trained, and a given checkpoint is returned as it is.
+    Training ends as soon as the greedy accuracy on `check` is inside `warm_start_accuracy`. The result is stored in the
+    cache, under a hash of everything that determines it. Only one rank trains, independently of the learner's size.
+    With `warm_start_max_steps` 0 nothing is trained, and `hf_checkpoint` is returned unchanged.
 
-    Raises UserError when the accuracy jumps over the range or does not reach it.
+    Raises UserError if the accuracy skips the range or does not reach it.
     """
-    made_before = found(config, problems, check)
-    if made_before is not None:
-        return made_before
+    cached = found(config, problems, check)
+    if cached is not None:
+        return cached
     started = time.monotonic()
-    place = place_of(config, problems, check)
-    steps, accuracy = _make(config, problems, check, place, report)
-    return WarmStarted(str(place), False, accuracy, steps, time.monotonic() - started)
+    path = place_of(config, problems, check)
+    steps, accuracy = _create_checkpoint(config, problems, check, path, report)
+    return WarmStarted(str(path), False, accuracy, steps, time.monotonic() - started)
 
 
-def _make(
-    config: RunConfig, problems: Problems, check: Problems, place: Path, report: Report
+def _create_checkpoint(
+    config: RunConfig, problems: Problems, check: Problems, path: Path, report: Report
 ) -> tuple[int, float | None]:
-    # Lessons need neither a reference model nor a critic.
-    alone = config.model_copy(update={"learner": config.learner.model_copy(update=_ONE_RANK), "algorithm": Algorithm()})
+    # A default algorithm has neither a reference model nor a critic, which supervised steps do not need.
+    one_rank = config.model_copy(
+        update={"learner": config.learner.model_copy(update=_ONE_RANK), "algorithm": Algorithm()}
+    )
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = config.model.hf_checkpoint
         if checkpoint is None:
             checkpoint = f"{scratch}/tiny"
             create_tiny_model(config.model.tiny_model, Path(checkpoint), seed=config.learner.seed)
-        learner = MegatronLearner(alone, checkpoint, 0, 1, "127.0.0.1", free_port())
+        learner = MegatronLearner(one_rank, checkpoint, 0, 1, "127.0.0.1", free_port())
         try:
-            steps, accuracy = _teach(config, learner, checkpoint, problems, check, report)
-            learner.save_hf(str(place), {NOTE: json.dumps({"accuracy": accuracy, "steps": steps})})
+            steps, accuracy = _train_to_accuracy(config, learner, checkpoint, problems, check, report)
+            learner.save_hf(str(path), {NOTE: json.dumps({"accuracy": accuracy, "steps": steps})})
             return steps, accuracy
         finally:
             learner.close()
 
 
-def _teach(
+def _train_to_accuracy(
     config: RunConfig,
     learner: MegatronLearner,
     checkpoint: str,
@@ -80,27 +82,31 @@ def _teach(
     check: Problems,
     report: Report,
 ) -> tuple[int, float | None]:
-    """Supervised steps until the accuracy is inside the range; the steps taken and the accuracy."""
+    """Train until the accuracy is inside the range; returns the number of steps and the accuracy.
+
+    Without any step the accuracy is None.
+    """
     settings = config.warm_start
     low, high = settings.warm_start_accuracy
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    sft_examples, checks = ([_encoded(tokenizer, pair) for pair in pairs] for pairs in (problems, check))
-    draw = random.Random(config.learner.seed)
-    every, far, accuracy = settings.warm_start_check_every, True, None
+    examples, checks = ([_encode(tokenizer, pair) for pair in pairs] for pairs in (problems, check))
+    generator = random.Random(config.learner.seed)
+    check_every, is_far, accuracy = settings.warm_start_check_every, True, None
     for step in range(1, settings.warm_start_max_steps + 1):
-        prompts, answers = zip(*draw.sample(sft_examples, settings.warm_start_batch_size), strict=True)
+        prompts, answers = zip(*generator.sample(examples, settings.warm_start_batch_size), strict=True)
         loss = learner.supervised_step(prompts, answers, settings.warm_start_lr * min(1.0, step / _LR_WARMUP_STEPS))
-        if step % (every if far else max(1, every // 2)):
+        # Check more often near the range, so that the accuracy does not skip it.
+        if step % (check_every if is_far else max(1, check_every // 2)):
             continue
-        # Most looks are far from the range: a glance at some of the problems saves most of their time.
-        accuracy = _accuracy(learner, checks[:_GLANCE], tokenizer.eos_token_id)
+        # Most checks are far from the range. Only a promising result on a few problems is worth a check on all of them.
+        accuracy = _accuracy(learner, checks[:_QUICK_CHECK_SIZE], tokenizer.eos_token_id)
         if accuracy > low / 2:
             accuracy = _accuracy(learner, checks, tokenizer.eos_token_id)
-        far = accuracy < 0.75 * low
+        is_far = accuracy < 0.75 * low
         report(step, loss, accuracy)
         if accuracy > high:
             raise UserError(
-                f"the warm start jumped over {low} to {high} to {accuracy:.3f} at step {step}: "
+                f"the warm start's accuracy skipped the range {low} to {high}: it is {accuracy:.3f} at step {step}; "
                 "lower warm_start_check_every or warm_start_lr, or widen warm_start_accuracy"
             )
         if accuracy >= low:
@@ -113,13 +119,14 @@ def _teach(
     return 0, None
 
 
-def _encoded(tokenizer: Any, pair: tuple[str, str]) -> tuple[list[int], list[int]]:
+def _encode(tokenizer: Any, pair: tuple[str, str]) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, and of its answer followed by `eos`."""
     prompt, answer = pair
     return tokenizer.encode(prompt), [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def _accuracy(learner: MegatronLearner, checks: Sequence[tuple[list[int], list[int]]], eos: int) -> float:
-    """Share of the check problems whose greedy continuation is the answer, token by token."""
+    """Fraction of the check problems whose greedy continuation is exactly the answer."""
     longest = max(len(answer) for _, answer in checks)
     outputs = learner.greedy([prompt for prompt, _ in checks], longest, eos)
     return sum(output == answer for output, (_, answer) in zip(outputs, checks, strict=True)) / len(checks)

@@ -1,4 +1,4 @@
-"""The process groups of the learner's ranks."""
+"""Process groups of the learner's ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from miles_async.config.schema import Learner
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-def join(*, rank: int, world_size: int, address: str, port: int, learner: Learner) -> torch.device:
-    """Meet the other ranks, form the groups, and return this rank's device. Blocks until all ranks came."""
+def create_process_groups(*, rank: int, world_size: int, address: str, port: int, learner: Learner) -> torch.device:
+    """Connect to the other ranks, create Megatron's process groups and return this rank's device.
+
+    `address` and `port` belong to rank 0. Blocks until all ranks have called this function.
+    """
     device = torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(
         "gloo" if on_cpu() else "nccl",
@@ -36,22 +39,25 @@ def join(*, rank: int, world_size: int, address: str, port: int, learner: Learne
     )
     torch.manual_seed(learner.seed)
     if on_cpu():
-        # Sequence parallelism asks for random states of CUDA's; nothing is drawn from them.
+        # Sequence parallelism asks for CUDA random states by name. No random number is drawn from this tracker.
         initialize_rng_tracker(inference_rng_tracker=True)
     else:
         model_parallel_cuda_manual_seed(learner.seed)
     return device
 
 
-def from_last_stage(tensor: Tensor) -> Tensor:
-    """What the last stage of this rank's pipeline holds; the others give a tensor of the same shape to fill."""
+def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
+    """Send a tensor from the last pipeline stage to the other stages, which pass one of the same shape to be filled.
+
+    Only the last stage computes logits, so only it knows losses and log-probabilities.
+    """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return tensor
 
 
-def leave() -> None:
-    """Dissolve the groups, so that this process may form others."""
+def destroy_process_groups() -> None:
+    """Leave all groups, so that this process can create others."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,0 +1,190 @@
+"""Reads log-probabilities, values and next tokens from the model's output, and runs passes without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor
+
+from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
+from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward
+from miles_async.batching.batch import PackedBatch, pack_sequences, repack_for_forward
+from miles_async.batching.layout import forward_layout
+from miles_async.config.schema import Learner
+from miles_async.losses.logprobs import token_logprobs
+
+
+def target_logprobs(
+    model_input: ModelInput, logits: Tensor, vocab_size: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """[m] log-probability of each target given the tokens before it, and [m] entropy, in nats and on all ranks.
+
+    `logits` [t, columns] are this rank's. Both results are of the distribution from which sampling at `temperature`
+    draws: the engines report its log-probabilities, and it is the policy that is trained.
+    """
+    vocab_start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
+    # Megatron's vocabulary may be padded. Padded columns must not take part in the softmax.
+    columns = min(logits.shape[1], vocab_size - vocab_start)
+    is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
+    targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(logits.device)
+    # Selecting rows first keeps the float32 copy small: logits of prompt tokens are not needed.
+    logprobs, entropy = token_logprobs(
+        logits.index_select(0, model_input.logit_indices)[:, :columns].float() / temperature,
+        targets[model_input.target_indices],
+        vocab_start=vocab_start,
+        group=parallel_state.get_tensor_model_parallel_group() if is_split else None,
+    )
+    logprobs, entropy = _gather_targets(model_input, torch.stack([logprobs, entropy])).unbind()
+    return logprobs, entropy
+
+
+def target_values(model_input: ModelInput, output: Tensor) -> Tensor:
+    """[m] a critic's value before each target token, on all ranks; `output` [t, 1] is that of its value head."""
+    return _gather_targets(model_input, output.index_select(0, model_input.logit_indices).T)[0]
+
+
+def _gather_targets(model_input: ModelInput, rows: Tensor) -> Tensor:
+    """[r, m] entries for all targets, from `rows` [r, k] for the targets that this context-parallel rank predicts."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return rows
+    # Losses need whole sequences, so every rank computes the whole loss. The backward pass of this reduction passes the
+    # gradient on to each rank's own entries without a sum over ranks. Thus every token's gradient counts once when
+    # Megatron adds gradients up over context-parallel ranks.
+    whole = rows.new_zeros(len(rows), len(model_input.batch.targets)).index_copy(1, model_input.target_indices, rows)
+    return reduce_from_tensor_model_parallel_region(whole, group=group)
+
+
+def batch_logprobs(
+    model: MegatronModel | ReferenceModel,
+    batches: Sequence[PackedBatch],
+    settings: Learner,
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
+) -> list[Tensor]:
+    """[m] log-probabilities of each micro-batch's targets, without gradients, on the ranks of every stage."""
+
+    def read(model_input: ModelInput, logits: Tensor) -> Tensor:
+        return target_logprobs(model_input, logits, model.vocab_size, temperature)[0]
+
+    return _read_targets(model, batches, settings, device, read)
+
+
+def batch_values(
+    critic: MegatronModel, batches: Sequence[PackedBatch], settings: Learner, device: torch.device
+) -> list[Tensor]:
+    """[m] a critic's values before each micro-batch's targets, without gradients, on the ranks of every stage."""
+    return _read_targets(critic, batches, settings, device, target_values)
+
+
+def _read_targets(
+    model: MegatronModel | ReferenceModel,
+    batches: Sequence[PackedBatch],
+    settings: Learner,
+    device: torch.device,
+    read: Callable[[ModelInput, Tensor], Tensor],
+) -> list[Tensor]:
+    inputs = model_inputs(batches, settings, device)
+    # Expert parallelism may have appended empty micro-batches.
+    results = run_forward(model, inputs, read)[: len(batches)]
+    counts = [len(batch.targets) for batch in batches]
+    flat = torch.cat(results) if results else torch.empty(sum(counts), device=device)
+    return list(broadcast_from_last_stage(flat).split(counts))
+
+
+def frozen_logprobs(
+    model: MegatronModel | ReferenceModel,
+    batches: Sequence[PackedBatch],
+    settings: Learner,
+    device: torch.device,
+    *,
+    temperature: float,
+) -> list[Tensor]:
+    """[m] log-probabilities of each micro-batch's targets, computed in the layout of passes without gradients.
+
+    For weights that do not change while the batch is trained: the policy before its first step and the reference model.
+    """
+    if not (settings.use_dynamic_batching_in_train or settings.use_dynamic_batching_in_infer):
+        return batch_logprobs(model, batches, settings, device, temperature=temperature)  # both layouts are the same
+    counts = [len(batch.targets) for batch in batches]
+    result = torch.zeros(sum(counts), device=device)
+    repacked = repack_for_forward(batches, settings)
+    logprobs = batch_logprobs(model, [one.batch for one in repacked], settings, device, temperature=temperature)
+    for one, batch_result in zip(repacked, logprobs, strict=True):
+        result[torch.from_numpy(one.target_indices).to(device)] = batch_result
+    return list(result.split(counts))
+
+
+def sequence_logprobs(
+    model: MegatronModel, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device
+) -> list[list[float]]:
+    """For each sequence, the log-probabilities in nats of all tokens but the first, given the tokens before them."""
+    results: list[list[float]] = [[] for _ in token_lists]
+    layout = forward_layout([len(tokens) for tokens in token_lists], settings)
+    batches = [
+        pack_sequences([token_lists[i] for i in bin_], [1] * len(bin_), padding)
+        for bin_, padding in zip(layout.bins[0], layout.paddings, strict=True)
+    ]
+    for bin_, batch_result in zip(layout.bins[0], batch_logprobs(model, batches, settings, device), strict=True):
+        logprobs = iter(batch_result.tolist())
+        for i in bin_:
+            results[i] = [next(logprobs) for _ in token_lists[i][1:]]
+    return results
+
+
+def greedy(
+    model: MegatronModel,
+    prompts: Sequence[list[int]],
+    settings: Learner,
+    *,
+    max_new_tokens: int,
+    eos: int,
+    device: torch.device,
+) -> list[list[int]]:
+    """Generate the most probable continuation of each prompt, token by token, up to and including `eos`.
+
+    Every step computes the whole sequence again. This is meant for short answers to many prompts, where a KV cache
+    would save little.
+    """
+    outputs: list[list[int]] = [[] for _ in prompts]
+    unfinished = list(range(len(prompts)))
+    for _ in range(max_new_tokens):
+        tokens = _next_tokens(model, [prompts[i] + outputs[i] for i in unfinished], settings, device)
+        for i, token in zip(unfinished, tokens, strict=True):
+            outputs[i].append(token)
+        unfinished = [i for i in unfinished if outputs[i][-1] != eos]
+        if not unfinished:
+            break
+    return outputs
+
+
+def _next_tokens(
+    model: MegatronModel, sequences: list[list[int]], settings: Learner, device: torch.device
+) -> list[int]:
+    """The most probable next token of each sequence, from one forward pass."""
+    # Targets mark the logits to read. A placeholder token after each sequence is the target at the next position.
+    layout = forward_layout([len(sequence) + 1 for sequence in sequences], settings)
+    batches = [
+        pack_sequences([[*sequences[i], 0] for i in bin_], [len(sequences[i]) for i in bin_], padding)
+        for bin_, padding in zip(layout.bins[0], layout.paddings, strict=True)
+    ]
+
+    def read(model_input: ModelInput, logits: Tensor) -> Tensor:
+        last = gather_from_tensor_model_parallel_region(logits.index_select(0, model_input.logit_indices))
+        best = torch.zeros(len(model_input.batch.targets), dtype=torch.int64, device=device)
+        best[model_input.target_indices] = last[:, : model.vocab_size].argmax(-1)
+        return reduce_from_tensor_model_parallel_region(best, group=parallel_state.get_context_parallel_group())
+
+    results = run_forward(model, model_inputs(batches, settings, device), read)
+    flat = torch.cat(results) if results else torch.empty(len(sequences), dtype=torch.int64, device=device)
+    order = [i for bin_ in layout.bins[0] for i in bin_]
+    tokens = dict(zip(order, broadcast_from_last_stage(flat).tolist(), strict=True))
+    return [tokens[i] for i in range(len(sequences))]

@@ -1,0 +1,157 @@
+"""Runs micro-batches through the model on Megatron's schedules: one stage, a pipeline, or one with virtual stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.cpu_layers import packed_params
+from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.batching.batch import PackedBatch, pack_sequences
+from miles_async.batching.layout import Padding, context_parallel_indices
+from miles_async.config.derived import pack_unit, sequence_unit
+from miles_async.config.schema import Learner
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """A micro-batch as this rank's model takes it. With context parallelism the rank has a part of every sequence."""
+
+    batch: PackedBatch
+    """The whole micro-batch, with m targets."""
+    tokens: Tensor
+    """[t] ids of this rank's tokens."""
+    positions: Tensor
+    """[t] positions of these tokens in their sequences."""
+    params: PackedSeqParams
+    logit_indices: Tensor
+    """[k] indices among the t tokens of those that predict a target."""
+    target_indices: Tensor
+    """[k] index of the predicted target among the m targets. Without context parallelism k is m."""
+
+
+def run_forward(
+    model: MegatronModel | ReferenceModel, inputs: Sequence[ModelInput], read: Callable[[ModelInput, Tensor], R]
+) -> list[R]:
+    """Run the micro-batches without gradients and return `read(input, logits)` of each.
+
+    `logits` [t, columns] are this rank's part of the (padded) vocabulary. Ranks that are not on the last pipeline stage
+    have no logits and return an empty list.
+    """
+    results: dict[int, R] = {}
+
+    def keep(number: int, output: Tensor, non_loss_data: bool) -> None:
+        results[number] = read(inputs[number], output[0])
+
+    with torch.no_grad():
+        _run_schedule(model, inputs, keep, forward_only=True, collect_non_loss_data=True)
+    return [results[number] for number in sorted(results)]
+
+
+def run_forward_backward(
+    model: MegatronModel, inputs: Sequence[ModelInput], loss: Callable[[int, ModelInput, Tensor], tuple[Tensor, R]]
+) -> list[R]:
+    """Run the micro-batches and add up the gradients of their losses.
+
+    `loss(number, input, logits)` returns the micro-batch's loss and any other result; the other results are returned.
+    Logits and the empty list on earlier stages are as in `run_forward`.
+    """
+    results: dict[int, R] = {}
+    no_tokens = torch.zeros((), dtype=torch.int)
+
+    def compute_loss(number: int, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        value, results[number] = loss(number, inputs[number], output[0])
+        # Megatron divides gradients by the number of tokens returned here, and leaves them unchanged if it is 0. The
+        # loss is already divided by the tokens of the whole step.
+        return value, no_tokens, {}
+
+    _run_schedule(model, inputs, compute_loss, forward_only=False, collect_non_loss_data=False)
+    return [results[number] for number in sorted(results)]
+
+
+def _run_schedule(
+    model: MegatronModel | ReferenceModel, inputs: Sequence[ModelInput], finish: Callable[..., Any], **options: bool
+) -> None:
+    def step(numbered: Iterator[tuple[int, ModelInput]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        number, one = next(numbered)
+        output = chunk(one.tokens[None], one.positions[None], None, packed_seq_params=one.params)
+        return output, partial(finish, number)
+
+    with redirect_cuda_to_cpu():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            # Each virtual stage goes through all micro-batches in an order of the schedule's choice, so each needs its
+            # own iterator. Results are collected by number for the same reason.
+            data_iterator=[enumerate(inputs) for _ in model.chunks],
+            model=list(model.chunks),
+            num_microbatches=len(inputs),
+            # Ignored with `variable_seq_lengths`: stages send each other the shape of every micro-batch.
+            seq_length=1,
+            micro_batch_size=1,
+            **options,
+        )
+
+
+def model_inputs(batches: Sequence[PackedBatch], learner: Learner, device: torch.device) -> list[ModelInput]:
+    """Convert micro-batches to tensors on `device`, padded so that the parallel layout can divide them evenly.
+
+    With expert parallelism this is a collective operation of the data-parallel ranks. Tokens then travel between ranks
+    in every layer, so all ranks need equally many micro-batches: ranks with fewer get empty ones at the end. On CPUs
+    they also need equally many tokens in each.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    has_expert_parallelism = learner.expert_model_parallel_size > 1
+    if has_expert_parallelism:
+        most = torch.tensor([len(batches)], device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        empty = pack_sequences([], [], Padding(unit=sequence_unit(learner)))
+        batches = [*batches, *[empty] * (int(most) - len(batches))]
+    unit = pack_unit(learner)
+    totals = torch.tensor([-(-len(batch.tokens) // unit) * unit for batch in batches], device=device)
+    if has_expert_parallelism and on_cpu():
+        # The all-gather dispatcher, the only one that works on CPUs, needs equal sizes on all ranks.
+        dist.all_reduce(totals, dist.ReduceOp.MAX, group=group)
+    return [_model_input(batch, total, device) for batch, total in zip(batches, totals.tolist(), strict=True)]
+
+
+def _model_input(batch: PackedBatch, total: int, device: torch.device) -> ModelInput:
+    """This rank's part of a micro-batch that is padded to `total` tokens."""
+
+    def to_device(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    tokens, lengths = batch.tokens, batch.lengths
+    if missing := total - len(tokens):
+        # The padding is a separate sequence, so no token of a sample attends to it and no target index changes.
+        tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
+    positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    group = parallel_state.get_context_parallel_group()
+    own = context_parallel_indices(lengths, group.size())[group.rank()]
+    # Invert `own`: index among this rank's tokens by index in the pack, and -1 for tokens of other ranks.
+    local_index = np.full(len(tokens), -1)
+    local_index[own] = np.arange(len(own))
+    # A target is predicted by the logits of the token before it.
+    logit_indices = local_index[batch.targets - 1]
+    target_indices = np.flatnonzero(logit_indices >= 0)
+    return ModelInput(
+        batch=batch,
+        tokens=to_device(tokens[own]),
+        positions=to_device(positions[own]),
+        params=packed_params(lengths, device),
+        logit_indices=to_device(logit_indices[target_indices]),
+        target_indices=to_device(target_indices),
+    )

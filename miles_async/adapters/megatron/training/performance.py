@@ -1,0 +1,77 @@
+"""Performance of training steps: memory, model FLOPs utilization, and traces of chosen steps."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from torch.profiler import ProfilerActivity, profile
+
+from miles_async.adapters.megatron.model.cpu import on_cpu
+from miles_async.adapters.megatron.model.factory import MegatronModel
+from miles_async.batching.batch import TrainStep
+from miles_async.batching.flops import training_flops
+from miles_async.config.model_shape import ModelShape
+from miles_async.config.schema import Debug
+
+_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
+"""Dense bf16 operations per second, by a part of the device's name (NVIDIA's data sheets, without sparsity)."""
+
+
+def performance_metrics(model: MegatronModel, steps: Sequence[TrainStep], seconds: float) -> dict[str, float]:
+    """Measure the machine's use while `steps` were trained in `seconds`.
+
+    `memory_gib` is this rank's peak memory since the process started. `mfu`, only for bf16 on GPUs of known speed, is
+    the model FLOPs utilization: operations of forward and backward passes over the device's peak (PaLM, arXiv
+    2204.02311, appendix B). Recomputation, passes without gradients and the critic take time but do not count.
+    """
+    if on_cpu():
+        return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    metrics = {"memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+    device = torch.cuda.get_device_name()
+    peak = next((flops for name, flops in _PEAK_FLOPS.items() if name in device), None)
+    if peak is not None and model.bridge.config.bf16:
+        lengths = [int(length) for step in steps for batch in step.micro_batches for length in batch.lengths]
+        # All ranks of a model replica work on the same sequences.
+        ranks_per_replica = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size()
+        metrics["mfu"] = training_flops(lengths, _shape(model)) / (seconds * peak * ranks_per_replica)
+    return metrics
+
+
+def _shape(model: MegatronModel) -> ModelShape:
+    config = model.bridge.config
+    has_experts = config.num_moe_experts is not None
+    return ModelShape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        query_groups=config.num_query_groups,
+        head_width=config.kv_channels,
+        feed_forward=config.moe_ffn_hidden_size if has_experts else config.ffn_hidden_size,
+        experts=config.num_moe_experts,
+        active_experts=config.moe_router_topk if has_experts else 1,
+        vocabulary=model.vocab_size,
+    )
+
+
+@contextmanager
+def profiled(debug: Debug, rollout_id: int, rank: int) -> Iterator[None]:
+    """Write a trace of the context to `profile_dir` if `rollout_id` is one of the steps to profile.
+
+    Perfetto and chrome://tracing open the trace. Raises OSError if it cannot be written.
+    """
+    if not (debug.use_pytorch_profiler and debug.profile_step_start <= rollout_id < debug.profile_step_end):
+        yield
+        return
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, profile_memory=True, record_shapes=True) as trace:
+        yield
+    folder = Path(debug.profile_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(folder / f"rollout_{rollout_id:07d}_rank_{rank}.json.gz"))
