@@ -7,11 +7,11 @@ path, size and time of change.
 
 from __future__ import annotations
 
-import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from miles_async.atomic_files import atomic_file
 from miles_async.errors import UserError
 
 
@@ -46,12 +46,10 @@ def _write_out(path: Path, copy: Path) -> None:
     from pyarrow import parquet
 
     copy.parent.mkdir(parents=True, exist_ok=True)
-    draft = copy.with_suffix(f".{os.getpid()}")
     try:
         source = parquet.ParquetFile(path)
-        with pa.ipc.new_file(str(draft), source.schema_arrow) as file:
+        with atomic_file(copy) as temporary, pa.ipc.new_file(str(temporary), source.schema_arrow) as file:
             for batch in source.iter_batches(batch_size=4096):
                 file.write_batch(batch)
     except pa.ArrowInvalid as error:
         raise UserError(f"prompt_data {path} is no Parquet file: {error}") from error
-    draft.replace(copy)

@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miles_async.atomic_files import flush_folder, replace_folder, write_atomically
 from miles_async.errors import UserError
 
 _MARKER = "latest"
@@ -38,15 +38,11 @@ class CheckpointFolder:
         Raises OSError when the disk is full; the marker then still names the checkpoint before.
         """
         (draft / "progress.json").write_text(json.dumps(progress))
-        for file in draft.rglob("*"):
-            _flush(file)
+        flush_folder(draft)
         path = self._root / f"{_PREFIX}{rollout_id:07d}"
-        shutil.rmtree(path, ignore_errors=True)  # of a run that was resumed from before it
-        draft.rename(path)
-        marker = self._root / f".{_MARKER}.tmp"
-        marker.write_text(path.name)
-        _flush(marker)
-        marker.replace(self._root / _MARKER)
+        # A run that was resumed from an earlier checkpoint writes the later ones a second time.
+        replace_folder(draft, path)
+        write_atomically(self._root / _MARKER, path.name.encode())
         for old in sorted(self._root.glob(f"{_PREFIX}*"))[:-keep]:
             if old != path:
                 shutil.rmtree(old, ignore_errors=True)
@@ -78,12 +74,3 @@ def progress_in(checkpoint: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"checkpoint {checkpoint}: progress.json is broken: {error}; load another one") from error
     return progress
-
-
-def _flush(path: Path) -> None:
-    """A power cut after the marker must not find what it names half written; of a folder, its list of files."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -7,6 +7,7 @@ anything of it is used. No pickle. Everything here blocks; call it off the event
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -22,6 +23,7 @@ import orjson
 
 from miles_async.adapters.storage import recording_codec as codec
 from miles_async.adapters.storage.recording_codec import decode, describe
+from miles_async.atomic_files import atomic_folder
 from miles_async.recording import Recording
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
@@ -73,27 +75,24 @@ class RecordingStore:
         """
         content = describe(recording)
         self._refuse_beyond_limit(codec.size_of(content))
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_old_drafts()
-        draft = self.folder / f".draft-{step}-{uuid.uuid4().hex}"
         try:
-            draft.mkdir()
-            codec.write(recording, content, draft / BATCH)
-            meta = {
-                "format": FORMAT,
-                "step": step,
-                "identity": dict(identity),
-                "batch": {"bytes": (draft / BATCH).stat().st_size, "blake2b": _digest_of(draft / BATCH)},
-                **content,
-            }
-            (draft / META).write_bytes(orjson.dumps(meta | {"checksum": _checksum(meta)}))
-            size = size_of(draft)
-            self._refuse_beyond_limit(size)
-            for path in (draft / BATCH, draft / META, draft):
-                _sync(path)
-            self._install(draft, step)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            with atomic_folder(self.path(step)) as draft:
+                codec.write(recording, content, draft / BATCH)
+                meta = {
+                    "format": FORMAT,
+                    "step": step,
+                    "identity": dict(identity),
+                    "batch": {"bytes": (draft / BATCH).stat().st_size, "blake2b": _digest_of(draft / BATCH)},
+                    **content,
+                }
+                (draft / META).write_bytes(orjson.dumps(meta | {"checksum": _checksum(meta)}))
+                size = size_of(draft)
+                self._refuse_beyond_limit(size)
+        except OSError as error:
+            # A rename cannot replace a folder that has contents: another writer was first, and its entry stays.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
         with self._lock:
             self._bytes += size
             self._steps |= {step}
@@ -112,15 +111,6 @@ class RecordingStore:
         if self._max_bytes is not None and self._bytes + size > self._max_bytes:
             raise StoreFullError(f"{self.folder} holds {self._bytes} bytes of at most {self._max_bytes}")
 
-    def _install(self, draft: Path, step: int) -> None:
-        try:
-            draft.rename(self.path(step))
-        except OSError:
-            # A folder that holds something cannot be replaced by a rename: another writer was first.
-            if not self.path(step).is_dir():
-                raise
-        _sync(self.folder)
-
     def _set_aside(self, step: int) -> str:
         with self._lock:
             self._steps -= {step}
@@ -132,7 +122,7 @@ class RecordingStore:
         return f"was set aside as {aside.name}"
 
     def _remove_old_drafts(self) -> None:
-        for draft in self.folder.glob(".draft-*"):
+        for draft in self.folder.glob(".*.tmp"):
             try:
                 if time.time() - draft.stat().st_mtime > DRAFT_LIFETIME_SECONDS:
                     shutil.rmtree(draft, ignore_errors=True)
@@ -177,12 +167,3 @@ def _digest_of(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Down to the disk: the data of a file, the entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,6 @@ The header carries the rollout's number and a checksum over all columns. Written
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from miles_async.atomic_files import atomic_file
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 
@@ -53,10 +53,9 @@ def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
         "groups": np.frombuffer(orjson.dumps([_words(group) for group in groups], default=str), np.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     header = {"format": FORMAT, "rollout_id": str(rollout_id), "checksum": _checksum(columns)}
-    save_file(columns, draft, metadata=header)
-    draft.replace(path)
+    with atomic_file(path) as temporary:
+        save_file(columns, temporary, metadata=header)
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:
