@@ -156,6 +156,23 @@ class Group(list[Sample]):
         members = list(samples)
         return Group(members, feed_index=members[0].metadata.get("feed_index", "") if members else "")
 
+    def to_dict(self) -> dict[str, Any]:
+        """The group as plain data: `feed_index`, `attempt` and `samples` (see `Sample.to_dict`).
+
+        `sequence` is left out: a loaded group gets a new one when it is admitted.
+        """
+        return {
+            "feed_index": self.feed_index,
+            "attempt": self.attempt,
+            "samples": [sample.to_dict() for sample in self],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Group:
+        """The inverse of `to_dict`. Raises KeyError for a missing field."""
+        samples = map(Sample.from_dict, values["samples"])
+        return Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
+
     @property
     def oldest_version(self) -> int:
         """The oldest weight version that sampled any token of the group.

@@ -13,7 +13,7 @@ from typing import Any
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import Group, Sample
+from miles_async.types import Group
 
 
 def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[
         owed = [
             group for group in run_state.live_groups if run_state.state(group) is not GroupState.TRAINED
         ] + run_state.lent_groups
-        return {"rollout": rollout_id, "data": data.state_dict(), "owed": [_as_dict(group) for group in owed]}
+        return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.to_dict() for group in owed]}
 
 
 def resume(progress: Mapping[str, Any], data: DataSource) -> int:
@@ -32,15 +32,7 @@ def resume(progress: Mapping[str, Any], data: DataSource) -> int:
     return int(progress["rollout"]) + 1
 
 
-def _as_dict(group: Group) -> dict[str, Any]:
-    return {
-        "feed_index": group.feed_index,
-        "attempt": group.attempt,
-        "samples": [sample.to_dict() for sample in group],
-    }
-
-
 def _afresh(each: Mapping[str, Any]) -> Group:
-    group = Group(map(Sample.from_dict, each["samples"]), feed_index=each["feed_index"], attempt=each["attempt"])
+    group = Group.from_dict(each)
     group.reset()
     return group
