@@ -10,7 +10,7 @@ import pytest
 from miles_async.errors import TrajectoryError
 from miles_async.rewards import mathematics
 from miles_async.rewards.graders import GraderError, Graders
-from miles_async.rewards.instructions import keeps
+from miles_async.rewards.instructions import follows
 from miles_async.types import Sample
 from tests.scoring import scored
 
@@ -121,5 +121,5 @@ def test_dapo_reads_the_answer_line_and_deepscaler_what_follows_the_reasoning() 
 )
 def test_a_response_is_in_the_language_asked_for(language: str, text: str) -> None:
     name = "language:response_language"
-    assert keeps(text, name, {"language": language})
-    assert not keeps("Bonjour tout le monde, comment allez-vous ?", name, {"language": language})
+    assert follows(text, name, {"language": language})
+    assert not follows("Bonjour tout le monde, comment allez-vous ?", name, {"language": language})
