@@ -39,7 +39,7 @@ import uvloop
 
 from benchmarks.records import record
 from benchmarks.rollout_worker import measure, until_healthy
-from miles_async.adapters.system.garbage_collection import spare_the_loop
+from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.events import Event, EventSink
@@ -130,7 +130,7 @@ WAYS: dict[str, Callable[[], AbstractAsyncContextManager[EventSink]]] = {
 
 async def play(url: str, seconds: float, rounds: int) -> dict[str, list[float]]:
     await until_healthy(url)
-    spare_the_loop()
+    tune_garbage_collection()
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, opened in WAYS.items():

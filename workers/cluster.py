@@ -31,7 +31,7 @@ from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
-from miles_async.adapters.storage.warm_starts import found
+from miles_async.adapters.storage.warm_starts import find_warm_start
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
@@ -40,9 +40,9 @@ from miles_async.errors import FatalError, MilesError, UserError
 from miles_async.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
-from workers.heartbeats import Question
+from workers.heartbeats import Probe
 from workers.learner import LearnerRank
-from workers.placement import Placement, beside_the_driver, reserve
+from workers.placement import Placement, on_driver_node, reserve
 from workers.preflight import SftExamples, checkpoint_to_resume
 from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
@@ -68,7 +68,7 @@ class Cluster:
         self._router_actor: ActorHandle[Any] | None = None
         self._daemons: set[psutil.Process] = set()
         """Ray's own processes, where we started them; all actors and servers descend from them."""
-        self.questions: dict[str, Question] = {}
+        self.probes: dict[str, Probe] = {}
         """How to ask each process whether it is there, by its name."""
         self._placements: list[Placement] = []
         """The run's own, and one for each engine that was added since."""
@@ -120,7 +120,7 @@ class Cluster:
                     await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
         finally:  # whoever presses Ctrl-C meanwhile skips the goodbyes only
             for placement in self._placements:
-                placement.give_back()
+                placement.release()
             ray.shutdown()
             # Ray does not wait for its workers; a busy one lives on for a while.
             for process in psutil.wait_procs(ours, GOODBYE_SECONDS)[1]:
@@ -133,7 +133,7 @@ class Cluster:
         place = await asyncio.to_thread(reserve, derived.demand_of(self._config))
         self._placements.append(place)
         # Where the model is known, engines start beside the learner: both import for ten seconds, on a core each.
-        started = found(self._config, sft_examples.problems, sft_examples.check)
+        started = find_warm_start(self._config, sft_examples.problems, sft_examples.check)
         needed = self._world_size if not debug.debug_rollout_only else 0 if started else 1
         ranks = [
             self._actor(
@@ -148,13 +148,13 @@ class Cluster:
             for rank in range(needed)
         ]
         self._worker = self._actor(
-            RolloutWorker, "rollout", self._config, self._entry, self._folder, **beside_the_driver()
+            RolloutWorker, "rollout", self._config, self._entry, self._folder, **on_driver_node()
         )
         named = {f"learner-{rank}": ranks[rank] for rank in range(len(ranks))} | {"rollout": self._worker}
         for name, actor in named.items():
             actor.log_to.remote(self.logs, name)  # carried out first, and nobody has to wait for it
-        self.questions |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
-        self.questions["rollout"] = self._worker.answers.remote
+        self.probes |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
+        self.probes["rollout"] = self._worker.answers.remote
         if started is None:
             started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
         log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
@@ -210,7 +210,7 @@ class Cluster:
         while len(self._engine_actors) > engines:
             name, parts = self._engine_actors.popitem()
             for rank in range(len(parts)):
-                del self.questions[_part(name, rank)]
+                del self.probes[_part(name, rank)]
             await _call(self._worker.remove_engine, name)
             for part in parts:
                 await _call(part.stop)
@@ -231,7 +231,7 @@ class Cluster:
         Ray starts its process anew when it dies.
         """
         server = self._actor(kind, name, spec, max_concurrency=4, max_restarts=-1, **options)
-        self.questions[name] = server.answers.remote
+        self.probes[name] = server.answers.remote
         return server
 
     async def _load(self, place: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str) -> None:
@@ -249,7 +249,7 @@ class Cluster:
             log.info("the router is somebody else's", url=theirs)
             return theirs
         spec = router_spec(self._config, self.logs)
-        self._router_actor = self._server(Router, "router", spec, beside_the_driver())
+        self._router_actor = self._server(Router, "router", spec, on_driver_node())
         url: str = await _call(self._router_actor.start)
         log.info("router is up", url=url, metrics=await _call(self._router_actor.metrics_url))
         return url

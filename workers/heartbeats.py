@@ -18,7 +18,7 @@ ASK_SECONDS = 1.0
 SILENT_FROM_SECONDS = 2.0
 """Shorter silences are not told."""
 
-Question = Callable[[], Awaitable[Any]]
+Probe = Callable[[], Awaitable[Any]]
 """Its answer is the address where the process serves metrics, None where it serves none and False for no."""
 
 
@@ -32,20 +32,20 @@ class _Heartbeat:
 
 
 class Heartbeats:
-    def __init__(self, questions: Mapping[str, Question]) -> None:
-        """Questions may come and go as processes do."""
-        self._questions = questions
+    def __init__(self, probes: Mapping[str, Probe]) -> None:
+        """Probes may come and go as processes do."""
+        self._probes = probes
         self._beats: dict[str, _Heartbeat] = {}
         self.addresses: dict[str, str] = {}
         """Where processes serve metrics, as far as they answered."""
 
     def look(self, now: float) -> list[ProcessSilent]:
         """Take the answers that came, ask anew, and tell of silences once a second, and of each that ended."""
-        for process in self._questions.keys() - self._beats.keys():
+        for process in self._probes.keys() - self._beats.keys():
             self._beats[process] = _Heartbeat(heard=now)
-        gone = [self._forget(process, now) for process in self._beats.keys() - self._questions.keys()]
+        gone = [self._forget(process, now) for process in self._beats.keys() - self._probes.keys()]
         return gone + [
-            silent for process in self._questions for silent in self._look_at(process, self._beats[process], now)
+            silent for process in self._probes for silent in self._look_at(process, self._beats[process], now)
         ]
 
     def silence(self, process: str, now: float) -> float:
@@ -82,7 +82,7 @@ class Heartbeats:
         return [ProcessSilent(time=now, process=process, seconds=silence)]
 
     async def _ask(self, process: str) -> Any:
-        return await self._questions[process]()
+        return await self._probes[process]()
 
     def _answered(self, process: str, beat: _Heartbeat, now: float) -> None:
         assert beat.pending is not None

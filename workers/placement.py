@@ -42,11 +42,11 @@ class Placement:
         """The GPUs of a server; none on a CPU machine."""
         return tuple(bundle.device for bundle in bundles) if self.unit == "GPU" else ()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         remove_placement_group(self.group)
 
 
-def beside_the_driver() -> dict[str, Any]:
+def on_driver_node() -> dict[str, Any]:
     """Options of an actor on the driver's own node, where it reaches the router over loopback."""
     node = ray.get_runtime_context().get_node_id()
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False), "num_cpus": 0}

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.factory import open_data
-from miles_async.adapters.storage.checkpoints import CheckpointFolder, progress_in
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -23,12 +23,12 @@ from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import load_generate_function
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipManager, SkipWorld
+from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
 from workers.batches import saved_batch
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
-WARM_START_LESSONS = 8192
+WARM_START_EXAMPLES = 8192
 WARM_START_CHECKS = 512
 HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """An empty frame of HTTP/2; the fourth byte is its kind."""
@@ -72,13 +72,13 @@ def preflight(config: RunConfig, entry: str) -> SftExamples:
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
     open_rewarder(config, args)
     # After the user's modules, which may register roles of their own.
-    SkipManager(SkipWorld(config=config))
+    SkipManager(SkipContext(config=config))
     if not config.warm_start.warm_start_max_steps:
         return SftExamples(problems=[], check=[])
     template = config.warm_start.warm_start_template
     problems = data.warm_start_problems()
     pairs = ((template.replace("{prompt}", str(sample.prompt)), str(sample.label)) for sample in problems)
-    return SftExamples(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
+    return SftExamples(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_EXAMPLES)))
 
 
 def whole_checkpoint(folder: Path) -> None:
@@ -132,7 +132,7 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
     if config.learner.load is None:
         return None
     checkpoint = CheckpointFolder(Path(config.learner.load).expanduser().absolute()).latest()
-    done = progress_in(checkpoint)["rollout"] + 1
+    done = read_progress(checkpoint)["rollout"] + 1
     if done >= config.rollout.num_rollout:
         raise UserError(
             f"checkpoint {checkpoint} was written after {done} rollouts, and num_rollout is "

@@ -19,10 +19,10 @@ from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.storage.checkpoints import progress_in
+from miles_async.adapters.storage.checkpoints import read_progress
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.system.clock import SystemClock
-from miles_async.adapters.system.garbage_collection import spare_the_loop
+from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.weights.channel import Channel
 from miles_async.config.derived import bounds_of, trains_only
 from miles_async.config.schema import RunConfig
@@ -38,7 +38,7 @@ from miles_async.ports import Generator
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, call_rollout_function, flat_args
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipManager, SkipWorld
+from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
 from workers.batches import Batches
@@ -130,7 +130,7 @@ class RolloutWorker:
             args = generators.args
             data = open_data(config, checkpoint=around.checkpoint, args=args, report=self._reporter())
             resumed = around.resume_from
-            first_rollout = 0 if resumed is None else resume(progress_in(resumed), data)
+            first_rollout = 0 if resumed is None else resume(read_progress(resumed), data)
             rewarder = open_rewarder(config, args)
             at_the_end.push_async_callback(rewarder.close)
             live = generators.training()
@@ -178,7 +178,7 @@ class RolloutWorker:
                 rate=generators.frontend.rate,
                 skipping=skipping,
             )
-            spare_the_loop()
+            tune_garbage_collection()
             await self._service.run(rollout)
 
     async def _connect(self, around: Surroundings) -> SGLangFleet:
@@ -255,7 +255,7 @@ class RolloutWorker:
             self._outbox.emit(WarningRaised(time=time.time(), text=text))
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
-        manager = SkipManager.init(config, SkipWorld(config=config, identity=identity, warn=warn))
+        manager = SkipManager.init(config, SkipContext(config=config, identity=identity, warn=warn))
         if not manager.any_enabled:
             return None
         stream = self._bounds.schedule is Schedule.FULLY_ASYNC

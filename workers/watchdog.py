@@ -35,7 +35,7 @@ class Watchdog:
         self._cluster = cluster
         self._onlookers = subscribers
         self._settings = settings
-        self._heartbeats = Heartbeats(cluster.questions)
+        self._heartbeats = Heartbeats(cluster.probes)
         self._dump: asyncio.Task[None] | None = None
         self._dumped_in_stall = False
 

@@ -8,7 +8,7 @@ async def reward(args, sample): ...
 """
 
 from miles_async.recording import SkipAction
-from miles_async.skip.base import BaseSkip, CannotSkipError, SkipWorld, register_skip
+from miles_async.skip.base import BaseSkip, CannotSkipError, SkipContext, register_skip
 from miles_async.skip.manager import SkipManager
 from miles_async.skip.rollout_skip import AsyncRolloutSkip, RolloutSkip
 
@@ -18,7 +18,7 @@ __all__ = [
     "CannotSkipError",
     "RolloutSkip",
     "SkipAction",
+    "SkipContext",
     "SkipManager",
-    "SkipWorld",
     "register_skip",
 ]

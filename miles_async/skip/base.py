@@ -33,7 +33,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkipWorld:
+class SkipContext:
     """What the modules of one run are told."""
 
     config: RunConfig
@@ -54,11 +54,11 @@ class BaseSkip(ABC):
     support_online_step: ClassVar[bool] = False
     """True: each call tells its own step by `extract_step`. False: `SkipManager.set_step` tells it."""
 
-    def __init__(self, role: str, settings: SkipRole, world: SkipWorld) -> None:
+    def __init__(self, role: str, settings: SkipRole, context: SkipContext) -> None:
         """Raises UserError for an action that the module does not know."""
         self.role = role
         self.settings = settings
-        self.world = world
+        self.context = context
         self.action = SkipAction(settings.action)
         if self.action not in self.support_actions:
             known = " or ".join(sorted(self.support_actions))

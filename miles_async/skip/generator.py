@@ -54,8 +54,8 @@ class SkippingGenerator:
         self._role = role
         if role.is_enabled:
             role.note_other_sizes()
-        self._timed = manager.world.config.skip.replay_timing == "recorded"
-        self._drain_seconds = manager.world.config.skip.drain_seconds
+        self._timed = manager.context.config.skip.replay_timing == "recorded"
+        self._drain_seconds = manager.context.config.skip.drain_seconds
         self._taken: list[GroupRecord] = []
         """What was generated since the batch began."""
         self._tape: dict[str, GroupRecord] | None = None

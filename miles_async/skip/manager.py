@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
-from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipWorld
+from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipContext
 from miles_async.skip.identity import identity_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,18 +31,18 @@ _MISS = object()
 class SkipManager:
     """Made by `init`; `with SkipManager.init(config): …` forgets it again at the end of the block."""
 
-    def __init__(self, world: SkipWorld) -> None:
+    def __init__(self, context: SkipContext) -> None:
         """Raises UserError for a role that nobody registered or an action that its module does not know."""
-        self.world = world
+        self.context = context
         self.roles = {
-            role: _kind(role)(role, settings, world) for role, settings in role_settings(world.config).items()
+            role: _kind(role)(role, settings, context) for role, settings in role_settings(context.config).items()
         }
         self.step: int | None = None
 
     @staticmethod
-    def init(config: RunConfig, world: SkipWorld | None = None) -> SkipManager:
+    def init(config: RunConfig, context: SkipContext | None = None) -> SkipManager:
         """The manager of `config`, which `annotate` finds from now on in this context and those that inherit it."""
-        manager = SkipManager(world or SkipWorld(config=config, identity=identity_of(config)))
+        manager = SkipManager(context or SkipContext(config=config, identity=identity_of(config)))
         _current.set(manager)
         return manager
 
@@ -131,7 +131,7 @@ def _async(role: str, function: Any) -> Any:
         call = _call(role, args, kwargs)
         if call is None:
             return await function(*args, **kwargs)
-        offload = call.skip.world.offload
+        offload = call.skip.context.offload
         replayed = await offload(call.replay)
         if replayed is not _MISS:
             return replayed

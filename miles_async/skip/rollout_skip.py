@@ -10,7 +10,7 @@ from miles_async.adapters.storage.recording_store import RecordingDamagedError, 
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
 from miles_async.recording import Recording, SkipAction, choose_step, differences, feed_step, is_first_attempt
-from miles_async.skip.base import BaseSkip, CannotSkipError, SkipWorld, register_skip
+from miles_async.skip.base import BaseSkip, CannotSkipError, SkipContext, register_skip
 from miles_async.types import Group
 
 NEEDED_TO_REPEAT = ("tokenizer", "n_samples_per_prompt")
@@ -21,11 +21,11 @@ NEEDED_TO_REPEAT = ("tokenizer", "n_samples_per_prompt")
 class RolloutSkip(BaseSkip):
     """The annotated function returns a `Recording`; the step is the trainer's."""
 
-    def __init__(self, role: str, settings: SkipRole, world: SkipWorld) -> None:
-        super().__init__(role, settings, world)
-        groups = self.groups_per_step(world.config)
+    def __init__(self, role: str, settings: SkipRole, context: SkipContext) -> None:
+        super().__init__(role, settings, context)
+        groups = self.groups_per_step(context.config)
         self.store = RecordingStore(
-            recordings_folder(world.config, settings, groups), max_bytes=world.config.skip.max_bytes
+            recordings_folder(context.config, settings, groups), max_bytes=context.config.skip.max_bytes
         )
         self._warned: set[str] = set()
         if self.is_enabled:
@@ -44,7 +44,7 @@ class RolloutSkip(BaseSkip):
             try:
                 loaded = self.store.load(source)
             except RecordingDamagedError as damage:
-                self.world.warn(f"recording {damage}; the step is generated anew")
+                self.context.warn(f"recording {damage}; the step is generated anew")
                 continue
             self._compare(loaded.identity, f"the recording {self.store.path(source)}")
             return loaded.recording
@@ -54,7 +54,7 @@ class RolloutSkip(BaseSkip):
         if not result.groups:
             return
         try:
-            self.store.save(step, result, self.world.identity)
+            self.store.save(step, result, self.context.identity)
         except (OSError, StoreFullError, TypeError) as error:
             self._warn_once(f"nothing more is recorded for skip.{self.role}: {error}; generation goes on", "save")
 
@@ -80,7 +80,7 @@ class RolloutSkip(BaseSkip):
         return choose_step(self.action, step, self.store.steps)
 
     def _compare(self, recorded: Mapping[str, Any], what: str) -> None:
-        found = differences(recorded, self.world.identity)
+        found = differences(recorded, self.context.identity)
         if self.action is SkipAction.REPEAT:
             found = {name: text for name, text in found.items() if name in NEEDED_TO_REPEAT}
         self._refuse(found, what)
@@ -89,7 +89,7 @@ class RolloutSkip(BaseSkip):
         if not found:
             return
         sentence = f"{what} was made under other settings: {'; '.join(found.values())}"
-        if self.action is SkipAction.CACHE and self.world.config.skip.mismatch == "refuse":
+        if self.action is SkipAction.CACHE and self.context.config.skip.mismatch == "refuse":
             raise UserError(
                 f"{sentence}. Set them as they were, name another --experiment-name or dump_dir, remove the recordings "
                 "(make skip-rm), or set --skip-mismatch generate"
@@ -111,7 +111,7 @@ class RolloutSkip(BaseSkip):
     def _warn_once(self, text: str, topic: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            self.world.warn(text)
+            self.context.warn(text)
 
 
 @register_skip("async_rollout")

@@ -54,7 +54,7 @@ def tell() -> dict[str, object]:
     story["surroundings"] = ray.get([settler.surroundings.remote() for settler in settlers])
     story["too_many"] = refusal(Demand(learner=4, engines=2, per_engine=2), 1)
     story["taken"] = refusal(Demand(learner=1, engines=0, per_engine=1), 1)
-    placement.give_back()
+    placement.release()
     return story
 
 

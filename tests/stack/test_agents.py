@@ -12,7 +12,7 @@ import pytest
 from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
-from miles_async.adapters.agents.trajectories import Trajectories
+from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -48,7 +48,7 @@ def tell(serving: Stack, function: Any, story: Story) -> None:
         engine._client.post = noting  # type: ignore[method-assign]
         turns, endpoint = (
             MultiTurnSampler(engine, CheckpointTokenizer(str(serving.checkpoint))),
-            AgentEndpoint(Trajectories(1, 1)),
+            AgentEndpoint(TrajectoryBuffer(1, 1)),
         )
         await endpoint.start()
         generator = FunctionGenerator(

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint
-from miles_async.adapters.agents.trajectories import Trajectories
+from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.errors import TrajectoryError, UserError
@@ -43,9 +43,9 @@ class Agent:
 def tell(story: Callable[[Agent], Awaitable[None]], *lines: str | None, capacity: int = 2, size: int = 1) -> None:
     async def told() -> None:
         engine = Script(*lines)
-        turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(Trajectories(capacity, size))
+        turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(TrajectoryBuffer(capacity, size))
         await endpoint.start()
-        endpoint.welcome(turns, PARAMS, live=lambda: True)
+        endpoint.accept_external(turns, PARAMS, live=lambda: True)
         try:
             async with aiohttp.ClientSession() as http:
                 await story(Agent(http, endpoint, engine, turns))
@@ -191,7 +191,7 @@ def test_a_session_that_has_ended_is_not_found() -> None:
 def test_the_endpoint_listens_where_it_is_told_to() -> None:
     async def story() -> None:
         port = free_port()
-        one, other = AgentEndpoint(Trajectories(1, 1)), AgentEndpoint(Trajectories(1, 1))
+        one, other = AgentEndpoint(TrajectoryBuffer(1, 1)), AgentEndpoint(TrajectoryBuffer(1, 1))
         try:
             await one.start(port)
             assert one.url == f"http://127.0.0.1:{port}"

@@ -21,11 +21,11 @@ from miles_async.errors import MilesError, TrajectoryError
 from miles_async.types import Sample, SampleStatus
 
 
-class RequestRefusedError(Exception):
+class InvalidRequestError(Exception):
     """The request cannot be answered; the message says what the agent should do."""
 
 
-class SessionGoneError(Exception):
+class SessionClosedError(Exception):
     """The conversation has ended on our side; asking again is of no use."""
 
 
@@ -63,7 +63,7 @@ class Conversation:
         messages, tools = self._read(request)
         async with self._one_at_a_time:
             if self.failure is not None:
-                raise SessionGoneError(str(self.failure))
+                raise SessionClosedError(str(self.failure))
             if self._last is not None and messages == self._known[:-1]:
                 # A client that lost the connection asks again.
                 return self._last
@@ -72,25 +72,25 @@ class Conversation:
                 self._last = await self._answer(request, tools)
             except MilesError as failure:
                 self.failure = failure
-                raise SessionGoneError(str(failure)) from failure
+                raise SessionClosedError(str(failure)) from failure
             self._known = [*messages, self._last.message]
             return self._last
 
     def _read(self, request: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         if request.get("n") not in (None, 1):
-            raise RequestRefusedError(
+            raise InvalidRequestError(
                 "n must be 1: a conversation is one sample; the run draws several samples per prompt itself"
             )
         messages = request.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise RequestRefusedError("messages must be a list with at least one message")
+            raise InvalidRequestError("messages must be a list with at least one message")
         try:
             read = [plain(message) for message in messages]
             for message in read:
                 for_template(message)
             return read, request.get("tools")
         except (KeyError, TypeError, AttributeError, msgspec.DecodeError) as error:
-            raise RequestRefusedError(f"a message has not the shape of a chat message: {error!r}") from error
+            raise InvalidRequestError(f"a message has not the shape of a chat message: {error!r}") from error
 
     def _append(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> None:
         tokenizer = self._turns.tokenizer
@@ -99,13 +99,13 @@ class Conversation:
             return
         for place, (known, message) in enumerate(zip(self._known, messages, strict=False)):
             if known != message:
-                raise RequestRefusedError(
+                raise InvalidRequestError(
                     f"messages[{place}] differs from what this conversation holds: an agent must extend its history "
                     "and not rewrite it; open a session per conversation"
                 )
         new = messages[len(self._known) :]
         if not new:
-            raise RequestRefusedError(
+            raise InvalidRequestError(
                 f"{len(messages)} messages continue nothing: add a message after the model's last answer"
             )
         # The model's last answer is replaced by a mark: what the template puts behind it is what was not sampled.

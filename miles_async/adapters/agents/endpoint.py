@@ -20,8 +20,8 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from miles_async.adapters.agents.conversation import Completion, Conversation, RequestRefusedError, SessionGoneError
-from miles_async.adapters.agents.trajectories import Trajectories, TrajectoriesFullError
+from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
+from miles_async.adapters.agents.trajectories import BufferFullError, TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.types import Sample
@@ -34,7 +34,7 @@ LARGEST_REQUEST_BYTES = 64 * 2**20
 
 
 class AgentEndpoint:
-    def __init__(self, trajectories: Trajectories) -> None:
+    def __init__(self, trajectories: TrajectoryBuffer) -> None:
         """`trajectories` takes what external generators post."""
         self._trajectories = trajectories
         self._visitors: tuple[MultiTurnSampler, Mapping[str, Any], Callable[[], bool]] | None = None
@@ -93,7 +93,9 @@ class AgentEndpoint:
         if not sample.response_length:
             raise TrajectoryError(f"sample {sample.index}: its agent asked the model for nothing")
 
-    def welcome(self, turns: MultiTurnSampler, sampling_params: Mapping[str, Any], *, live: Callable[[], bool]) -> None:
+    def accept_external(
+        self, turns: MultiTurnSampler, sampling_params: Mapping[str, Any], *, live: Callable[[], bool]
+    ) -> None:
         """Let external generators open sessions, which draw from these turns, as soon as the run's weights are `live`.
 
         Before that an engine that served another run would still answer for that run's versions.
@@ -126,25 +128,25 @@ class AgentEndpoint:
             posted = msgspec.json.decode(await http.read(), type=dict[str, Any]).get("samples")
             self._finished(posted)
             return _json(200, {"group": self._trajectories.add(posted, self._claim)})
-        except (RequestRefusedError, msgspec.DecodeError) as error:
+        except (InvalidRequestError, msgspec.DecodeError) as error:
             return _error(400, str(error))
-        except TrajectoriesFullError as full:
+        except BufferFullError as full:
             return _error(429, str(full))
 
     def _finished(self, posted: Any) -> None:
         """Raises Refused where a posted sample's session is unknown, busy, broken or empty."""
         names = [entry["session"] for entry in posted or () if isinstance(entry, dict) and "session" in entry]
         if len(set(names)) < len(names):
-            raise RequestRefusedError("a session is posted twice: each sample has its own")
+            raise InvalidRequestError("a session is posted twice: each sample has its own")
         for name in names:
             if name not in self._visits:
-                raise RequestRefusedError(
+                raise InvalidRequestError(
                     f"session {name!r} is unknown, was posted already, or was closed after {MOST_VISITS} others"
                 )
             conversation, tasks = self._conversations[name]
             if tasks or conversation.failure is not None or not conversation.sample.response_length:
                 cause = conversation.failure or ("a request is under way" if tasks else "nothing was sampled in it")
-                raise RequestRefusedError(f"session {name!r} cannot be trained: {cause}")
+                raise InvalidRequestError(f"session {name!r} cannot be trained: {cause}")
 
     def _claim(self, session: str) -> Sample:
         del self._visits[session]
@@ -168,9 +170,9 @@ class AgentEndpoint:
         try:
             # An agent that disconnects does not end the turn: it may come back and ask again.
             completion = await asyncio.shield(task)
-        except RequestRefusedError as refusal:
+        except InvalidRequestError as refusal:
             return _error(400, str(refusal))
-        except SessionGoneError as gone:
+        except SessionClosedError as gone:
             return _error(410, str(gone))
         except asyncio.CancelledError:
             if task.cancelled():

@@ -12,15 +12,15 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miles_async.adapters.agents.conversation import RequestRefusedError
+from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 
-class TrajectoriesFullError(Exception):
+class BufferFullError(Exception):
     """There is no room for another group; try again when a batch was taken."""
 
 
-class Trajectories:
+class TrajectoryBuffer:
     def __init__(self, capacity: int, group_size: int) -> None:
         self._groups: asyncio.Queue[Group] = asyncio.Queue(capacity)
         self._size = group_size
@@ -33,9 +33,9 @@ class Trajectories:
         """
         if not isinstance(posted, list) or len(posted) != self._size:
             count = len(posted) if isinstance(posted, list) else 0
-            raise RequestRefusedError(f"a group has n_samples_per_prompt={self._size} samples, not {count}")
+            raise InvalidRequestError(f"a group has n_samples_per_prompt={self._size} samples, not {count}")
         if self._groups.full():
-            raise TrajectoriesFullError("the buffer is full: try again after the next batch")
+            raise BufferFullError("the buffer is full: try again after the next batch")
         for place, entry in enumerate(posted):
             _check(entry, place)
         number = next(self._numbers)
@@ -55,9 +55,9 @@ class Trajectories:
 
 def _check(entry: Any, place: int) -> None:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("reward"), int | float):
-        raise RequestRefusedError(f"sample {place} has no number as its reward")
+        raise InvalidRequestError(f"sample {place} has no number as its reward")
     if not isinstance(metadata := entry.get("metadata", {}), Mapping):
-        raise RequestRefusedError(f"sample {place}: its metadata is a {type(metadata).__name__}, not an object")
+        raise InvalidRequestError(f"sample {place}: its metadata is a {type(metadata).__name__}, not an object")
     if "session" in entry:
         return
     try:
@@ -66,18 +66,18 @@ def _check(entry: Any, place: int) -> None:
         covered = sum(int(span["end"]) - int(span["start"]) for span in entry["weight_versions"])
         versions = [int(span["version"]) for span in entry["weight_versions"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise RequestRefusedError(
+        raise InvalidRequestError(
             f"sample {place} names no session, and as a sample of its own lacks {error}"
         ) from error
     for name, column in columns.items():
         if len(column) != length:
-            raise RequestRefusedError(f"sample {place} has {len(column)} {name}: response_length is {length}")
+            raise InvalidRequestError(f"sample {place} has {len(column)} {name}: response_length is {length}")
     if not 0 < length < tokens:
-        raise RequestRefusedError(
+        raise InvalidRequestError(
             f"sample {place} has {tokens} tokens, {length} of them response: both parts need one at least"
         )
     if not versions or not 0 < covered <= length:
-        raise RequestRefusedError(f"sample {place} has weight_versions for {covered} of its {length} response tokens")
+        raise InvalidRequestError(f"sample {place} has weight_versions for {covered} of its {length} response tokens")
 
 
 def _sample(entry: Mapping[str, Any]) -> Sample:

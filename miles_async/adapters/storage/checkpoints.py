@@ -67,7 +67,7 @@ class CheckpointFolder:
         return path
 
 
-def progress_in(checkpoint: Path) -> dict[str, Any]:
+def read_progress(checkpoint: Path) -> dict[str, Any]:
     """What `commit` was given. Raises UserError when the file is broken."""
     try:
         progress: dict[str, Any] = json.loads((checkpoint / "progress.json").read_text())

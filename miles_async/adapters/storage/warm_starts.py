@@ -35,7 +35,7 @@ class WarmStarted:
     """Spent now: next to nothing when cached."""
 
 
-def place_of(config: RunConfig, problems: Problems, check: Problems) -> Path:
+def cached_checkpoint(config: RunConfig, problems: Problems, check: Problems) -> Path:
     """The cache's folder for what these settings, versions and problems make."""
     what = {
         "recipe": _RECIPE,
@@ -50,12 +50,12 @@ def place_of(config: RunConfig, problems: Problems, check: Problems) -> Path:
     return Path(config.warm_start.cache_dir).expanduser() / key
 
 
-def found(config: RunConfig, problems: Problems, check: Problems) -> WarmStarted | None:
+def find_warm_start(config: RunConfig, problems: Problems, check: Problems) -> WarmStarted | None:
     """The checkpoint to start from, where nothing has to be taught for it any more."""
     started = time.monotonic()
     if config.model.hf_checkpoint is not None and config.warm_start.warm_start_max_steps == 0:
         return WarmStarted(config.model.hf_checkpoint, True, None, 0, 0.0)
-    place = place_of(config, problems, check)
+    place = cached_checkpoint(config, problems, check)
     if not place.exists():
         return None
     made = json.loads((place / NOTE).read_text())

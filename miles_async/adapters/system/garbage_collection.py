@@ -12,7 +12,7 @@ YOUNG, MIDDLE, OLD = 50_000, 20, 100
 """New containers before a look at the youngest, such looks before one at the next age, and so on."""
 
 
-def spare_the_loop() -> None:
+def tune_garbage_collection() -> None:
     """Call it when everything is imported: what lives now is never looked at again, the rest seldom."""
     gc.collect()
     gc.freeze()
