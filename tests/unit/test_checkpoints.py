@@ -81,7 +81,7 @@ def test_what_cannot_be_resumed_is_said_before_anything_starts(tmp_path: Path) -
         return checkpoint_to_resume(RunConfig(learner=Learner(load=path), rollout=Rollout(num_rollout=num_rollout)))
 
     assert resumed(None) is None
-    with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start afresh"):
+    with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start a new run"):
         resumed(tmp_path)
     newest = save(tmp_path, 4)
     assert resumed(tmp_path, 6) == newest
