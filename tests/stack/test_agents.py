@@ -158,7 +158,7 @@ async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 def test_an_agent_that_rewrites_its_history_fails_with_the_place(serving: Stack) -> None:
     async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
-        with pytest.raises(TrajectoryError, match=r"messages\[1\] differs from what this conversation holds"):
+        with pytest.raises(TrajectoryError, match=r"messages\[1\] differs from the message in this conversation"):
             await generator.generate(group_of("Q"))
 
     tell(serving, rewrites, story)
