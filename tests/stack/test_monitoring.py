@@ -29,7 +29,7 @@ from miles_async.observability.subscribers import EventSubscribers
 from tests.stack.conftest import Played, Stack, settings
 from workers.driver import run_started
 from workers.heartbeats import Heartbeats
-from workers.stacks import dump_stacks
+from workers.watchdog import dump_stacks
 
 RULES = FOLDER.parent / "rules"
 ALERTS = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]

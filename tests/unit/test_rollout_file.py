@@ -91,4 +91,4 @@ def test_a_saved_batch_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFi
     assert "3 for [0, 1), 4 for [1, 2)" in shown
     assert "--- response\n2!" in shown
     assert main([str(path), "--sample", "9"]) == 2
-    assert "no sample 9 in it; it has 0 to 3" in capsys.readouterr().err
+    assert "no sample 9: choose one from 0 to 3" in capsys.readouterr().err
