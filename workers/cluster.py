@@ -57,11 +57,12 @@ log = structlog.get_logger(__name__)
 
 
 class Cluster:
+    """The processes of one run. Use it as `async with Cluster(...) as cluster`, then call `start` and `run`."""
+
     def __init__(self, config: RunConfig, folder: RunFolder, entry: str) -> None:
         self._config = config
         self._folder = folder
         self._entry = entry
-        self._actors: list[ActorHandle[Any]] = []
         self._resume_from = checkpoint_to_resume(config)
         self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
         """The actors of each engine, one per node. The server of the first actor receives the requests."""

@@ -20,7 +20,7 @@ SILENT_AFTER_SECONDS = 2.0
 """Shorter silences are not reported."""
 
 Probe = Callable[[], Awaitable[Any]]
-"""Returns the `host:port` of the metrics of the process, None if it has no metrics, or False if it is not well."""
+"""Returns the `host:port` of the metrics of the process, None if it has no metrics, or False if its server does not answer."""
 
 
 @dataclass(slots=True)
@@ -37,6 +37,8 @@ class _Heartbeat:
 
 
 class Heartbeats:
+    """Probes processes and reports those that do not answer."""
+
     def __init__(self, probes: Mapping[str, Probe]) -> None:
         """`probes` maps process names to probes. It may change later, as processes are started and removed."""
         self._probes = probes
