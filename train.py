@@ -1,4 +1,4 @@
-"""Synchronous training: generate, train and publish in turns, with the flags of train_async.py.
+"""Synchronous training: generation, training and publishing alternate. The flags are those of train_async.py.
 
 python train.py --config configs/arithmetic-cpu.yaml
 """
@@ -10,9 +10,9 @@ from miles_async.config.cli import parse_or_exit
 
 if __name__ == "__main__":
     config = parse_or_exit(sys.argv[1:], entry="train.py")
-    # Until the driver has something to end, Ctrl-C simply ends this process.
+    # Until the driver installs its own handler, Ctrl-C ends this process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The heavy imports wait until the configuration is known to be good.
+    # Import the heavy modules only after the configuration has been checked.
     from workers.driver import drive
 
     sys.exit(drive(config, entry="train.py"))

@@ -1,4 +1,4 @@
-"""Asynchronous training: generation goes on while the learner trains and publishes.
+"""Asynchronous training: generation continues while the learner trains and publishes weights.
 
     python train_async.py --config configs/arithmetic-cpu.yaml \
         --rollout-function-path fully_async_rollout.generate_rollout_fully_async
@@ -11,9 +11,9 @@ from miles_async.config.cli import parse_or_exit
 
 if __name__ == "__main__":
     config = parse_or_exit(sys.argv[1:], entry="train_async.py")
-    # Until the driver has something to end, Ctrl-C simply ends this process.
+    # Until the driver installs its own handler, Ctrl-C ends this process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The heavy imports wait until the configuration is known to be good.
+    # Import the heavy modules only after the configuration has been checked.
     from workers.driver import drive
 
     sys.exit(drive(config, entry="train_async.py"))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train Qwen3-4B on 8 GPUs.
 #   configs/qwen3-4b-8gpu.sh CHECKPOINT_FOLDER PROMPTS.jsonl [flags…]
-# Each line of PROMPTS.jsonl holds a prompt and its label; --input-key and --label-key name them.
-# On the machine, once: make setup-gpu. To see what would run: add --check-config.
+# Each line of PROMPTS.jsonl has a prompt and a label; set their keys with --input-key and --label-key.
+# Run `make setup-gpu` once on the machine. Add --check-config to check the settings without starting a run.
 set -euo pipefail
 if [ $# -lt 2 ]; then
     sed -n '2,5s/^# //p' "$0" >&2

@@ -1,4 +1,7 @@
-"""What an entry script does before anything heavy is imported: help, check, or a configuration that is known to fit."""
+"""The first step of every entry point: `--help`, `--check-config`, or a checked configuration.
+
+Nothing heavy is imported here, so help and refusals appear in less than a second.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from types import NoneType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from miles_async.config.checks import notes
 from miles_async.config.derived import table
@@ -18,50 +21,54 @@ from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 
-REFUSED = 2
-"""Exit code for a configuration that cannot run."""
+EXIT_INVALID = 2
+"""Exit code for an invalid configuration."""
 
 
-def parse_or_exit(argv: Sequence[str], entry: str) -> RunConfig:
-    """The configuration of `entry` (`train_async.py` or `train.py`).
+def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -> RunConfig:
+    """The checked configuration of a run, or exit.
 
-    Exits instead with the help, with the derived table for `--check-config`, or with status 2 and one sentence per
-    problem on stderr.
+    `entry` is `train_async.py` or `train.py` and determines the schedule. `command` is what the user typed to start the
+    program, such as `miles-async train`, for usage and messages; it defaults to the script. Exits with status 0 after
+    printing the help or, for `--check-config`, the derived values; exits with status 2 after printing one sentence per
+    problem to stderr.
     """
+    program = command or entry
     try:
         flags = parse_flags(argv)
         if flags.help:
-            _print_and_exit(help_text(entry))
+            _print_and_exit(help_text(command or f"python {entry}"))
         with warnings.catch_warnings():
-            # Python hides these unless the main module warns; they are meant for the person who typed the flag.
+            # Python hides deprecation warnings outside of the main module, but the user who typed the flag needs them.
             warnings.simplefilter("default", DeprecationWarning)
             config = load_config(argv, entry=entry)
     except UserError as error:
         for sentence in str(error).splitlines():
-            print(f"{entry}: {sentence}", file=sys.stderr)
-        sys.exit(REFUSED)
+            print(f"{program}: {sentence}", file=sys.stderr)
+        sys.exit(EXIT_INVALID)
     for note in notes(config, entry):
-        print(f"{entry}: note: {note}", file=sys.stderr)
+        print(f"{program}: note: {note}", file=sys.stderr)
     if flags.check:
         _print_and_exit(table(config, entry))
     return config
 
 
-def help_text(entry: str) -> str:
-    """Every flag, by section, with its default."""
+def help_text(command: str) -> str:
+    """The usage of `command` and every flag, grouped by section, with its default."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [
-        f"usage: python {entry} [--config FILE.yaml]... [--flag VALUE]... [section.setting=VALUE]...",
+        f"usage: {command} [--config FILE.yaml]... [--flag VALUE]... [section.setting=VALUE]...",
         "",
-        "Later sources win: files in order, then flags, then section.setting=VALUE. Values are YAML.",
+        "Values are YAML. Later sources override earlier ones: first the files in order, then flags, then dotted",
+        "overrides (section.setting=VALUE).",
         "",
-        "  --config FILE           a YAML file of settings by section; may be given several times",
-        "  --check-config          say what follows from the settings, or what is wrong with them, and exit",
-        "  --help                  this",
-        "  --sglang-ANYTHING ...   any SGLang server argument that is not listed below",
+        "  --config FILE           YAML file of settings, grouped by section; may be given several times",
+        "  --check-config          check the settings, print the values derived from them, and exit",
+        "  --help                  print this help and exit",
+        "  --sglang-NAME VALUE     set any SGLang server argument that has no flag of its own below",
     ]
-    for section in SECTIONS:
-        lines += ["", f"{section}:"]
+    for section, about in SECTIONS.items():
+        lines += ["", f"{section}:", *_wrapped(about, width, indent=2), ""]
         for setting in SETTINGS.values():
             if ".".join(setting.path[:-1]) == section:
                 lines += _flag_help(setting, width)
@@ -69,12 +76,28 @@ def help_text(entry: str) -> str:
 
 
 def _flag_help(setting: Setting, width: int) -> list[str]:
-    kinds = "|".join(sorted(kind.__name__.upper() for kind in setting.kinds if kind is not NoneType))
-    value = "|".join(setting.choices) or kinds
+    types = "|".join(sorted(kind.__name__.upper() for kind in setting.kinds if kind is not NoneType))
+    value = "|".join(setting.choices) or types
     flag = f"--[no-]{setting.flag[2:]}" if bool in setting.kinds else f"{setting.flag} {value}"
-    default = "unset" if setting.default is None else f"default {setting.default}"
-    text = f"{setting.help} ({default})"
-    return [f"  {flag}", *textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    text = f"{setting.help} ({_default(setting.default)})"
+    return [f"  {flag}", *_wrapped(text, width, indent=8)]
+
+
+def _wrapped(text: str, width: int, indent: int) -> list[str]:
+    margin = " " * indent
+    return textwrap.wrap(text, width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+
+
+def _default(value: Any) -> str:
+    match value:
+        case None:
+            return "unset by default"
+        case bool():
+            return f"default {'on' if value else 'off'}"
+        case tuple():
+            return f"default {list(value)}"
+        case _:
+            return f"default {value}"
 
 
 def _print_and_exit(text: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What follows from a configuration: the schedule, the bounds, the sizes, and the table that start-up prints."""
+"""Values derived from a configuration: schedule, bounds, batch sizes, parallel layout, and the start-up table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
-from miles_async.config.schema import Learner, Rollout, RunConfig
+from miles_async.config.schema import Learner, RunConfig
 from miles_async.scheduling.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -16,11 +16,15 @@ WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
 EXTERNAL_FUNCTION = "miles_async.rollout.external_rollout.generate_rollout"
 SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
 GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
-"""Collects whatever finishes first, as slime's does; every other function collects through the window."""
+"""The only shipped function that ignores the window: it collects the groups that finish first, as slime does."""
 
 
 def schedule_of(config: RunConfig, entry: str) -> Schedule:
-    """`entry` is `train_async.py` or `train.py`. A user's own function returns a batch per call."""
+    """The schedule of a run started by `entry`, which is `train_async.py` or `train.py`.
+
+    Under `train_async.py`, all rollout functions except the fully asynchronous one return one batch per call. This
+    includes user-defined functions. The next batch is then generated while the learner trains.
+    """
     if entry == "train.py":
         return Schedule.SYNCHRONOUS
     if config.rollout.rollout_function_path == FULLY_ASYNC_FUNCTION:
@@ -29,51 +33,52 @@ def schedule_of(config: RunConfig, entry: str) -> Schedule:
 
 
 def trains_only(config: RunConfig) -> bool:
-    """Whether batches come from disk."""
+    """Whether the run trains on saved batches instead of generating."""
     return config.debug.debug_train_only or config.debug.load_debug_rollout_data is not None
 
 
 def evaluates(config: RunConfig) -> bool:
-    """Whether anything is held out, or named, to be evaluated on."""
+    """Whether the run evaluates: on held-out problems, on `eval_datasets`, or with a user-defined function."""
     rollout = config.rollout
     return bool(config.data.eval_size or rollout.eval_datasets or rollout.eval_function_path)
 
 
 def generates(config: RunConfig) -> bool:
-    """Whether anything is ever asked of an engine: saved batches and lessons come without, evaluations do not."""
-    sft_examples = config.rollout.rollout_function_path == SFT_FUNCTION
-    return not trains_only(config) and not (sft_examples and not evaluates(config))
+    """Whether the run needs engines. Saved batches need none; supervised fine-tuning needs them only for evaluation."""
+    supervised = config.rollout.rollout_function_path == SFT_FUNCTION
+    return not trains_only(config) and (not supervised or evaluates(config))
 
 
 def rollout_file(config: RunConfig) -> str | None:
-    """Where each batch is saved, with `{rollout_id}` in it; None where it is not."""
+    """Path template of saved batches, with the placeholder `{rollout_id}`; None if batches are not saved."""
     if config.debug.save_debug_rollout_data is None and config.debug.dump_details is not None:
         return f"{config.debug.dump_details}/rollout_data/{{rollout_id}}.safetensors"
     return config.debug.save_debug_rollout_data
 
 
 def keeps_reference(config: RunConfig) -> bool:
-    """Whether a frozen model is compared with."""
+    """Whether the learner keeps a frozen reference model."""
     return config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
 
 
 def reference_batching(learner: Learner) -> Learner:
-    """The settings under which the reference model's log-probabilities are computed."""
-    own = {
+    """The learner's settings with the reference model's overrides for dynamic batching applied."""
+    overrides = {
         "use_dynamic_batching_in_infer": learner.ref_use_dynamic_batching_in_infer,
         "max_tokens_per_microbatch_in_infer": learner.ref_max_tokens_per_microbatch_in_infer,
         "sequence_length_round_in_infer": learner.ref_sequence_length_round_in_infer,
     }
-    return learner.model_copy(update={name: value for name, value in own.items() if value is not None})
+    return learner.model_copy(update={name: value for name, value in overrides.items() if value is not None})
 
 
 def critic_learning_rate(config: RunConfig) -> LearningRate:
+    """The critic's learning rate: the policy's schedule with the critic's peak and warm-up."""
     peak, warmup = config.algorithm.critic_lr or config.learner.lr, config.algorithm.critic_lr_warmup_steps
     return replace(learning_rate(config), peak=peak, warmup_steps=warmup)
 
 
 def learning_rate(config: RunConfig) -> LearningRate:
-    """The learner's; unless told otherwise it decays over the whole run."""
+    """The policy's learning rate. It decays until the end of the run unless `lr_decay_steps` is set."""
     learner = config.learner
     decay_steps = learner.lr_decay_steps or config.rollout.num_rollout * learner.num_steps_per_rollout
     return LearningRate(
@@ -88,7 +93,7 @@ def learning_rate(config: RunConfig) -> LearningRate:
 
 
 def checkpoint_due(config: RunConfig, rollout_id: int) -> bool:
-    """Whether a checkpoint or an export follows rollout `rollout_id`."""
+    """Whether a checkpoint or an export is written after rollout `rollout_id`."""
     learner, done = config.learner, rollout_id + 1
     if learner.save is None and learner.save_hf is None:
         return False
@@ -96,11 +101,12 @@ def checkpoint_due(config: RunConfig, rollout_id: int) -> bool:
 
 
 def hf_export(template: str, rollout_id: int) -> Path:
-    """Where `save_hf` puts the model after rollout `rollout_id`."""
+    """Absolute path of the Hugging Face export after rollout `rollout_id`; `template` is `save_hf`."""
     return Path(template.replace("{rollout_id}", str(rollout_id))).expanduser().absolute()
 
 
 def bounds_of(config: RunConfig, entry: str) -> Bounds:
+    """Window, slots and staleness bound of a run started by `entry`."""
     rollout = config.rollout
     return Bounds.derive(
         rollout_batch_size=rollout.rollout_batch_size,
@@ -114,75 +120,77 @@ def bounds_of(config: RunConfig, entry: str) -> Bounds:
 
 
 def samples_per_rollout(config: RunConfig) -> int:
+    """Samples per training batch."""
     return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
 
 
 def samples_per_step(config: RunConfig) -> int:
-    """`global_batch_size`, or what the rollout batch and the steps per rollout make it."""
+    """Samples per optimizer step: `global_batch_size`, or the training batch divided by its steps."""
     return config.learner.global_batch_size or samples_per_rollout(config) // config.learner.num_steps_per_rollout
 
 
 def learner_ranks(config: RunConfig) -> int:
+    """Total number of learner processes."""
     return config.learner.actor_num_nodes * config.learner.actor_num_gpus_per_node
 
 
 def data_parallel_ranks(learner: Learner, ranks: int) -> int:
-    """How many shares a batch is cut into: the ranks that are left once layers, stages and sequences are shared."""
-    return ranks // _per_share(learner)
+    """Number of model replicas that `ranks` learner ranks hold. Each replica trains a part of every batch."""
+    return ranks // _ranks_per_replica(learner)
 
 
 def data_parallel_rank(learner: Learner, rank: int, ranks: int) -> int:
-    """Which of those shares learner rank `rank` of `ranks` trains.
+    """The data-parallel rank of learner rank `rank` out of `ranks`.
 
-    Megatron numbers its ranks so that those of one layer come first, then those of one sequence, then the shares; the
-    stages of the pipeline are furthest apart.
+    Megatron orders ranks by tensor, context, data and pipeline parallelism, with tensor-parallel ranks adjacent.
     """
-    beside = learner.tensor_model_parallel_size * learner.context_parallel_size
-    return rank // beside % data_parallel_ranks(learner, ranks)
+    ranks_per_stage = learner.tensor_model_parallel_size * learner.context_parallel_size
+    return rank // ranks_per_stage % data_parallel_ranks(learner, ranks)
 
 
 def sequence_unit(learner: Learner) -> int:
-    """Every sequence is as long as a multiple of this many tokens.
+    """Sequence lengths are padded to a multiple of this many tokens.
 
-    Ranks that share a sequence take one part each from its front and from its back, so that causal attention costs
-    all of them the same.
+    Under context parallelism each rank takes one chunk from the front and one from the back of a sequence, because
+    causal attention then costs every rank the same. So a sequence has two equal chunks per rank.
     """
     return 1 if learner.context_parallel_size == 1 else 2 * learner.context_parallel_size
 
 
 def pack_unit(learner: Learner) -> int:
-    """Every micro-batch holds a multiple of this many tokens: sequence parallelism cuts a rank's part of it evenly."""
+    """Packed micro-batches are padded to a multiple of this many tokens, for sequence parallelism to split."""
     shards = learner.tensor_model_parallel_size if learner.sequence_parallel else 1
     return math.lcm(sequence_unit(learner), learner.context_parallel_size * shards)
 
 
 def micro_batch_tokens(learner: Learner) -> int:
-    """The most tokens a packed micro-batch may hold: what its ranks take together, in whole units."""
+    """Maximum number of tokens in a packed micro-batch over all context-parallel ranks, a multiple of `pack_unit`."""
     tokens = learner.max_tokens_per_gpu * learner.context_parallel_size
     return tokens - tokens % pack_unit(learner)
 
 
 def least_tokens_per_gpu(learner: Learner, longest: int) -> int:
     """The smallest max_tokens_per_gpu under which a sequence of `longest` tokens fits into a micro-batch."""
-    whole = longest + -longest % pack_unit(learner)
-    return -(-whole // learner.context_parallel_size)
+    padded = longest + -longest % pack_unit(learner)
+    return -(-padded // learner.context_parallel_size)
 
 
-def _per_share(learner: Learner) -> int:
+def _ranks_per_replica(learner: Learner) -> int:
     return learner.tensor_model_parallel_size * learner.context_parallel_size * learner.pipeline_model_parallel_size
 
 
 def engines(config: RunConfig) -> int:
+    """Number of engines."""
     return config.engine.rollout_num_gpus // config.engine.rollout_num_gpus_per_engine
 
 
 def evaluation_places(config: RunConfig) -> int:
-    """Samples of evaluations that each engine runs beside those of training; 0 where training never runs meanwhile."""
+    """Evaluation samples that an engine runs beside training samples; 0 if the run never evaluates during training."""
     return 0 if config.rollout.eval_interval is None else max(1, config.engine.sglang_server_concurrency // 4)
 
 
 def demand_of(config: RunConfig) -> Demand:
-    """The devices that learner and engines ask for; a debugging run asks for none for the half that it leaves out."""
+    """Devices that learner and engines need; none for a learner or engines that the run does not start."""
     return Demand(
         learner=0 if config.debug.debug_rollout_only else learner_ranks(config),
         engines=engines(config) if generates(config) else 0,
@@ -192,45 +200,48 @@ def demand_of(config: RunConfig) -> Demand:
 
 
 def table(config: RunConfig, entry: str) -> str:
-    """The figures of start-up and of `--check-config`, one per line."""
+    """The table that start-up and `--check-config` print, one derived value per line."""
     bounds, rollout, learner = bounds_of(config, entry), config.rollout, config.learner
-    cut = f", cut from {bounds.window_asked}: a publish needs slots" if bounds.window < bounds.window_asked else ""
+    reduced = bounds.window < bounds.window_asked
+    reason = f"; reduced from {bounds.window_asked} to leave enough slots for a publish" if reduced else ""
     rows: list[tuple[str, object, str]] = [
         ("schedule", bounds.schedule.replace("_", " "), entry),
-        ("N", bounds.generation_batch, "groups in flight at most"),
-        ("W", bounds.window, f"window in groups{cut}"),
+        ("N", bounds.generation_batch, "maximum number of groups in flight"),
+        ("W", bounds.window, f"window size in groups{reason}"),
         ("P", bounds.publish_groups, "groups trained per publish"),
-        ("staleness", _or_none(bounds.staleness), "versions at most for a freshly sampled group"),
+        ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),
     ]
     if bounds.schedule is Schedule.FULLY_ASYNC:
         rows += [
-            ("B", _or_none(bounds.slots), "slots between admission and live weights"),
-            ("queue", bounds.room, f"groups at most, with those in flight; queue_capacity {rollout.queue_capacity}"),
+            ("B", _or_no_limit(bounds.slots), "slots for groups between admission and live weights"),
+            (
+                "queue",
+                bounds.room,
+                f"maximum of groups in flight and queued (queue_capacity {rollout.queue_capacity})",
+            ),
         ]
-    steps = f"in {learner.num_steps_per_rollout} step(s) of {samples_per_step(config)}"
+    groups = f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"
+    steps = f"{learner.num_steps_per_rollout} optimizer step(s) of {samples_per_step(config)}"
     rows += [
-        ("batch", samples_per_rollout(config), f"samples: {_times(rollout)}, {steps}"),
-        ("learner", learner_ranks(config), f"rank(s), {_layout(learner)}"),
-        ("engines", engines(config), f"of {config.engine.rollout_num_gpus_per_engine} rank(s)")
+        ("batch", samples_per_rollout(config), f"samples: {groups}, trained in {steps}"),
+        ("learner", learner_ranks(config), f"rank(s): {_layout(learner)}"),
+        ("engines", engines(config), f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
         if generates(config)
-        else ("engines", 0, "nothing is generated"),
+        else ("engines", 0, "the run generates nothing"),
     ]
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
 
 
 def _layout(learner: Learner) -> str:
+    """The sizes of the parallel groups. Tensor parallelism is always listed, the others only if they are in use."""
     sizes = {
-        "per layer": learner.tensor_model_parallel_size,
-        "stages": learner.pipeline_model_parallel_size,
-        "per sequence": learner.context_parallel_size,
-        "per set of experts": learner.expert_model_parallel_size,
+        "tensor-parallel": learner.tensor_model_parallel_size,
+        "pipeline-parallel": learner.pipeline_model_parallel_size,
+        "context-parallel": learner.context_parallel_size,
+        "expert-parallel": learner.expert_model_parallel_size,
     }
-    return ", ".join(f"{size} {what}" for what, size in sizes.items() if size > 1 or what == "per layer")
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "tensor-parallel")
 
 
-def _times(rollout: Rollout) -> str:
-    return f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"
-
-
-def _or_none(value: int | None) -> str:
+def _or_no_limit(value: int | None) -> str:
     return "no limit" if value is None else str(value)

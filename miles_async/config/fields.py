@@ -1,4 +1,4 @@
-"""The schema as a flat list of settings: what the flags, the YAML keys and the help are made of."""
+"""The schema as a flat list of settings, from which flags, YAML keys and the help text are generated."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ class Setting:
     path: tuple[str, ...]
     """Sections and field, such as ("model", "tiny_model", "num_layers")."""
     name: str
-    """The field with its section's prefix: unique over all sections."""
+    """The name of the field with the section's flag prefix; unique across all sections."""
     kinds: frozenset[type]
-    """What it may hold: bool, int, float, str, list, dict or NoneType."""
+    """Types of valid values: bool, int, float, str, list, dict or NoneType."""
     element: type
-    """What a list holds; `str` for anything else."""
+    """Type of the elements of a list; `str` if the setting is not a list."""
     choices: tuple[str, ...]
-    """The only values a Literal allows; empty for anything else."""
+    """The values that a Literal allows; empty if the setting is not a Literal."""
     default: Any
     help: str
+    """The field's docstring, on one line."""
 
     @property
     def dotted(self) -> str:
+        """The path in YAML and in overrides, such as `rollout.rollout_batch_size`."""
         return ".".join(self.path)
 
     @property
     def flag(self) -> str:
+        """The flag on the command line, such as `--rollout-batch-size`."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -45,6 +48,13 @@ def _settings(section: type[Section], path: tuple[str, ...]) -> Iterator[Setting
             yield from _settings(field.annotation, (*path, name))
         else:
             yield _setting((*path, name), section.flag_prefix + name, field)
+
+
+def _sections(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield ".".join((*path, name)), " ".join((field.annotation.__doc__ or "").split())
+            yield from _sections(field.annotation, (*path, name))
 
 
 def _setting(path: tuple[str, ...], name: str, field: FieldInfo) -> Setting:
@@ -62,7 +72,7 @@ def _setting(path: tuple[str, ...], name: str, field: FieldInfo) -> Setting:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """`int | None` as (int, NoneType). Literals stand as they are."""
+    """The members of a union, such as (int, NoneType) for `int | None`; any other annotation alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
@@ -76,16 +86,16 @@ def _kind(annotation: Any) -> type:
 
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _settings(RunConfig, ())}
-"""Every setting by its name, in the order of the schema."""
+"""All settings by name, in the order of the schema."""
 
 BY_PATH: Mapping[tuple[str, ...], Setting] = {setting.path: setting for setting in SETTINGS.values()}
-"""Every setting by its place."""
+"""All settings by path."""
 
-SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(".".join(setting.path[:-1]) for setting in SETTINGS.values()))
-"""Every section that holds settings, as a dotted path."""
+SECTIONS: Mapping[str, str] = dict(_sections(RunConfig, ()))
+"""What each section is about, by its dotted path, such as `model.tiny_model`."""
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean rollout_batch_size?`, or nothing where no known name is near."""
+    """A hint such as `; did you mean rollout_batch_size?`, or an empty string if no known name is similar."""
     matches = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]}?" if matches else ""

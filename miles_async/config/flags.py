@@ -1,11 +1,13 @@
-"""The command line: flags made from the schema, then dotted overrides.
+"""The command line: one flag per setting of the schema, and dotted overrides.
 
-Forms:
-    --rollout-batch-size 32         also --rollout_batch_size, and --rollout-batch-size=32
-    --shuffle-rewards, --no-shuffle-rewards    yes or no
-    --rollout-stop END STOP         a list; one YAML text such as "[END, STOP]" works too
-    --sglang-mem-fraction-static .8 any SGLang server argument that is no setting of its own
-    rollout.rollout_batch_size=32   the same by its place in the YAML; reaches into dicts too
+    --rollout-batch-size 32                   also --rollout_batch_size 32 and --rollout-batch-size=32
+    --shuffle-rewards, --no-shuffle-rewards   turn a switch on and off
+    --rollout-stop END STOP                   a list; YAML such as "[END, STOP]" works too
+    --sglang-mem-fraction-static 0.8          any SGLang server argument that has no flag of its own
+    rollout.rollout_batch_size=32             a setting by its YAML path; also reaches keys of a dict
+
+argparse is not used because `parse_known_args` returns unknown flags and stray words in one list without their
+positions, so a stray word would silently become the value of an unrelated `--sglang-…` flag.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import NoneType
 from typing import Any
 
@@ -28,25 +31,31 @@ _SERVER_ARGS = SETTINGS["sglang_server_args"]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One value for one setting, or for one key of a setting that is a dict."""
+    """A value for one setting, or for one key of a setting that is a dict."""
 
     path: tuple[str, ...]
+    """Sections and field, followed by the key if the setting is a dict."""
     value: Any
     source: str
-    """Where the person wrote it: a flag, or file and key path."""
+    """Where the user wrote the value, for error messages: the flag, or the file and the path in it."""
 
 
 @dataclass(slots=True)
 class Flags:
+    """A parsed command line."""
+
     config_files: list[str] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
-    """Flags first, dotted overrides after them, whatever their order on the command line."""
+    """Flags first, then dotted overrides, independent of their order on the command line."""
     help: bool = False
     check: bool = False
 
 
 def parse_flags(argv: Sequence[str]) -> Flags:
-    """Raises UserError for the first argument that is unknown, lacks its value or cannot be read."""
+    """Parse a command line without checking the values against the schema.
+
+    Raises UserError for the first argument that is unknown, lacks a value or is not valid YAML.
+    """
     flags, overrides, words = Flags(), [], list(argv)
     while words:
         word = words.pop(0)
@@ -55,90 +64,75 @@ def parse_flags(argv: Sequence[str]) -> Flags:
         elif word == "--check-config":
             flags.check = True
         elif word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
-            following = [value] if has_value else _following(words)
-            used = _read_flag(name.replace("-", "_"), word, following, flags)
-            if not has_value:
+            flag, equals, text = word.partition("=")
+            values = [text] if equals else list(takewhile(_is_value, words))
+            if flag == "--config":
+                if not values:
+                    raise UserError("--config needs a YAML file")
+                flags.config_files.append(values[0])
+                used = 1
+            else:
+                assignment, used = _parse_flag(flag, values)
+                if equals and not used:
+                    raise UserError(f"{flag} does not take the value {text!r}")
+                flags.assignments.append(assignment)
+            if not equals:
                 del words[:used]
         elif _OVERRIDE.match(word):
-            overrides.append(_read_override(word))
+            overrides.append(_parse_override(word))
         else:
             raise UserError(f"unexpected argument {word!r}: write --flag value, or section.setting=value")
     flags.assignments += overrides
     return flags
 
 
-def _following(words: list[str]) -> list[str]:
-    """The words up to the next flag or override."""
-    end = (n for n, word in enumerate(words) if word.startswith("--") or _is_override(word))
-    return words[: next(end, len(words))]
+def _is_value(word: str) -> bool:
+    """Whether a word after a flag belongs to the flag, rather than being the next flag or an override.
 
-
-def _is_override(word: str) -> bool:
-    """`rollout.lr=1` is one; a value that merely contains `=`, such as a prompt template, is not."""
-    if not _OVERRIDE.match(word):
+    A text that merely contains `=`, such as a prompt template, is a value: an override starts with a section's name.
+    """
+    if word.startswith("--"):
         return False
-    first = word.partition("=")[0].partition(".")[0]
-    return any(first == setting.path[0] for setting in SETTINGS.values())
+    section = word.partition("=")[0].partition(".")[0]
+    return not (_OVERRIDE.match(word) and any(section == setting.path[0] for setting in SETTINGS.values()))
 
 
-def _read_flag(name: str, word: str, following: list[str], flags: Flags) -> int:
-    """Note one flag's value; returns how many of the following words it used."""
-    flag = word.partition("=")[0]
-    if name == "config":
-        if not following:
-            raise UserError("--config needs a YAML file")
-        flags.config_files.append(following[0])
-        return 1
+def _parse_flag(flag: str, values: list[str]) -> tuple[Assignment, int]:
+    """The assignment that a flag stands for, and how many of `values`, the words after the flag, it uses."""
+    name = flag[2:].replace("-", "_")
     if (setting := SETTINGS.get(name)) is not None:
-        value, used = _value(setting, flag, following)
-        flags.assignments.append(Assignment(setting.path, value, flag))
-        return used
-    if name.startswith("no_") and (negated := SETTINGS.get(name[3:])) is not None and bool in negated.kinds:
-        if "=" in word:
-            raise UserError(f"{flag} takes no value")
-        flags.assignments.append(Assignment(negated.path, False, flag))
-        return 0
-    return _read_server_argument(name, flag, following, flags)
+        value, used = _setting_value(setting, flag, values)
+        return Assignment(setting.path, value, flag), used
+    negated = SETTINGS.get(name.removeprefix("no_"))
+    if negated is not None and bool in negated.kinds:
+        return Assignment(negated.path, False, flag), 0
+    return _parse_server_argument(name, flag, values), len(values)
 
 
-def _read_server_argument(name: str, flag: str, following: list[str], flags: Flags) -> int:
-    hint = nearest(flag, [setting.flag for setting in SETTINGS.values()])
-    argument = name.removeprefix("sglang_")
-    # A near miss of one of our own flags must not end up, unread, in the server's arguments.
-    ours = [setting for setting in SETTINGS if setting.startswith("sglang")]
-    misspelt = name.startswith("sglang_router") or nearest(name, ours, cutoff=0.85)
-    if argument == name or misspelt:
-        raise UserError(f"unknown flag {flag}{hint}")
-    values = [_yaml(text, flag) for text in following]
-    value = True if not values else values[0] if len(values) == 1 else values
-    flags.assignments.append(Assignment((*_SERVER_ARGS.path, argument), value, flag))
-    return len(following)
-
-
-def _value(setting: Setting, flag: str, following: list[str]) -> tuple[Any, int]:
-    """The setting's value and the number of words it took."""
+def _setting_value(setting: Setting, flag: str, values: list[str]) -> tuple[Any, int]:
     if bool in setting.kinds:
-        given = bool(following) and following[0].lower() in ("true", "false")
-        return (following[0].lower() == "true" if given else True), int(given)
-    if not following:
+        explicit = bool(values) and values[0].lower() in ("true", "false")
+        return (values[0].lower() == "true" if explicit else True), int(explicit)
+    if not values:
         raise UserError(f"{flag} needs a value: {setting.help}")
-    if list in setting.kinds and not (len(following) == 1 and following[0].startswith(("[", "null"))):
-        texts = setting.element is str
-        return [word if texts else _yaml(word, flag) for word in following], len(following)
-    return _scalar(setting, flag, following[0]), 1
+    if list in setting.kinds and not (len(values) == 1 and values[0].startswith(("[", "null"))):
+        return [text if setting.element is str else _yaml(text, flag) for text in values], len(values)
+    return _scalar(setting, flag, values[0]), 1
 
 
-def _scalar(setting: Setting, source: str, text: str) -> Any:
-    """`text` as YAML; as it stands where the setting is a text, so that 007 and {expression} need no quotes."""
-    if str not in setting.kinds:
-        return _yaml(text, source)
-    if NoneType in setting.kinds and text in ("null", "none", "None", ""):
-        return None
-    return text
+def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignment:
+    argument = name.removeprefix("sglang_")
+    own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
+    # A misspelt flag of this program must not be passed on to SGLang unread.
+    misspelt = name.startswith("sglang_router") or nearest(name, own_flags, cutoff=0.85)
+    if argument == name or misspelt:
+        raise UserError(f"unknown flag {flag}{nearest(flag, [setting.flag for setting in SETTINGS.values()])}")
+    parsed = [_yaml(text, flag) for text in values]
+    value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
+    return Assignment((*_SERVER_ARGS.path, argument), value, flag)
 
 
-def _read_override(word: str) -> Assignment:
+def _parse_override(word: str) -> Assignment:
     dotted, _, text = word.partition("=")
     path = tuple(dotted.split("."))
     for setting in SETTINGS.values():
@@ -150,6 +144,15 @@ def _read_override(word: str) -> Assignment:
     if (misplaced := SETTINGS.get(path[-1])) is not None:
         raise UserError(f"unknown setting {dotted}; write it as {misplaced.dotted}=")
     raise UserError(f"unknown setting {dotted}{nearest(dotted, [setting.dotted for setting in SETTINGS.values()])}")
+
+
+def _scalar(setting: Setting, source: str, text: str) -> Any:
+    """The value of `text`: YAML, or the text itself if the setting is a string, so `007` needs no quotes."""
+    if str not in setting.kinds:
+        return _yaml(text, source)
+    if NoneType in setting.kinds and text in ("null", "none", "None", ""):
+        return None
+    return text
 
 
 def _yaml(text: str, source: str) -> Any:

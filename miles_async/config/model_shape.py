@@ -1,4 +1,4 @@
-"""The sizes of the model to train, read from its configuration and not from its weights."""
+"""The dimensions of the model to train, read from its `config.json`, without loading weights."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from miles_async.config.schema import Model
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
+    """Dimensions of a decoder-only transformer."""
+
     layers: int
     hidden: int
     heads: int
+    """Number of query heads."""
     query_groups: int
-    """Heads of keys and values, which several heads of queries share."""
+    """Number of key/value heads; several query heads share one (grouped-query attention)."""
     head_width: int
     feed_forward: int
-    """Width of a layer's feed-forward part, or of one expert."""
+    """Width of the feed-forward layers, or of one expert in a mixture-of-experts model."""
     experts: int | None
-    """Of each mixture-of-experts layer; None in a dense model."""
+    """Number of experts per mixture-of-experts layer; None for a dense model."""
     active_experts: int
-    """How many of them a token passes through; 1 in a dense model."""
+    """Number of experts that each token is routed to; 1 for a dense model."""
     vocabulary: int
-    """Without what ranks pad it to; 0 where the configuration does not say."""
+    """Vocabulary size before padding for tensor parallelism; 0 if `config.json` does not define it."""
 
 
 def shape_of(model: Model) -> ModelShape | None:
-    """None where `hf_checkpoint` is no folder of a checkpoint; what is wrong with it is for others to say."""
+    """The dimensions of `hf_checkpoint` or of the tiny model; None if the checkpoint has no readable `config.json`.
+
+    A broken checkpoint is reported elsewhere, by the checks and when the model is loaded.
+    """
     if model.hf_checkpoint is None:
         tiny = model.tiny_model
         return ModelShape(
@@ -43,21 +49,21 @@ def shape_of(model: Model) -> ModelShape | None:
             vocabulary=0,
         )
     try:
-        found = json.loads((Path(model.hf_checkpoint).expanduser() / "config.json").read_text())
+        config = json.loads((Path(model.hf_checkpoint).expanduser() / "config.json").read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    if "num_hidden_layers" not in found:
+    if "num_hidden_layers" not in config:
         return None
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    experts = found.get("num_experts") or found.get("num_local_experts")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    experts = config.get("num_experts") or config.get("num_local_experts")
     return ModelShape(
-        layers=found["num_hidden_layers"],
+        layers=config["num_hidden_layers"],
         hidden=hidden,
         heads=heads,
-        query_groups=found.get("num_key_value_heads") or heads,
-        head_width=found.get("head_dim") or hidden // heads,
-        feed_forward=(found.get("moe_intermediate_size") if experts else None) or found["intermediate_size"],
+        query_groups=config.get("num_key_value_heads") or heads,
+        head_width=config.get("head_dim") or hidden // heads,
+        feed_forward=(config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"],
         experts=experts,
-        active_experts=found["num_experts_per_tok"] if experts else 1,
-        vocabulary=found.get("vocab_size", 0),
+        active_experts=config["num_experts_per_tok"] if experts else 1,
+        vocabulary=config.get("vocab_size", 0),
     )

@@ -1,6 +1,7 @@
-"""Which arguments SGLang's server takes: read from the text of its source, for importing it takes ten seconds.
+"""The argument names of the SGLang server, so that a misspelt `--sglang-…` flag is reported before anything starts.
 
-Values are checked by SGLang itself when the engine starts; a name that it does not have is told at once.
+The names are read from SGLang's source text because importing SGLang takes ten seconds. SGLang itself checks the values
+when an engine starts.
 """
 
 from __future__ import annotations
@@ -14,45 +15,46 @@ from typing import Any
 
 from miles_async.config.fields import nearest
 
-OURS = {
+_SET_BY_THE_RUN = {
     "model_path": "set hf_checkpoint",
     "model": "set hf_checkpoint",
     "tp_size": "set rollout_num_gpus_per_engine",
     "tensor_parallel_size": "set rollout_num_gpus_per_engine",
-    "host": "engines answer where the run can reach them",
-    "port": "the run takes free ports",
-    "nccl_port": "the run takes free ports",
-    "engine_info_bootstrap_port": "the run takes free ports",
-    "dist_init_addr": "it follows from the placement",
-    "nnodes": "it follows from the placement",
-    "node_rank": "it follows from the placement",
-    "base_gpu_id": "it follows from the placement",
+    "host": "the run chooses the address",
+    "port": "the run picks free ports",
+    "nccl_port": "the run picks free ports",
+    "engine_info_bootstrap_port": "the run picks free ports",
+    "dist_init_addr": "the run derives it from the placement of the engines",
+    "nnodes": "the run derives it from the placement of the engines",
+    "node_rank": "the run derives it from the placement of the engines",
+    "base_gpu_id": "the run derives it from the placement of the engines",
 }
-"""Arguments that the run sets itself, and what to do instead."""
+"""Arguments that users cannot set, each with an explanation or the setting to use instead."""
 
-_FIELD = re.compile(r"^    ([a-z]\w*): A\[", re.MULTILINE)
-_WORD = re.compile(r"\"--([a-z][\w-]*)\"")
+# SGLang declares arguments as annotated dataclass fields; their aliases appear only as quoted flags.
+_DATACLASS_FIELD = re.compile(r"^    ([a-z]\w*): A\[", re.MULTILINE)
+_QUOTED_FLAG = re.compile(r"\"--([a-z][\w-]*)\"")
 
 
-def misfits(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence for each argument that SGLang does not know or that is not the user's to set."""
+def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence for each argument that SGLang does not have or that users cannot set."""
     known = known_arguments()
     for name in arguments:
         argument = name.replace("-", "_")
         flag = f"--sglang-{argument.replace('_', '-')}"
-        if argument in OURS:
-            yield f"{flag} is set by the run itself: {OURS[argument]}"
+        if argument in _SET_BY_THE_RUN:
+            yield f"{flag} is set by the run itself: {_SET_BY_THE_RUN[argument]}"
         elif known and argument not in known:
             yield f"{flag}: SGLang's server has no such argument{nearest(argument, sorted(known))}"
 
 
 @cache
 def known_arguments() -> frozenset[str]:
-    """Their names with underscores; none where SGLang is not installed, so that nothing can be said."""
+    """The argument names of the SGLang server, with underscores; empty if SGLang is not installed."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
         return frozenset()
     source = Path(found.submodule_search_locations[0]) / "srt"
     files = [source / "server_args.py", *sorted(source.glob("arg_groups/fields/*.py"))]
     text = "".join(file.read_text() for file in files if file.is_file())
-    return frozenset(_FIELD.findall(text)) | {word.replace("-", "_") for word in _WORD.findall(text)}
+    return frozenset(_DATACLASS_FIELD.findall(text)) | {flag.replace("-", "_") for flag in _QUOTED_FLAG.findall(text)}

@@ -1,4 +1,4 @@
-"""Help, checks and refusals answer at once, and before anything heavy is imported."""
+"""Help, configuration checks and refusals appear within a second, before anything heavy is imported."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from miles_async.config.cli import parse_or_exit
 
 ROOT = Path(__file__).parents[2]
 MAIN_JOB = (
@@ -32,8 +34,8 @@ def started(entry, argv):
 
 @pytest.mark.parametrize("argv", [HELP, CHECK, REFUSED], ids=["help", "check", "refusal"])
 @pytest.mark.parametrize("entry", ["train_async.py", "train.py"])
-def test_it_answers_in_under_a_second_without_importing_torch_or_ray(entry, argv):
-    # Seconds of its own: what is measured is the program, not whoever else uses the cores.
+def test_an_entry_script_answers_in_under_a_second_without_importing_torch_or_ray(entry, argv):
+    # CPU seconds of the process, so that other programs on the machine do not affect the result.
     seconds, *imported = started(entry, argv).stderr.splitlines()[-1].split()
     assert imported == []
     assert float(seconds) < 1.0
@@ -45,14 +47,21 @@ def test_a_refusal_is_one_sentence_per_problem_on_stderr_with_exit_code_2():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "train_async.py: hf_checkpoint nowhere: no such folder; set it to a Hugging Face checkpoint on this machine",
-        "train_async.py: max_weight_staleness 0 allows no overlap of generation and training: use train.py, which "
-        "takes turns, or set it to 1 or more",
+        "train_async.py: hf_checkpoint nowhere: no such folder; set it to the folder of a Hugging Face checkpoint",
+        "train_async.py: max_weight_staleness 0 does not allow generation and training to overlap: use train.py, "
+        "which alternates between the two, or set it to 1 or more",
     ]
 
 
-def test_a_check_prints_what_follows_from_the_settings():
+def test_a_refusal_names_the_command_that_the_user_typed(capsys):
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit(["--num-rollout", "0"], "train_async.py", "miles-async train")
+    assert exited.value.code == 2
+    assert capsys.readouterr().err.startswith("miles-async train: --num-rollout: input should be greater than")
+
+
+def test_a_check_prints_the_derived_values():
     done = started("train_async.py", CHECK)
     assert done.returncode == 0
     assert "schedule    fully async" in done.stdout
-    assert len(done.stderr.splitlines()) == 1, "only what this test itself reports"
+    assert len(done.stderr.splitlines()) == 1, "only the line that the test itself prints"

@@ -1,4 +1,4 @@
-"""The command line is a promise to scripts that use it: a changed flag shows up as a changed cli_surface.txt."""
+"""The command line is a public interface: any change of a flag or a default must also change cli_surface.txt."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from miles_async.config.fields import SECTIONS, SETTINGS
 
 SURFACE = Path(__file__).with_name("cli_surface.txt")
 
-# As the seeds and the issue write them.
-SEED_FLAGS = """
+# Flags of slime and Miles that users may already have in their scripts.
+ESTABLISHED_FLAGS = """
 --rollout-function-path --rollout-batch-size --sglang-server-concurrency --global-batch-size --num-steps-per-rollout
 --max-weight-staleness --over-sampling-batch-size --windowed-fifo-ratio --n-samples-per-prompt
 --rollout-max-response-len --hf-checkpoint --prompt-data --input-key --label-key --num-rollout --weight-transfer
@@ -26,17 +26,17 @@ def surface():
     return lines
 
 
-def test_the_flags_and_their_defaults_are_the_promised_ones():
-    promised = SURFACE.read_text().splitlines()
-    assert surface() == promised, f"if the change is meant: python {__file__} > {SURFACE}"
+def test_flags_types_and_defaults_are_unchanged():
+    documented = SURFACE.read_text().splitlines()
+    assert surface() == documented, f"if the change is intended, run: python {__file__} > {SURFACE}"
 
 
-def test_the_flags_of_the_seeds_exist():
-    assert [flag for flag in SEED_FLAGS if flag not in {setting.flag for setting in SETTINGS.values()}] == []
+def test_the_established_flags_exist():
+    assert [flag for flag in ESTABLISHED_FLAGS if flag not in {setting.flag for setting in SETTINGS.values()}] == []
 
 
 def test_the_help_lists_every_flag_once_under_its_section():
-    lines = help_text("train_async.py").splitlines()
+    lines = help_text("python train_async.py").splitlines()
     for section in SECTIONS:
         assert f"{section}:" in lines
     for setting in SETTINGS.values():
@@ -45,10 +45,10 @@ def test_the_help_lists_every_flag_once_under_its_section():
 
 
 def test_the_help_gives_choices_and_defaults():
-    text = " ".join(help_text("train.py").split())
+    text = " ".join(help_text("miles-async train").split())
     assert "--weight-transfer auto|memory|p2p|broadcast|disk|disk_delta How weights reach the engines" in text
     assert "(default 1000)" in text
-    assert "usage: python train.py" in text
+    assert "usage: miles-async train" in text
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def refusal(entry="train_async.py", **settings):
     return sentence
 
 
-def test_a_run_that_fits_is_not_refused():
+def test_a_valid_configuration_is_accepted():
     assert refusals() == []
     assert refusals(**ASYNC, max_weight_staleness=2, windowed_fifo_ratio=0.3) == []
     assert refusals("train.py", max_weight_staleness=0) == []
@@ -53,14 +53,14 @@ def test_batch_sizes_that_agree_are_accepted():
     assert refusals(**sizes, num_steps_per_rollout=4) == []
 
 
-def test_a_queue_that_never_holds_a_batch_is_refused():
+def test_a_queue_smaller_than_a_batch_is_refused():
     said = refusal(**ASYNC, rollout_batch_size=32, queue_capacity=31)
-    assert "queue_capacity 31 never holds a batch" in said
+    assert "queue_capacity 31 cannot hold a batch" in said
     assert refusals(**ASYNC, rollout_batch_size=32, queue_capacity=32) == []
     assert refusals(rollout_batch_size=32, queue_capacity=31) == []
 
 
-def test_more_groups_in_flight_than_there_are_slots_are_refused_with_the_largest_number_that_fits():
+def test_more_groups_in_flight_than_slots_are_refused_with_the_largest_valid_number():
     settings = {**ASYNC, "rollout_batch_size": 32, "windowed_fifo_ratio": 0.3, "max_weight_staleness": 1}
     said = refusal(**settings, over_sampling_batch_size=64)
     assert "64 groups can never be in flight: max_weight_staleness 1 with a window of 19 allows 46" in said
@@ -69,9 +69,9 @@ def test_more_groups_in_flight_than_there_are_slots_are_refused_with_the_largest
     assert refusals(**settings, over_sampling_batch_size=51) != []
 
 
-def test_more_groups_in_flight_than_the_queue_has_room_for_are_refused():
+def test_more_groups_in_flight_than_the_queue_can_hold_are_refused():
     said = refusal(**ASYNC, rollout_batch_size=32, over_sampling_batch_size=200, queue_capacity=100)
-    assert "queue_capacity 100 reserves room for 100; set over_sampling_batch_size to 100 or less" in said
+    assert "queue_capacity 100 allows 100; set over_sampling_batch_size to 100 or less" in said
 
 
 def test_a_limit_of_zero_is_refused_when_generation_and_training_overlap():
@@ -88,20 +88,20 @@ def test_groups_of_one_are_refused_since_grpo_learns_nothing_from_them():
     assert "n_samples_per_prompt to 2 or more" in refusal(n_samples_per_prompt=1)
 
 
-def test_there_is_one_source_of_prompts_and_it_exists(tmp_path):
+def test_a_run_has_exactly_one_source_of_prompts_and_the_file_exists(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.touch()
     files = {"rm_type": "exact", "reasoning_gym_task": None}
-    assert "there is no data" in refusal(**files)
+    assert "no data is configured" in refusal(**files)
     assert "both set" in refusal(prompt_data=str(rows))
     assert refusal(**files, prompt_data="nowhere.jsonl") == "prompt_data nowhere.jsonl: no such file"
     assert refusals(**files, prompt_data=str(rows)) == []
 
 
-def test_there_is_one_reward_and_it_fits_the_data(tmp_path):
+def test_a_run_has_exactly_one_reward_and_the_reward_fits_the_data(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.touch()
-    assert "there is no reward" in refusal(rm_type=None)
+    assert "no reward is configured" in refusal(rm_type=None)
     assert "rm_type and custom_rm_path are both set" in refusal(custom_rm_path="mine.reward")
     assert "rm_type 'exakt' is unknown: set reasoning_gym, exact, math" in refusal(rm_type="exakt")
     assert "set rm_type to exact" in refusal(reasoning_gym_task=None, prompt_data=str(rows))
@@ -110,7 +110,7 @@ def test_there_is_one_reward_and_it_fits_the_data(tmp_path):
 
 def test_a_checkpoint_is_a_folder_with_a_config(tmp_path):
     assert "no such folder" in refusal(hf_checkpoint="nowhere")
-    assert "holds no config.json" in refusal(hf_checkpoint=str(tmp_path))
+    assert "contains no config.json" in refusal(hf_checkpoint=str(tmp_path))
     (tmp_path / "config.json").touch()
     assert refusals(hf_checkpoint=str(tmp_path)) == []
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path):
         ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
         ({"rollout_max_response_len": 512}, "leaves no room for a prompt"),
         ({"max_tokens_per_gpu": 100, "rollout_max_prompt_len": 96}, "set max_tokens_per_gpu to 104 or more"),
-        ({"warm_start_accuracy": [0.5, 0.2]}, "is no range of accuracies"),
+        ({"warm_start_accuracy": [0.5, 0.2]}, "is no range within [0, 1]"),
         ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
     ],
 )  # fmt: skip
@@ -135,7 +135,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, said):
     assert said in refusal(**settings)
 
 
-def test_everything_that_is_wrong_is_said_at_once():
+def test_all_problems_are_reported_at_once():
     assert len(refusals(rm_type=None, reasoning_gym_task=None, hf_checkpoint="nowhere")) == 3
 
 
@@ -147,12 +147,12 @@ def test_a_window_that_cannot_matter_is_noted():
     assert notes(config(**ASYNC, windowed_fifo_ratio=0.3), "train_async.py") == []
 
 
-def test_a_window_beside_the_greedy_batch_function_is_noted_and_not_applied():
+def test_a_window_is_noted_and_ignored_with_the_greedy_rollout_function():
     run = config(
         windowed_fifo_ratio=0.3, over_sampling_batch_size=64, rollout_function_path="sglang_rollout.generate_rollout"
     )
     (note,) = notes(run, "train_async.py")
-    assert "collects what finishes first" in note
+    assert "collects the groups that finish first" in note
     assert bounds_of(run, "train_async.py").window == 64
 
 
@@ -169,7 +169,7 @@ def test_the_entry_and_the_rollout_function_decide_who_waits_for_whom(entry, set
     assert schedule_of(config(**settings), entry) is schedule
 
 
-def test_the_table_gives_window_slots_publish_bound_and_queue():
+def test_the_table_lists_window_publish_slots_staleness_and_queue():
     run = config(**ASYNC, max_weight_staleness=2, windowed_fifo_ratio=0.3)
     rows = {line.split()[0]: line.split()[1] for line in table(run, "train_async.py").splitlines()}
     assert [rows[name] for name in ("N", "W", "P", "B", "staleness", "queue", "batch")] == [
@@ -177,23 +177,23 @@ def test_the_table_gives_window_slots_publish_bound_and_queue():
     ]  # fmt: skip
 
 
-def test_the_table_says_when_the_window_was_cut():
+def test_the_table_says_when_the_window_was_reduced():
     run = config(**ASYNC, max_weight_staleness=1, over_sampling_batch_size=64)
     assert bounds_of(run, "train_async.py").window == 33
-    assert "cut from 64" in table(run, "train_async.py")
+    assert "reduced from 64" in table(run, "train_async.py")
 
 
 def test_no_correction_in_a_fully_asynchronous_run_is_noted():
     (note,) = notes(config(**ASYNC, off_policy_correction="none"), "train_async.py")
-    assert note.startswith("off_policy_correction none trains tokens of older weights as if they were new")
+    assert note.startswith("off_policy_correction none trains tokens of older weights as if they were on-policy")
     assert notes(config(off_policy_correction="none"), "train.py") == []
     assert notes(config(**ASYNC), "train_async.py") == []
 
 
 @pytest.mark.parametrize("setting", [{"rollout_top_p": 0.9}, {"rollout_top_k": 20}])
-def test_sampling_that_is_cut_is_noted_because_ratios_do_not_know_of_it(setting):
+def test_truncated_sampling_is_noted_because_it_biases_importance_ratios(setting):
     (note,) = notes(config(**setting), "train_async.py")
-    assert "cut the distribution" in note
+    assert "truncate the sampled distribution" in note
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_sampling_that_is_cut_is_noted_because_ratios_do_not_know_of_it(setting)
         ({"max_tokens_per_microbatch_in_train": 127}, "max_tokens_per_microbatch_in_train to 128 or more"),
     ],
 )
-def test_rows_that_cannot_be_cut_are_refused(settings, complaint):
+def test_padded_rows_that_do_not_fit_the_layout_are_refused(settings, complaint):
     limits = {"rollout_max_prompt_len": 30, "rollout_max_response_len": 70, "max_tokens_per_gpu": 100}
     layout = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "max_tokens_per_microbatch_in_train": 128}
     settings = limits | layout | settings
@@ -219,7 +219,7 @@ def test_rows_that_cannot_be_cut_are_refused(settings, complaint):
         ({"ref_max_tokens_per_microbatch_in_infer": 127}, "set ref_max_tokens_per_microbatch_in_infer to 128 or more"),
     ],
 )
-def test_rows_of_the_reference_model_that_cannot_be_cut_are_refused_where_one_is_kept(settings, complaint):
+def test_padded_rows_of_the_reference_model_are_checked_if_the_run_keeps_one(settings, complaint):
     limits = {"rollout_max_prompt_len": 30, "rollout_max_response_len": 70, "max_tokens_per_gpu": 100}
     layout = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
     rows = {"ref_use_dynamic_batching_in_infer": True, "ref_max_tokens_per_microbatch_in_infer": 128}
@@ -233,40 +233,40 @@ def test_rows_of_the_reference_model_that_cannot_be_cut_are_refused_where_one_is
     "settings, complaint",
     [
         ({"overlong_buffer_len": 9, "rollout_max_response_len": 8}, "overlong_buffer_len 9 is above"),
-        ({"icepop_band": [1.5, 2]}, "does not hold the ratio 1"),
+        ({"icepop_band": [1.5, 2]}, "does not contain the ratio 1"),
     ],
 )
-def test_a_loss_that_makes_no_sense_is_refused(settings, complaint):
+def test_contradictory_loss_settings_are_refused(settings, complaint):
     assert any(complaint in sentence for sentence in refusals(**settings))
 
 
-def test_one_sample_per_prompt_is_enough_where_the_whole_batch_is_compared():
+def test_one_sample_per_prompt_is_accepted_if_the_estimator_does_not_compare_groups():
     assert refusals(n_samples_per_prompt=1, advantage_estimator="reinforce_plus_plus") == []
     assert refusals(n_samples_per_prompt=1, advantage_estimator="ppo") == []
     assert "compares the samples of a group" in refusals(n_samples_per_prompt=1)[0]
 
 
-def test_a_reference_model_must_be_there_and_be_used(tmp_path):
+def test_a_reference_model_must_exist_and_be_used(tmp_path):
     (sentence,) = refusals(ref_load=str(tmp_path), use_kl_loss=True)
-    assert "is no Hugging Face checkpoint" in sentence
+    assert "is not a Hugging Face checkpoint" in sentence
     (tmp_path / "config.json").write_text("{}")
     assert refusals(ref_load=str(tmp_path), kl_coef=0.1) == []
-    assert "nothing uses" in refusals(ref_load=str(tmp_path))[0]
+    assert "is not used" in refusals(ref_load=str(tmp_path))[0]
 
 
-def test_settings_of_the_critic_need_the_estimator_that_has_one(tmp_path):
+def test_critic_settings_need_an_estimator_with_a_critic(tmp_path):
     assert refusals(advantage_estimator="ppo", critic_lr=1e-5, num_critic_only_steps=2) == []
     assert refusal(critic_lr=1e-5, value_clip=0.1) == (
-        "critic_lr, value_clip: only advantage_estimator ppo has a critic; set it, or unset these"
+        "critic_lr, value_clip: only advantage_estimator ppo trains a critic; set it, or unset these settings"
     )
-    assert "is no Hugging Face checkpoint" in refusal(advantage_estimator="ppo", critic_load=str(tmp_path))
-    assert "which loss_type sft_loss has no use for" in refusals(advantage_estimator="ppo", loss_type="sft_loss")[0]
+    assert "is not a Hugging Face checkpoint" in refusal(advantage_estimator="ppo", critic_load=str(tmp_path))
+    assert "but loss_type sft_loss does not use it" in refusals(advantage_estimator="ppo", loss_type="sft_loss")[0]
 
 
-def test_exports_overwrite_neither_each_other_nor_the_model_they_came_from(tmp_path):
+def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert refusals(save_hf=str(tmp_path / "out")) == []
-    assert "put {rollout_id} into its name" in refusal(save_hf=str(tmp_path / "out"), save_interval=5)
+    assert "add {rollout_id} to save_hf" in refusal(save_hf=str(tmp_path / "out"), save_interval=5)
     assert refusals(save_hf=str(tmp_path / "{rollout_id}"), save_interval=5) == []
     own = {"hf_checkpoint": str(tmp_path), "save_hf": f"{tmp_path}/../{tmp_path.name}"}
     assert "would overwrite hf_checkpoint" in refusals(**own)[0]
@@ -275,54 +275,54 @@ def test_exports_overwrite_neither_each_other_nor_the_model_they_came_from(tmp_p
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"recompute_granularity": "full"}, "set uniform and 1"),
+        ({"recompute_granularity": "full"}, "for example to uniform and 1"),
         ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "set recompute_granularity to full"),
         ({"recompute_method": "block"}, "set recompute_granularity to full"),
     ],
 )
-def test_recomputation_is_said_in_full(settings, said):
+def test_recomputation_settings_must_be_complete(settings, said):
     assert said in refusal(**settings)
 
 
-def test_rewards_that_need_another_setting_name_it():
-    assert "rm_type remote_rm asks a server for rewards: set rm_url" in refusal(rm_type="remote_rm")
+def test_a_reward_names_the_setting_that_it_needs():
+    assert "rm_type remote_rm needs a reward server: set rm_url" in refusal(rm_type="remote_rm")
     assert "set reward_key to score (1 or -1) or acc (1 or 0)" in refusal(rm_type="boxed_dapo")
-    assert "custom_rm_isolated speaks of custom_rm_path" in refusal(custom_rm_isolated=True)
+    assert "custom_rm_isolated has no effect without custom_rm_path" in refusal(custom_rm_isolated=True)
     assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
 
 
-def test_evaluations_beside_training_need_a_policy_that_knows_priorities():
+def test_evaluation_during_training_needs_a_scheduling_policy_with_priorities():
     lpm = {"sglang_server_args": {"schedule-policy": "lpm"}}
-    assert "schedule_policy lpm knows no priorities: set it to fcfs" in refusal(eval_interval=5, **lpm)
+    assert "schedule_policy lpm does not support: set schedule_policy to fcfs" in refusal(eval_interval=5, **lpm)
 
 
-def test_a_warm_start_template_must_have_a_place_for_the_prompt():
-    assert "has no place for the {prompt}" in refusal(warm_start_template="user: ")
+def test_a_warm_start_template_needs_a_placeholder_for_the_prompt():
+    assert "has no placeholder: add {prompt}" in refusal(warm_start_template="user: ")
 
 
-def test_debugging_half_of_a_run_needs_something_for_the_other_half():
-    assert "debug_train_only has nothing to train on: set load_debug_rollout_data" in refusal(debug_train_only=True)
+def test_partial_debug_runs_need_consistent_settings():
+    assert "debug_train_only has no batches to train on: set load_debug_rollout_data" in refusal(debug_train_only=True)
     both = {"debug_rollout_only": True, "load_debug_rollout_data": "x"}
-    assert "leave nothing to run" in refusal(**both)
+    assert "debug_rollout_only excludes load_debug_rollout_data" in refusal(**both)
 
 
-def test_there_is_one_source_of_data():
+def test_a_task_and_a_run_without_data_set_exclude_each_other():
     assert "reasoning_gym_task and disable_rollout_global_dataset are both set" in refusal(
         disable_rollout_global_dataset=True
     )
 
 
-def test_lessons_need_the_supervised_loss_and_may_come_one_by_one():
-    sft_examples = {"rollout_function_path": "miles_async.rollout.sft_rollout.generate_rollout"}
-    assert refusal(**sft_examples).endswith("brings lessons and no rewards: set loss_type to sft_loss")
-    assert refusals(**sft_examples, loss_type="sft_loss", n_samples_per_prompt=1) == []
+def test_supervised_examples_need_the_supervised_loss_and_may_form_groups_of_one():
+    supervised = {"rollout_function_path": "miles_async.rollout.sft_rollout.generate_rollout"}
+    assert refusal(**supervised).endswith("returns supervised examples without rewards: set loss_type to sft_loss")
+    assert refusals(**supervised, loss_type="sft_loss", n_samples_per_prompt=1) == []
 
 
-def test_a_search_corpus_that_is_not_there_is_named():
+def test_a_missing_search_corpus_is_refused():
     assert refusal(tool_search_corpus="nowhere.jsonl") == "tool_search_corpus nowhere.jsonl: no such file"
 
 
-def test_a_server_argument_that_sglang_does_not_have_is_told_at_once():
+def test_an_unknown_sglang_argument_is_refused():
     sentence = refusal(sglang_server_args={"mem_fraction_statik": 0.8, "attention-backend": "triton"})
     assert sentence == (
         "--sglang-mem-fraction-statik: SGLang's server has no such argument; did you mean mem_fraction_static?"
@@ -330,21 +330,21 @@ def test_a_server_argument_that_sglang_does_not_have_is_told_at_once():
     assert "set rollout_num_gpus_per_engine" in refusal(sglang_server_args={"tp_size": 2})
 
 
-def test_half_the_address_of_a_router_is_refused():
-    assert "set both, or neither" in refusal(sglang_router_ip="10.0.0.1")
+def test_an_incomplete_router_address_is_refused():
+    assert "must be set together: set both" in refusal(sglang_router_ip="10.0.0.1")
     assert refusals(sglang_router_ip="10.0.0.1", sglang_router_port=30000) == []
 
 
-def test_a_policy_that_hashes_requests_onto_engines_is_warned_about():
+def test_a_router_policy_that_ignores_the_load_is_noted():
     several = {"rollout_num_gpus": 2}
     [note] = notes(config(sglang_router_policy="consistent_hashing", **several), "train.py")
-    assert "one engine may get most of them" in note
+    assert "one engine may get most of the requests" in note
     assert notes(config(sglang_router_policy="power_of_two", **several), "train.py") == []
     with pytest.raises(UserError, match="sglang_router_policy: input should be 'cache_aware'"):
         config(sglang_router_policy="nearest")
 
 
-def test_colocation_is_for_turns_and_for_no_more_engines_than_the_learner_has_devices():
+def test_colocation_needs_train_py_and_no_more_engine_devices_than_learner_devices():
     assert refusals("train.py", colocate=True) == []
-    assert "colocate is for train.py" in refusal("train_async.py", colocate=True)
-    assert "set it to 1 or less" in refusal("train.py", colocate=True, rollout_num_gpus=2)
+    assert "colocate works only with train.py" in refusal("train_async.py", colocate=True)
+    assert "set rollout_num_gpus to 1 or less" in refusal("train.py", colocate=True, rollout_num_gpus=2)

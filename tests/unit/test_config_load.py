@@ -15,7 +15,7 @@ def load(*argv):
     return load_config([*RUNNABLE, *argv], entry="train_async.py")
 
 
-def complaint(*argv):
+def error_message(*argv):
     with pytest.raises(UserError) as raised:
         load(*argv)
     return str(raised.value)
@@ -49,7 +49,7 @@ def test_a_setting_can_be_written_in_four_ways(argv):
     assert load(*argv).rollout.num_rollout == 7
 
 
-def test_switches_are_turned_on_and_off():
+def test_switches_can_be_turned_on_and_off():
     assert load("--grpo-std-normalization").algorithm.grpo_std_normalization is True
     assert load("--no-progress-bar", "--num-rollout", "3").observability.progress_bar is False
     assert load("--progress-bar=false").observability.progress_bar is False
@@ -60,7 +60,7 @@ def test_a_setting_whose_name_begins_with_no_is_not_taken_for_a_negation():
     assert load("--no-progress-warn-seconds", "5").observability.no_progress_warn_seconds == 5
 
 
-def test_lists_are_written_as_words_or_as_yaml():
+def test_lists_can_be_written_as_words_or_as_yaml():
     assert load("--engine-cpus", "0", "1", "--num-rollout", "3").engine.engine_cpus == [0, 1]
     assert load("--engine-cpus", "[0, 1]").engine.engine_cpus == [0, 1]
     assert load("--rollout-stop", "END", "007", "rollout.num_rollout=3").rollout.rollout_stop == ["END", "007"]
@@ -68,7 +68,7 @@ def test_lists_are_written_as_words_or_as_yaml():
     assert load("--engine-cpus", "null").engine.engine_cpus is None
 
 
-def test_texts_need_no_quotes():
+def test_strings_need_no_quotes():
     assert load("--prompt-template", "{expression}").data.prompt_template == "{expression}"
     assert load("--prompt-template", "rollout = x").data.prompt_template == "rollout = x"
     assert load("--cache-dir", "007").warm_start.cache_dir == "007"
@@ -101,14 +101,14 @@ def test_other_sglang_flags_are_collected_for_the_server():
     }
 
 
-def test_an_override_reaches_into_a_dict_and_leaves_the_rest_of_it(config_file):
+def test_an_override_can_set_one_key_of_a_dict(config_file):
     file = config_file("data: {reasoning_gym_settings: {min_terms: 2, max_terms: 2}}")
     config = load("--config", file, "data.reasoning_gym_settings.max_terms=3")
     assert config.data.reasoning_gym_settings == {"min_terms": 2, "max_terms": 3}
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, expected",
     [
         (["--rollout-batchsize", "3"], "unknown flag --rollout-batchsize; did you mean --rollout-batch-size?"),
         (["--sglang-server-concurency", "3"], "did you mean --sglang-server-concurrency?"),
@@ -118,7 +118,8 @@ def test_an_override_reaches_into_a_dict_and_leaves_the_rest_of_it(config_file):
         (["rollout.batch_size=1"], "did you mean rollout.rollout_batch_size?"),
         (["run_my_model"], "unexpected argument 'run_my_model'"),
         (["--lr"], "--lr needs a value"),
-        (["--no-progress-bar=1"], "--no-progress-bar takes no value"),
+        (["--no-progress-bar=1"], "--no-progress-bar does not take the value '1'"),
+        (["--progress-bar=maybe"], "--progress-bar does not take the value 'maybe'"),
         (["--config"], "--config needs a YAML file"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
         (["--lr", "fast"], "--lr: input should be a valid number"),
@@ -133,12 +134,12 @@ def test_an_override_reaches_into_a_dict_and_leaves_the_rest_of_it(config_file):
         (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy: a value is missing, got [0.2]"),
     ],
 )
-def test_what_cannot_be_read_is_said_with_its_place_and_the_nearest_name(argv, said):
-    assert said in complaint(*argv)
+def test_an_invalid_argument_is_reported_with_the_flag_and_the_nearest_name(argv, expected):
+    assert expected in error_message(*argv)
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, expected",
     [
         ("rollout: {batch_size: 3}", "run.yaml: unknown key rollout.batch_size"),
         ("rollout: {rollout_batchsize: 3}", "did you mean rollout_batch_size?"),
@@ -146,21 +147,21 @@ def test_what_cannot_be_read_is_said_with_its_place_and_the_nearest_name(argv, s
         ("learner: {rollout_batch_size: 3}", "write it as rollout.rollout_batch_size"),
         ("rollout_batch_size: 3", "write it as rollout.rollout_batch_size"),
         ("model: {tiny_model: {layers: 3}}", "unknown key model.tiny_model.layers; did you mean num_layers?"),
-        ("rollout: 3", "run.yaml: rollout is a section, but holds 3"),
+        ("rollout: 3", "run.yaml: rollout is a section, but its value is 3"),
         ("- 1", "expected sections"),
         ("rollout: {num_rollout: many}", "run.yaml: rollout.num_rollout: input should be a valid integer"),
-        ("rollout: {num_rollout: 1, num_rollout: 2}", "'num_rollout' stands twice"),
+        ("rollout: {num_rollout: 1, num_rollout: 2}", "duplicate key 'num_rollout'"),
         ("rollout: {", "run.yaml: not valid YAML"),
     ],
 )
-def test_what_a_file_gets_wrong_is_said_with_the_file_and_the_key(config_file, text, said):
-    assert said in complaint("--config", config_file(text))
+def test_an_invalid_file_is_reported_with_the_file_and_the_key(config_file, text, expected):
+    assert expected in error_message("--config", config_file(text))
 
 
-def test_every_wrong_value_is_named_at_once(config_file):
-    said = complaint("--lr", "-1", "--config", config_file("rollout: {num_rollout: 0}"))
-    assert "--lr:" in said
-    assert "rollout.num_rollout:" in said
+def test_all_invalid_values_are_reported_at_once(config_file):
+    message = error_message("--lr", "-1", "--config", config_file("rollout: {num_rollout: 0}"))
+    assert "--lr:" in message
+    assert "rollout.num_rollout:" in message
 
 
 def test_an_empty_section_or_file_sets_nothing(config_file):
@@ -181,7 +182,7 @@ def test_the_written_configuration_loads_as_an_equal_one(tmp_path):
 @pytest.mark.parametrize(
     "given", ["fully_async_rollout.generate_rollout_fully_async", "sglang_rollout.generate_rollout"]
 )
-def test_the_short_path_of_a_shipped_rollout_function_is_ours(given):
+def test_the_short_path_of_a_shipped_rollout_function_is_completed(given):
     assert load("--rollout-function-path", given).rollout.rollout_function_path == f"miles_async.rollout.{given}"
 
 
@@ -192,7 +193,7 @@ def test_a_users_module_of_the_same_name_is_used_instead(tmp_path, monkeypatch):
     assert load("--rollout-function-path", mine).rollout.rollout_function_path == mine
 
 
-def test_every_setting_has_a_name_of_its_own_and_a_help_text():
+def test_every_setting_has_a_unique_name_and_a_help_text():
     fields = list(leaves(RunConfig))
     assert len(fields) == len(SETTINGS)
     assert [name for name, setting in SETTINGS.items() if not setting.help] == []

@@ -1,4 +1,4 @@
-"""Every configuration in configs/ starts, and its launch script passes what it is given."""
+"""Every configuration in configs/ passes its check, and the launch script passes its arguments on."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.fixture
 def gpu_machine(tmp_path):
-    """What a machine for the GPU configurations would have: a checkpoint and prompts."""
+    """Flags with a checkpoint and prompts, which the GPU configurations need."""
     checkpoint = tmp_path / "Qwen3-4B"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
@@ -35,7 +35,7 @@ def test_a_shipped_configuration_passes_its_check(path, entry, gpu_machine, caps
     assert exited.value.code == 0, capsys.readouterr().err
 
 
-def test_the_tutorials_recipe_is_what_the_tutorial_trains_with(gpu_machine):
+def test_the_tutorial_configuration_matches_the_tutorial(gpu_machine):
     path = ROOT / "configs" / "tutorial-windowed-fifo.yaml"
     args = flat_args(load_config(["--config", str(path), *gpu_machine], entry="train_async.py"))
     assert (args.over_sampling_batch_size, args.rollout_batch_size, args.windowed_fifo_ratio) == (32, 16, 0.3)
@@ -49,7 +49,7 @@ def test_the_tutorials_recipe_is_what_the_tutorial_trains_with(gpu_machine):
 
 
 def test_the_qwen_script_checks_its_eight_gpus(gpu_machine, tmp_path):
-    # The script runs the .venv of its own checkout, which need not be where these tests run: give it one.
+    # The script runs the .venv next to it, which may not exist in this checkout, so the test creates a stand-in.
     tree = tmp_path / "tree"
     python = tree / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -68,7 +68,7 @@ def test_the_qwen_script_checks_its_eight_gpus(gpu_machine, tmp_path):
     assert (rows["learner"], rows["engines"], rows["N"], rows["B"]) == ("4", "4", "64", "78")
 
 
-def test_the_qwen_script_says_what_it_needs():
+def test_the_qwen_script_prints_its_usage_without_arguments():
     done = subprocess.run([ROOT / "configs" / "qwen3-4b-8gpu.sh"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "CHECKPOINT_FOLDER PROMPTS.jsonl" in done.stderr

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from miles_async.batching.context_parallel import shares_of_context
-from miles_async.config.layouts import layout_problems
+from miles_async.config.checks.layouts import layout_problems
 from miles_async.config.schema import Learner, Model, RunConfig
 
 DENSE = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -17,7 +17,7 @@ EXPERTS = DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate
 
 
 def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any) -> list[str]:
-    """Of a layout given by short names, on a model of that shape."""
+    """The problems of a layout, given by short names, on a model with the `config.json` of `shape`."""
     (folder / "config.json").write_text(json.dumps(shape))
     names = {"tensor": "tensor_model_parallel_size", "stages": "pipeline_model_parallel_size",
              "virtual": "virtual_pipeline_model_parallel_size", "context": "context_parallel_size",
@@ -35,7 +35,7 @@ def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any)
         {"tensor": 4, "sequence_parallel": True, "stages": 2},
     ],
 )
-def test_a_layout_that_divides_is_let_through(tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_a_divisible_layout_is_accepted(tmp_path: Path, layout: dict[str, Any]) -> None:
     assert problems(tmp_path, DENSE, **layout) == []
 
 
@@ -43,18 +43,18 @@ def test_a_layout_that_divides_is_let_through(tmp_path: Path, layout: dict[str, 
     "layout, said",
     [
         ({"tensor": 2, "context": 3}, "8 learner ranks are not divisible by tensor_model_parallel_size 2 * "
-         "context_parallel_size 3 = 6; set actor_num_gpus_per_node to a multiple of it"),
+         "context_parallel_size 3 = 6; set actor_num_gpus_per_node to a multiple of 6"),
         ({"context": 3}, "8 learner ranks are not divisible by context_parallel_size 3;"),
         ({"tensor": 8}, "the model's 4 key/value heads are not divisible by tensor_model_parallel_size 8"),
         ({"stages": 4}, "the model's 6 layers are not divisible by pipeline_model_parallel_size 4;"),
         ({"stages": 2, "virtual": 2}, "layers are not divisible by pipeline_model_parallel_size 2 * "
          "virtual_pipeline_model_parallel_size 2"),
-        ({"virtual": 2}, "virtual_pipeline_model_parallel_size 2 needs a pipeline"),
-        ({"sequence_parallel": True}, "sequence_parallel needs tensor-parallel ranks"),
-        ({"experts": 2}, "this one is dense: unset them"),
+        ({"virtual": 2}, "virtual_pipeline_model_parallel_size 2 needs pipeline parallelism"),
+        ({"sequence_parallel": True}, "sequence_parallel needs tensor parallelism"),
+        ({"experts": 2}, "this model is dense: unset them"),
     ],
 )  # fmt: skip
-def test_a_layout_that_does_not_divide_is_refused(tmp_path: Path, layout: dict[str, Any], said: str) -> None:
+def test_an_indivisible_layout_is_refused(tmp_path: Path, layout: dict[str, Any], said: str) -> None:
     [sentence] = problems(tmp_path, DENSE, **layout)
     assert said in sentence
 
@@ -67,7 +67,7 @@ def test_a_layout_that_does_not_divide_is_refused(tmp_path: Path, layout: dict[s
          "pipeline_model_parallel_size 2 = 16"),
         ({"tensor": 2}, "needs sequence_parallel"),
         ({"tensor": 2, "sequence_parallel": True, "of_expert": 4}, "expert_tensor_parallel_size 4 does not divide"),
-        ({"tensor": 2, "sequence_parallel": True, "of_expert": 1}, "needs experts that are dealt out"),
+        ({"tensor": 2, "sequence_parallel": True, "of_expert": 1}, "needs expert parallelism"),
         ({"tensor": 4, "sequence_parallel": True}, "the experts' width 30 is not divisible by"),
     ],
 )  # fmt: skip
@@ -78,7 +78,7 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path, layout: dict[str
     assert problems(tmp_path, EXPERTS, **fitting) == []
 
 
-def test_ranks_that_share_a_sequence_take_a_piece_from_its_front_and_one_from_its_back() -> None:
+def test_context_parallel_ranks_take_one_chunk_from_the_front_and_one_from_the_back_of_a_sequence() -> None:
     first, second = shares_of_context(np.array([4, 8]), 2).tolist()
     assert first == [0, 3, 4, 5, 10, 11]
     assert second == [1, 2, 6, 7, 8, 9]

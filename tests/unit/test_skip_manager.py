@@ -287,11 +287,15 @@ def test_the_worked_example_of_the_documentation_skips_the_reward_stage(tmp_path
 @pytest.mark.parametrize(
     "entry, words, note",
     [
-        ("train.py", ("skip.async_rollout.enable=True",), "skip.async_rollout has no effect: .* skip.rollout; enable"),
+        (
+            "train.py",
+            ("skip.async_rollout.enable=True",),
+            "skip.async_rollout has no effect .*: enable skip.rollout",
+        ),
         (
             "train.py",
             ("skip.rollout.enable=True",),
-            r'skip.rollout skips nothing: set skip.rollout.steps, such as "\[1-',
+            r'skip.rollout is enabled but skips no step: set skip.rollout.steps, for example to "\[1-',
         ),
         ("train.py", ("skip.rollout.enable=True", "skip.rollout.steps=[1]"), None),
     ],

@@ -1,12 +1,12 @@
-"""Settings that contradict each other, or name what is not there: one sentence each, which says what to set.
+"""Checks of a configuration: settings that contradict each other or name missing files.
 
-Only what can be told at once and without importing anything heavy; what needs the data, the model or a user's module
-is checked by whoever opens it, at start-up and in the same words.
+Every problem is one sentence that names the setting and suggests a value. These checks run in milliseconds and import
+nothing heavy. Problems with the data, the weights or a user's module are found by the code that opens them at start-up.
 """
 
 from __future__ import annotations
 
-from miles_async.config.checks import models, rollouts, serving, sizes
+from miles_async.config.checks import layouts, models, rollouts, serving, sizes
 from miles_async.config.checks.notes import NOTES
 from miles_async.config.derived import bounds_of, schedule_of
 from miles_async.config.schema import RunConfig
@@ -14,24 +14,24 @@ from miles_async.scheduling.bounds import Schedule
 
 
 def problems(config: RunConfig, entry: str) -> list[str]:
-    """Why a run of `entry` would be refused; empty where it may start."""
+    """Reasons why `entry` (`train_async.py` or `train.py`) refuses to start; empty if the configuration is valid."""
     schedule = schedule_of(config, entry)
     found = [sentence for check in _CHECKS for sentence in check(config)]
     if config.cluster.colocate and schedule is not Schedule.SYNCHRONOUS:
-        found.append("colocate is for train.py: what generates while it trains needs devices of its own; unset it")
+        found.append("colocate works only with train.py, where engines and learner take turns: unset colocate")
     if schedule is not Schedule.SYNCHRONOUS and config.rollout.max_weight_staleness == 0:
         found.append(
-            "max_weight_staleness 0 allows no overlap of generation and training: use train.py, which takes turns, "
-            "or set it to 1 or more"
+            "max_weight_staleness 0 does not allow generation and training to overlap: use train.py, which alternates "
+            "between the two, or set it to 1 or more"
         )
     elif schedule is Schedule.FULLY_ASYNC:
-        found += sizes.flow(config, bounds_of(config, entry))
+        found += sizes.fully_async_problems(config, bounds_of(config, entry))
     return found
 
 
 def notes(config: RunConfig, entry: str) -> list[str]:
-    """Settings that will do nothing in this run, or something else than one may think: worth a warning."""
+    """Warnings about settings that have no effect in this run, or an effect that users may not expect."""
     return [sentence for note in NOTES for sentence in note(config, entry)]
 
 
-_CHECKS = (*sizes.CHECKS, *rollouts.CHECKS, *models.CHECKS, *serving.CHECKS)
+_CHECKS = (*sizes.CHECKS, *rollouts.CHECKS, *models.CHECKS, *layouts.CHECKS, *serving.CHECKS)

@@ -1,4 +1,4 @@
-"""The model and how it learns: checkpoints, reference, critic, exports, losses, micro-batches."""
+"""Checks of the model and its training: checkpoints, reference model, critic, exports, losses, micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from miles_async.config.derived import (
     micro_batch_tokens,
     reference_batching,
 )
-from miles_async.config.layouts import layout_problems
 from miles_async.config.schema import RunConfig
 
 
@@ -21,28 +20,35 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
     if checkpoint is None:
         yield from _tiny_model(config)
     elif not Path(checkpoint).expanduser().is_dir():
-        yield f"hf_checkpoint {checkpoint}: no such folder; set it to a Hugging Face checkpoint on this machine"
+        yield f"hf_checkpoint {checkpoint}: no such folder; set it to the folder of a Hugging Face checkpoint"
     elif not _is_checkpoint(checkpoint):
-        yield f"hf_checkpoint {checkpoint} holds no config.json: it is not a Hugging Face checkpoint"
+        yield _not_a_checkpoint("hf_checkpoint", checkpoint)
 
 
 def _is_checkpoint(folder: str) -> bool:
     return (Path(folder).expanduser() / "config.json").is_file()
 
 
+def _not_a_checkpoint(setting: str, folder: str) -> str:
+    return f"{setting} {folder} is not a Hugging Face checkpoint: it contains no config.json; set a different folder"
+
+
 def _tiny_model(config: RunConfig) -> Iterator[str]:
     model, response = config.model.tiny_model, config.rollout.rollout_max_response_len
     if model.hidden_size % model.num_attention_heads:
-        yield f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}"
+        yield (
+            f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; set "
+            "hidden_size to a multiple"
+        )
     if model.num_attention_heads % model.num_query_groups:
         yield (
             f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups "
-            f"{model.num_query_groups}"
+            f"{model.num_query_groups}; set num_query_groups to a divisor"
         )
     if response >= model.max_position_embeddings:
         yield (
             f"rollout_max_response_len {response} leaves no room for a prompt in the tiny model's "
-            f"max_position_embeddings {model.max_position_embeddings}; set the one lower or the other higher"
+            f"max_position_embeddings {model.max_position_embeddings}; lower the first or raise the second"
         )
 
 
@@ -51,25 +57,25 @@ def _reference(config: RunConfig) -> Iterator[str]:
     if algorithm.ref_load is None:
         return
     if not _is_checkpoint(algorithm.ref_load):
-        yield f"ref_load {algorithm.ref_load} is no Hugging Face checkpoint: it holds no config.json"
+        yield _not_a_checkpoint("ref_load", algorithm.ref_load)
     if not keeps_reference(config):
-        yield "ref_load names a reference model that nothing uses: set use_kl_loss or kl_coef, or unset it"
+        yield "ref_load names a reference model that is not used: set use_kl_loss or kl_coef, or unset ref_load"
 
 
 def _critic(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.critic_load is not None and not _is_checkpoint(algorithm.critic_load):
-        yield f"critic_load {algorithm.critic_load} is no Hugging Face checkpoint: it holds no config.json"
+        yield _not_a_checkpoint("critic_load", algorithm.critic_load)
     if algorithm.advantage_estimator == "ppo":
         if config.learner.loss_type == "sft_loss":
-            yield "advantage_estimator ppo trains a critic, which loss_type sft_loss has no use for: unset one"
+            yield "advantage_estimator ppo trains a critic, but loss_type sft_loss does not use it: unset one of them"
         return
-    named = algorithm.model_dump(exclude_defaults=True).keys() & _OF_THE_CRITIC
-    if named:
-        yield f"{', '.join(sorted(named))}: only advantage_estimator ppo has a critic; set it, or unset these"
+    unused = sorted(algorithm.model_dump(exclude_defaults=True).keys() & _CRITIC_SETTINGS)
+    if unused:
+        yield f"{', '.join(unused)}: only advantage_estimator ppo trains a critic; set it, or unset these settings"
 
 
-_OF_THE_CRITIC = {"value_clip", "num_critic_only_steps", "critic_load", "critic_lr", "critic_lr_warmup_steps"}
+_CRITIC_SETTINGS = {"value_clip", "num_critic_only_steps", "critic_load", "critic_lr", "critic_lr_warmup_steps"}
 
 
 def _exports(config: RunConfig) -> Iterator[str]:
@@ -77,47 +83,54 @@ def _exports(config: RunConfig) -> Iterator[str]:
     if learner.save_hf is None:
         return
     if learner.save_interval is not None and "{rollout_id}" not in learner.save_hf:
-        yield f"save_hf {learner.save_hf} would be written again and again: put {{rollout_id}} into its name"
+        yield f"every export to save_hf {learner.save_hf} would overwrite the last one: add {{rollout_id}} to save_hf"
     rollouts = (rollout for rollout in range(config.rollout.num_rollout) if checkpoint_due(config, rollout))
     due = {hf_export(learner.save_hf, rollout).resolve() for rollout in rollouts}
     for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
         if path is not None and Path(path).expanduser().resolve() in due:
-            yield f"save_hf {learner.save_hf} would overwrite {setting}: name another folder"
+            yield f"save_hf {learner.save_hf} would overwrite {setting}: set save_hf to a different folder"
 
 
 def _recomputation(config: RunConfig) -> Iterator[str]:
     learner = config.learner
-    given = learner.recompute_method is not None, learner.recompute_num_layers is not None
-    if learner.recompute_granularity == "full" and not all(given):
-        yield "recompute_granularity full needs recompute_method and recompute_num_layers: set uniform and 1"
-    if learner.recompute_granularity != "full" and any(given):
-        yield "recompute_method and recompute_num_layers speak of whole layers: set recompute_granularity to full"
+    is_set = learner.recompute_method is not None, learner.recompute_num_layers is not None
+    if learner.recompute_granularity == "full" and not all(is_set):
+        yield (
+            "recompute_granularity full needs recompute_method and recompute_num_layers: set them, for "
+            "example to uniform and 1"
+        )
+    if learner.recompute_granularity != "full" and any(is_set):
+        yield (
+            "recompute_method and recompute_num_layers apply to whole layers: set recompute_granularity to full, or "
+            "unset both"
+        )
 
 
 def _dynamic_batching(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
-    shards = learner.tensor_model_parallel_size * learner.context_parallel_size
+    ranks_per_sample = learner.tensor_model_parallel_size * learner.context_parallel_size
     train = learner.max_tokens_per_microbatch_in_train or micro_batch_tokens(learner)
     rows = [("", "train", learner.use_dynamic_batching_in_train, train, learner.sequence_length_round_in_train)]
-    roles = {"": learner}
+    learners = {"": learner}
     if keeps_reference(config) and reference_batching(learner) != learner:
-        roles["ref_"] = reference_batching(learner)
-    for role, own in roles.items():
-        limit = own.max_tokens_per_microbatch_in_infer or micro_batch_tokens(own)
-        rows.append((role, "infer", own.use_dynamic_batching_in_infer, limit, own.sequence_length_round_in_infer))
-    for role, where, used, limit, round_to in rows:
+        learners["ref_"] = reference_batching(learner)
+    for prefix, settings in learners.items():
+        limit = settings.max_tokens_per_microbatch_in_infer or micro_batch_tokens(settings)
+        round_to = settings.sequence_length_round_in_infer
+        rows.append((prefix, "infer", settings.use_dynamic_batching_in_infer, limit, round_to))
+    for prefix, phase, used, limit, round_to in rows:
         if not used:
             continue
-        if round_to % shards:
+        if round_to % ranks_per_sample:
             yield (
-                f"{role}sequence_length_round_in_{where} {round_to} is not divisible by tensor_model_parallel_size * "
-                f"context_parallel_size = {shards}; set it to a multiple"
+                f"{prefix}sequence_length_round_in_{phase} {round_to} is not divisible by tensor_model_parallel_size * "
+                f"context_parallel_size = {ranks_per_sample}; set it to a multiple of {ranks_per_sample}"
             )
         if (padded := longest + -longest % round_to) > limit:
             yield (
-                f"a sample may have {padded} tokens, rounded up to a multiple of {round_to}, more than the {limit} of "
-                f"a micro-batch; set {role}max_tokens_per_microbatch_in_{where} to {padded} or more"
+                f"the longest sample has {padded} tokens, rounded up to a multiple of {round_to}, but a micro-batch "
+                f"holds at most {limit}; set {prefix}max_tokens_per_microbatch_in_{phase} to {padded} or more"
             )
 
 
@@ -126,11 +139,11 @@ def _loss(config: RunConfig) -> Iterator[str]:
     if algorithm.overlong_buffer_len is not None and algorithm.overlong_buffer_len > longest:
         yield (
             f"overlong_buffer_len {algorithm.overlong_buffer_len} is above rollout_max_response_len {longest}; "
-            "set it lower"
+            f"set it to {longest} or less"
         )
     low, high = algorithm.icepop_band
     if not 0 <= low < 1 < high:
-        yield f"icepop_band [{low:g}, {high:g}] does not hold the ratio 1; set it to [0.5, 5], for example"
+        yield f"icepop_band [{low:g}, {high:g}] does not contain the ratio 1; set it to [0.5, 5], for example"
 
 
-CHECKS = (_checkpoint, _reference, _critic, _exports, _recomputation, layout_problems, _dynamic_batching, _loss)
+CHECKS = (_checkpoint, _reference, _critic, _exports, _recomputation, _dynamic_batching, _loss)

@@ -1,4 +1,4 @@
-"""What is generated, and from what: data, rewards, tools, evaluations, lessons, saved batches."""
+"""Checks of generation: data, rewards, tools, evaluation, supervised examples and saved batches."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from miles_async.config.derived import SFT_FUNCTION, evaluation_places, generate
 from miles_async.config.schema import RunConfig
 
 BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
-"""What `rm_type` may name, with or without `boxed_` before it (`rewards/builtin.py`)."""
+"""Valid values of `rm_type`, each with or without the prefix `boxed_`."""
 
 
 def _supervised(config: RunConfig) -> Iterator[str]:
-    sft_examples = config.rollout.rollout_function_path == SFT_FUNCTION
-    if sft_examples and config.learner.loss_type != "sft_loss":
-        yield f"{SFT_FUNCTION} brings lessons and no rewards: set loss_type to sft_loss"
+    supervised = config.rollout.rollout_function_path == SFT_FUNCTION
+    if supervised and config.learner.loss_type != "sft_loss":
+        yield f"{SFT_FUNCTION} returns supervised examples without rewards: set loss_type to sft_loss"
 
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    named = [
+    sources = [
         name
-        for name, given in (
+        for name, is_set in (
             ("prompt_data", data.prompt_data is not None),
             ("reasoning_gym_task", data.reasoning_gym_task is not None),
             ("disable_rollout_global_dataset", data.disable_rollout_global_dataset),
         )
-        if given
+        if is_set
     ]
-    if not named and not trains_only(config):
+    if not sources and not trains_only(config):
         yield (
-            "there is no data: set prompt_data to a JSONL or Parquet file, reasoning_gym_task to a task such as "
+            "no data is configured: set prompt_data to a JSONL or Parquet file, reasoning_gym_task to a task such as "
             "chain_sum, or disable_rollout_global_dataset"
         )
-    if len(named) > 1:
-        yield f"{' and '.join(named)} are {'both' if len(named) == 2 else 'all'} set: unset all but one of them"
-    # `path@[a:b]` is a part of the file.
+    if len(sources) > 1:
+        yield f"{' and '.join(sources)} are {'both' if len(sources) == 2 else 'all'} set: unset all but one of them"
+    # `path@[a:b]` selects rows of the file.
     path = (data.prompt_data or "").partition("@[")[0]
     if path and not Path(path).expanduser().is_file():
         yield f"prompt_data {path}: no such file"
@@ -52,23 +52,23 @@ def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     kind = rollout.rm_type.removeprefix("boxed_") if rollout.rm_type is not None else None
     if kind is None and rollout.custom_rm_path is None and generates(config):
-        yield "there is no reward: set rm_type to reasoning_gym or exact, or custom_rm_path to module.function"
+        yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
     if kind not in (None, *BUILT_IN_REWARDS):
         known = ", ".join(BUILT_IN_REWARDS[:-1])
         yield (
-            f"rm_type {rollout.rm_type!r} is unknown: set {known} or {BUILT_IN_REWARDS[-1]}, or your own by "
-            "custom_rm_path"
+            f"rm_type {rollout.rm_type!r} is unknown: set {known} or {BUILT_IN_REWARDS[-1]}, or name your "
+            "own function with custom_rm_path"
         )
     if kind is not None and rollout.custom_rm_path is not None:
         yield "rm_type and custom_rm_path are both set: unset one of them"
     if kind == "reasoning_gym" and config.data.reasoning_gym_task is None:
-        yield "rm_type reasoning_gym needs the problems of a reasoning_gym_task; for prompt_data set rm_type to exact"
+        yield "rm_type reasoning_gym scores only reasoning_gym_task problems; set rm_type to exact, for example"
     if kind == "remote_rm" and rollout.rm_url is None:
-        yield "rm_type remote_rm asks a server for rewards: set rm_url to its address"
+        yield "rm_type remote_rm needs a reward server: set rm_url to the address of the server"
     if kind == "dapo" and rollout.reward_key is None:
         yield "rm_type dapo returns a dictionary: set reward_key to score (1 or -1) or acc (1 or 0)"
     if rollout.custom_rm_isolated and rollout.custom_rm_path is None:
-        yield "custom_rm_isolated speaks of custom_rm_path, which is unset: set it, or unset custom_rm_isolated"
+        yield "custom_rm_isolated has no effect without custom_rm_path: set custom_rm_path, or unset custom_rm_isolated"
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
@@ -76,17 +76,17 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     policy = arguments.get("schedule_policy", "fcfs")
     if evaluation_places(config) and policy not in ("fcfs", "lof"):
         yield (
-            f"eval_interval lets evaluations run below training, and SGLang's schedule_policy {policy} knows no "
-            "priorities: set it to fcfs, or unset eval_interval"
+            f"eval_interval needs request priorities, which SGLang's schedule_policy {policy} does not support: set "
+            "schedule_policy to fcfs, or unset eval_interval"
         )
 
 
 def _debug(config: RunConfig) -> Iterator[str]:
     debug = config.debug
     if debug.debug_train_only and debug.load_debug_rollout_data is None:
-        yield "debug_train_only has nothing to train on: set load_debug_rollout_data to what a run saved"
+        yield "debug_train_only has no batches to train on: set load_debug_rollout_data to the batches that a run saved"
     if debug.debug_rollout_only and trains_only(config):
-        yield "debug_rollout_only and load_debug_rollout_data (or debug_train_only) leave nothing to run: unset one"
+        yield "debug_rollout_only excludes load_debug_rollout_data and debug_train_only: unset one of them"
 
 
 CHECKS = (_supervised, _data, _tools, _reward, _evaluation, _debug)

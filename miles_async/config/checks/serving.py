@@ -1,4 +1,4 @@
-"""Engines, their servers' own arguments, and devices that they share."""
+"""Checks of the engines: sizes, SGLang arguments, the router and shared devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from miles_async.config.derived import learner_ranks
 from miles_async.config.schema import RunConfig
-from miles_async.config.server_args import misfits
+from miles_async.config.server_args import invalid_arguments
 
 
 def _engines(config: RunConfig) -> Iterator[str]:
@@ -14,17 +14,17 @@ def _engines(config: RunConfig) -> Iterator[str]:
     if engine.rollout_num_gpus % engine.rollout_num_gpus_per_engine:
         yield (
             f"rollout_num_gpus {engine.rollout_num_gpus} is not divisible by rollout_num_gpus_per_engine "
-            f"{engine.rollout_num_gpus_per_engine}; set it to a multiple"
+            f"{engine.rollout_num_gpus_per_engine}; set rollout_num_gpus to a multiple"
         )
 
 
-def _servers(config: RunConfig) -> Iterator[str]:
+def _sglang(config: RunConfig) -> Iterator[str]:
     engine = config.engine
-    yield from misfits(engine.sglang_server_args)
+    yield from invalid_arguments(engine.sglang_server_args)
     if (engine.sglang_router_ip is None) is not (engine.sglang_router_port is None):
         yield (
-            "sglang_router_ip and sglang_router_port name a router of yours together: set both, or neither to have one "
-            "started"
+            "sglang_router_ip and sglang_router_port must be set together: set both to use an existing router, or "
+            "neither to start one"
         )
 
 
@@ -32,9 +32,9 @@ def _colocated(config: RunConfig) -> Iterator[str]:
     devices, ranks = config.engine.rollout_num_gpus, learner_ranks(config)
     if config.cluster.colocate and devices > ranks:
         yield (
-            f"colocate gives the engines the learner's {ranks} devices, but rollout_num_gpus is {devices}; set it to "
-            f"{ranks} or less"
+            f"colocate runs the engines on the learner's {ranks} devices, but rollout_num_gpus is {devices}; set "
+            f"rollout_num_gpus to {ranks} or less"
         )
 
 
-CHECKS = (_engines, _servers, _colocated)
+CHECKS = (_engines, _sglang, _colocated)

@@ -1,4 +1,4 @@
-"""Numbers that do not go together: batches, windows, slots, lengths, ranges."""
+"""Checks of sizes that must agree: batches, window, slots, sequence lengths and ranges."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from miles_async.scheduling.bounds import Bounds
 def _batch_sizes(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     samples, steps = samples_per_rollout(config), learner.num_steps_per_rollout
-    made = f"rollout_batch_size {rollout.rollout_batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt}"
+    product = f"rollout_batch_size {rollout.rollout_batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt}"
     if learner.global_batch_size is None:
         if samples % steps:
             fitting = _nearest_divisor(samples, steps)
             yield (
-                f"{made} = {samples} samples cannot be split into num_steps_per_rollout {steps} equal steps; "
+                f"{product} = {samples} samples cannot be split into num_steps_per_rollout {steps} equal steps; "
                 f"set num_steps_per_rollout to {fitting}"
             )
     elif samples != learner.global_batch_size * steps:
         yield (
-            f"{made} = {samples} samples, but global_batch_size {learner.global_batch_size} * num_steps_per_rollout "
+            f"{product} = {samples} samples, but global_batch_size {learner.global_batch_size} * num_steps_per_rollout "
             f"{steps} = {learner.global_batch_size * steps}; set {_fitting_sizes(config)}"
         )
     if samples_per_step(config) < (ranks := _data_parallel(config)):
         yield (
-            f"a step of {samples_per_step(config)} samples leaves some of the {ranks} data-parallel learner ranks "
-            f"without any; set global_batch_size to {ranks} or more"
+            f"an optimizer step of {samples_per_step(config)} samples is too small for {ranks} data-parallel learner "
+            f"ranks; set global_batch_size to {ranks} or more"
         )
 
 
 def _fitting_sizes(config: RunConfig) -> str:
-    """The smallest changes after which the sizes agree."""
-    asked, steps = config.learner.global_batch_size or 1, config.learner.num_steps_per_rollout
+    """Advice: the smallest changes after which the batch sizes agree."""
+    requested, steps = config.learner.global_batch_size or 1, config.learner.num_steps_per_rollout
     samples, per_prompt = samples_per_rollout(config), config.rollout.n_samples_per_prompt
-    fits = []
+    options = []
     if samples % steps == 0:
-        fits.append(f"global_batch_size to {samples // steps}")
-    if samples % asked == 0:
-        fits.append(f"num_steps_per_rollout to {samples // asked}")
-    if asked * steps % per_prompt == 0:
-        fits.append(f"rollout_batch_size to {asked * steps // per_prompt}")
-    if not fits:
-        size = _nearest_divisor(samples, asked)
-        fits.append(f"global_batch_size to {size} and num_steps_per_rollout to {samples // size}")
-    return ", or ".join(fits)
+        options.append(f"global_batch_size to {samples // steps}")
+    if samples % requested == 0:
+        options.append(f"num_steps_per_rollout to {samples // requested}")
+    if requested * steps % per_prompt == 0:
+        options.append(f"rollout_batch_size to {requested * steps // per_prompt}")
+    if not options:
+        size = _nearest_divisor(samples, requested)
+        options.append(f"global_batch_size to {size} and num_steps_per_rollout to {samples // size}")
+    return ", or ".join(options)
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
@@ -72,12 +72,12 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
-    policy = config.learner.loss_type == "policy_loss"
+    uses_advantages = config.learner.loss_type == "policy_loss"
     estimator = config.algorithm.advantage_estimator
-    if rollout.n_samples_per_prompt == 1 and estimator not in ("reinforce_plus_plus", "ppo") and policy:
+    if rollout.n_samples_per_prompt == 1 and estimator not in ("reinforce_plus_plus", "ppo") and uses_advantages:
         yield (
-            f"n_samples_per_prompt 1 teaches nothing: advantage_estimator {estimator} compares the samples of a group; "
-            "set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus or ppo"
+            f"n_samples_per_prompt 1 gives no training signal: advantage_estimator {estimator} compares the samples of "
+            "a group; set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus or ppo"
         )
 
 
@@ -86,10 +86,10 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
     if longest > (room := micro_batch_tokens(learner)):
         ranks = learner.context_parallel_size
-        shared = f" * context_parallel_size {ranks}" if ranks > 1 else ""
+        factor = f" * context_parallel_size {ranks}" if ranks > 1 else ""
         yield (
-            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), more than the "
-            f"{room} that max_tokens_per_gpu {learner.max_tokens_per_gpu}{shared} lets into a micro-batch; set "
+            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), but a "
+            f"micro-batch holds at most {room} (max_tokens_per_gpu {learner.max_tokens_per_gpu}{factor}); set "
             f"max_tokens_per_gpu to {least_tokens_per_gpu(learner, longest)} or more"
         )
 
@@ -97,39 +97,39 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 def _ranges(config: RunConfig) -> Iterator[str]:
     low, high = config.warm_start.warm_start_accuracy
     if not 0 <= low < high <= 1:
-        yield f"warm_start_accuracy [{low:g}, {high:g}] is no range of accuracies; set it to [0.15, 0.35], for example"
+        yield f"warm_start_accuracy [{low:g}, {high:g}] is no range within [0, 1]; set it to [0.15, 0.35], for example"
     if "{prompt}" not in config.warm_start.warm_start_template:
-        yield f"warm_start_template {config.warm_start.warm_start_template!r} has no place for the {{prompt}}"
+        yield f"warm_start_template {config.warm_start.warm_start_template!r} has no placeholder: add {{prompt}} to it"
     warn, abort = config.observability.no_progress_warn_seconds, config.observability.no_progress_abort_seconds
     if abort <= warn:
         yield (
             f"no_progress_abort_seconds {abort:g} stops the run before no_progress_warn_seconds {warn:g} warns; "
-            "set it higher"
+            "set no_progress_abort_seconds higher"
         )
 
 
-def flow(config: RunConfig, bounds: Bounds) -> Iterator[str]:
-    """A queue and slots through which batches can flow at all."""
+def fully_async_problems(config: RunConfig, bounds: Bounds) -> Iterator[str]:
+    """Problems of the queue and the slots that would keep a fully asynchronous run from ever completing a batch."""
     rollout = config.rollout
     if rollout.queue_capacity < rollout.rollout_batch_size:
         yield (
-            f"queue_capacity {rollout.queue_capacity} never holds a batch of rollout_batch_size "
-            f"{rollout.rollout_batch_size} groups; set it to {rollout.rollout_batch_size} or more"
+            f"queue_capacity {rollout.queue_capacity} cannot hold a batch of rollout_batch_size "
+            f"{rollout.rollout_batch_size} groups; set queue_capacity to {rollout.rollout_batch_size} or more"
         )
     elif bounds.generation_batch > bounds.room:
         limit = (
-            f"queue_capacity {rollout.queue_capacity} reserves room for"
+            f"queue_capacity {rollout.queue_capacity} allows"
             if bounds.room == rollout.queue_capacity
             else f"max_weight_staleness {rollout.max_weight_staleness} with a window of {bounds.window} allows"
         )
         yield (
             f"{bounds.generation_batch} groups can never be in flight: {limit} {bounds.room}; set "
-            f"over_sampling_batch_size to {_largest_feed(config)} or less, or raise that limit"
+            f"over_sampling_batch_size to {_largest_generation_batch(config)} or less, or raise that limit"
         )
 
 
-def _largest_feed(config: RunConfig) -> int:
-    """The largest N that the room it leaves itself can hold; a smaller N has a smaller window and so more slots."""
+def _largest_generation_batch(config: RunConfig) -> int:
+    """The largest valid N. A smaller N has a smaller window and therefore more slots, so sizes are tried downwards."""
     rollout = config.rollout
     for size in range(rollout.over_sampling_batch_size or 0, rollout.rollout_batch_size, -1):
         smaller = config.model_copy(update={"rollout": rollout.model_copy(update={"over_sampling_batch_size": size})})

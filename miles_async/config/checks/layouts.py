@@ -1,0 +1,112 @@
+"""Checks of the parallel layout: ranks, layers, heads and experts must be divisible by the sizes of their groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from miles_async.config.derived import learner_ranks
+from miles_async.config.model_shape import ModelShape, shape_of
+from miles_async.config.schema import Learner, RunConfig
+
+
+def layout_problems(config: RunConfig) -> Iterator[str]:
+    """One sentence for each part of the layout that Megatron would refuse.
+
+    The model's own dimensions are checked only if its `config.json` can be read.
+    """
+    learner, ranks = config.learner, learner_ranks(config)
+    yield from _ranks(learner, ranks)
+    if learner.sequence_parallel and learner.tensor_model_parallel_size == 1:
+        yield "sequence_parallel needs tensor parallelism: set tensor_model_parallel_size above 1, or unset it"
+    chunks, stages = learner.virtual_pipeline_model_parallel_size, learner.pipeline_model_parallel_size
+    if chunks is not None and stages == 1:
+        yield (
+            f"virtual_pipeline_model_parallel_size {chunks} needs pipeline parallelism: set "
+            "pipeline_model_parallel_size above 1, or unset virtual_pipeline_model_parallel_size"
+        )
+    shape = shape_of(config.model)
+    if shape is not None:
+        yield from _heads_and_layers(learner, shape)
+        yield from _experts(learner, shape)
+
+
+def _ranks(learner: Learner, ranks: int) -> Iterator[str]:
+    tensor, stages = learner.tensor_model_parallel_size, learner.pipeline_model_parallel_size
+    dense_layers = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": stages,
+        "context_parallel_size": learner.context_parallel_size,
+    }
+    expert_layers = {
+        "expert_tensor_parallel_size": learner.expert_tensor_parallel_size or tensor,
+        "expert_model_parallel_size": learner.expert_model_parallel_size,
+        "pipeline_model_parallel_size": stages,
+    }
+    for group_sizes in (dense_layers, expert_layers):
+        used = {name: size for name, size in group_sizes.items() if size > 1}
+        ranks_per_replica = math.prod(used.values())
+        if ranks % ranks_per_replica:
+            factors = " * ".join(f"{name} {size}" for name, size in used.items())
+            product = f" = {ranks_per_replica}" if len(used) > 1 else ""
+            yield (
+                f"actor_num_nodes * actor_num_gpus_per_node = {ranks} learner ranks are not divisible by "
+                f"{factors}{product}; set actor_num_gpus_per_node to a multiple of {ranks_per_replica}"
+            )
+            return
+
+
+def _heads_and_layers(learner: Learner, shape: ModelShape) -> Iterator[str]:
+    tensor = learner.tensor_model_parallel_size
+    for count, name in ((shape.heads, "attention heads"), (shape.query_groups, "key/value heads")):
+        if count % tensor:
+            yield (
+                f"the model's {count} {name} are not divisible by tensor_model_parallel_size {tensor}; set "
+                f"tensor_model_parallel_size to a divisor of {count}"
+            )
+            return
+    stages, chunks = learner.pipeline_model_parallel_size, learner.virtual_pipeline_model_parallel_size or 1
+    if shape.layers % (stages * chunks):
+        virtual = f" * virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
+        yield (
+            f"the model's {shape.layers} layers are not divisible by pipeline_model_parallel_size {stages}{virtual}; "
+            f"choose sizes whose product divides {shape.layers}"
+        )
+
+
+def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
+    expert_parallel, tensor = learner.expert_model_parallel_size, learner.tensor_model_parallel_size
+    expert_tensor = learner.expert_tensor_parallel_size
+    if shape.experts is None:
+        if expert_parallel > 1 or expert_tensor is not None:
+            yield (
+                "expert_model_parallel_size and expert_tensor_parallel_size need a mixture-of-experts model, but this "
+                "model is dense: unset them"
+            )
+        return
+    if shape.experts % expert_parallel:
+        yield (
+            f"the model's {shape.experts} experts are not divisible by expert_model_parallel_size {expert_parallel}; "
+            f"set expert_model_parallel_size to a divisor of {shape.experts}"
+        )
+    if expert_tensor is not None and tensor % expert_tensor:
+        yield (
+            f"expert_tensor_parallel_size {expert_tensor} does not divide tensor_model_parallel_size {tensor}; set it "
+            f"to 1 or to {tensor}"
+        )
+    elif expert_tensor is not None and expert_tensor < tensor and expert_parallel == 1:
+        # In this case Megatron sums the experts' gradients over too few ranks.
+        yield (
+            f"expert_tensor_parallel_size {expert_tensor} below tensor_model_parallel_size {tensor} needs expert "
+            "parallelism: set expert_model_parallel_size above 1, or unset expert_tensor_parallel_size"
+        )
+    elif shape.feed_forward % (expert_tensor or tensor):
+        yield (
+            f"the experts' width {shape.feed_forward} is not divisible by expert_tensor_parallel_size "
+            f"{expert_tensor or tensor}; set expert_tensor_parallel_size to 1"
+        )
+    if tensor > 1 and not learner.sequence_parallel:
+        yield "a mixture-of-experts model with tensor_model_parallel_size above 1 needs sequence_parallel: set it"
+
+
+CHECKS = (layout_problems,)

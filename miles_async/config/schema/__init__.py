@@ -1,0 +1,58 @@
+"""Every setting of a run, grouped into sections. The name of a field is also its flag and its YAML key.
+
+`--rollout-batch-size 32`, `rollout_batch_size: 32` under `rollout:` in YAML and `rollout.rollout_batch_size=32` on the
+command line all set the same value. Field names are unique across sections, so flags need no section prefix; the skip
+sections, whose fields share names, define a `flag_prefix`. Sections are immutable: the `config.yaml` in the run folder
+describes exactly the run that wrote it. The docstring under a field is the help text of its flag.
+"""
+
+from __future__ import annotations
+
+from miles_async.config.schema.algorithm import Algorithm
+from miles_async.config.schema.data import Data
+from miles_async.config.schema.learner import Learner
+from miles_async.config.schema.model import Model, TinyModel, WarmStart
+from miles_async.config.schema.observability import Debug, Observability
+from miles_async.config.schema.rollout import EvalDataset, Rollout
+from miles_async.config.schema.section import Section
+from miles_async.config.schema.serving import Cluster, Engine, Weights
+from miles_async.config.schema.skip import Skip, SkipAsyncRollout, SkipRole, SkipRollout
+
+__all__ = [
+    "Algorithm",
+    "Cluster",
+    "Data",
+    "Debug",
+    "Engine",
+    "EvalDataset",
+    "Learner",
+    "Model",
+    "Observability",
+    "Rollout",
+    "RunConfig",
+    "Section",
+    "Skip",
+    "SkipAsyncRollout",
+    "SkipRole",
+    "SkipRollout",
+    "TinyModel",
+    "WarmStart",
+    "Weights",
+]
+
+
+class RunConfig(Section):
+    """The complete configuration of a run."""
+
+    model: Model = Model()
+    warm_start: WarmStart = WarmStart()
+    data: Data = Data()
+    rollout: Rollout = Rollout()
+    algorithm: Algorithm = Algorithm()
+    learner: Learner = Learner()
+    weights: Weights = Weights()
+    engine: Engine = Engine()
+    cluster: Cluster = Cluster()
+    skip: Skip = Skip()
+    observability: Observability = Observability()
+    debug: Debug = Debug()

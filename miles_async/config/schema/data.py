@@ -1,0 +1,51 @@
+"""The prompts to train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from miles_async.config.schema.section import Section
+
+
+class Data(Section):
+    """Where prompts and labels come from: a file, a reasoning-gym task, or the rollout function."""
+
+    prompt_data: str | None = None
+    """JSONL or Parquet file of prompts. `path@[a:b]` uses rows a up to, but not including, b. If unset, set
+    reasoning_gym_task or disable_rollout_global_dataset instead."""
+    input_key: str = "prompt"
+    """Key of the prompt in a row of prompt_data. The value is a string or a list of chat messages."""
+    label_key: str | None = "label"
+    """Key of the expected answer in a row of prompt_data. null if rows have no label."""
+    metadata_key: str = "metadata"
+    """Key of an object in a row of prompt_data that is copied to sample.metadata."""
+    tool_key: str = "tools"
+    """Key of the list of tool descriptions in a row of prompt_data. The chat template and tool functions receive it."""
+    apply_chat_template: bool = False
+    """Render each prompt with the tokenizer's chat template. hf_checkpoint must be set. If off, prompts are used
+    verbatim."""
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    """Further arguments of the chat template, such as {enable_thinking: true}."""
+    disable_rollout_global_dataset: bool = False
+    """Run without a data set: the rollout function receives empty samples and supplies the prompts itself."""
+    buffer_filter_path: str | None = None
+    """Function that chooses which returned groups are generated next, as module.function with the signature fn(args,
+    rollout_id, buffer, num_samples) -> groups. If unset, returned groups are reused first in, first out."""
+    reasoning_gym_task: str | None = None
+    """Name of the reasoning-gym task that generates the problems, such as chain_sum."""
+    reasoning_gym_settings: dict[str, Any] = {}
+    """Settings of the reasoning-gym task, passed on unchanged, such as {min_terms: 2, max_terms: 2}."""
+    reasoning_gym_size: int = Field(20_000, ge=1)
+    """Number of generated reasoning-gym problems per epoch."""
+    prompt_template: str = "{question}"
+    """Template of the prompt for reasoning-gym problems. `{question}` is replaced by the whole question, `{expression}`
+    by the text after the question's last colon."""
+    eval_size: int = Field(512, ge=0)
+    """Number of problems that are held out from training and used to measure greedy accuracy. 0 disables this
+    evaluation."""
+    rollout_shuffle: bool = True
+    """Reshuffle the prompts at the start of every epoch. If off, prompts keep the order of the data set."""
+    rollout_seed: int = 42
+    """Seed of the prompt order, of the reasoning-gym problems and of the engines' sampling."""

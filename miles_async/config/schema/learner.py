@@ -1,0 +1,159 @@
+"""Optimization, batching, parallelism, checkpoints and processes of the learner."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles_async.config.schema.section import Section
+
+
+class Learner(Section):
+    """The learner: optimizer, batching, parallelism, checkpoints and processes. It runs Megatron-core."""
+
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """Loss to minimize: policy_loss is the policy-gradient loss, sft_loss the negative log-likelihood of supervised
+    examples."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples per optimizer step. If unset, it is rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
+    num_steps_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps per training batch."""
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate of the policy."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """Shape of the learning rate after the warm-up. constant keeps lr; linear and cosine fall to min_lr at
+    lr_decay_steps; inverse-square-root falls until the end of the run; WSD (warm-up, stable, decay; MiniCPM, arXiv
+    2404.06395) keeps lr and falls over the last lr_wsd_decay_steps."""
+    lr_decay_steps: int | None = Field(None, ge=1)
+    """Optimizer step, counted from the start of the run, at which the learning rate reaches min_lr. If unset, this is
+    the end of the run."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    lr_wsd_decay_steps: int | None = Field(None, ge=1)
+    """Optimizer steps over which the learning rate falls with lr_decay_style WSD. If unset, a tenth of
+    lr_decay_steps."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of the decay at the end of lr_decay_style WSD."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay (AdamW)."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay rate of Adam's first moment."""
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    """Decay rate of Adam's second moment."""
+    clip_grad: float = Field(1.0, gt=0)
+    """Maximum gradient norm; larger gradients are scaled down to it."""
+    max_tokens_per_gpu: int = Field(8192, ge=1)
+    """Maximum number of tokens per GPU in a packed micro-batch. Lower it if the learner runs out of memory; it must
+    leave room for the longest sample."""
+    use_dynamic_batch_size: bool = True
+    """Fill micro-batches with as many samples as max_tokens_per_gpu allows. If off, every micro-batch holds
+    micro_batch_size samples of any length."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Samples per micro-batch and rank if use_dynamic_batch_size is off."""
+    balance_data: bool = True
+    """Distribute samples so that all data-parallel ranks get the same amount of computation. If off, samples are
+    assigned to the ranks in turn."""
+    use_dynamic_batching_in_train: bool = False
+    """Train on samples that are sorted by length and padded to equal length within a micro-batch (ROLL's dynamic
+    batching), instead of packing samples end to end."""
+    max_tokens_per_microbatch_in_train: int | None = Field(None, ge=1)
+    """Maximum size of a training micro-batch under dynamic batching: number of rows times padded row length, in tokens.
+    If unset, it is max_tokens_per_gpu * context_parallel_size."""
+    sequence_length_round_in_train: int = Field(64, ge=1)
+    """Row lengths are rounded up to this multiple in training micro-batches under dynamic batching. It must be
+    divisible by tensor_model_parallel_size * context_parallel_size."""
+    use_dynamic_batching_in_infer: bool = False
+    """Use dynamic batching (samples sorted by length and padded within a micro-batch) for forward-only passes, such as
+    the computation of log-probabilities."""
+    max_tokens_per_microbatch_in_infer: int | None = Field(None, ge=1)
+    """Maximum size of a forward-only micro-batch under dynamic batching: number of rows times padded row length, in
+    tokens. If unset, it is max_tokens_per_gpu * context_parallel_size."""
+    sequence_length_round_in_infer: int = Field(64, ge=1)
+    """Row lengths are rounded up to this multiple in forward-only micro-batches under dynamic batching. It must be
+    divisible by tensor_model_parallel_size * context_parallel_size."""
+    ref_use_dynamic_batching_in_infer: bool | None = None
+    """Override use_dynamic_batching_in_infer for the reference model. If unset, the reference model uses the same
+    setting."""
+    ref_max_tokens_per_microbatch_in_infer: int | None = Field(None, ge=1)
+    """Override max_tokens_per_microbatch_in_infer for the reference model, in tokens. If unset, the reference model
+    uses the same setting."""
+    ref_sequence_length_round_in_infer: int | None = Field(None, ge=1)
+    """Override sequence_length_round_in_infer for the reference model, in tokens. If unset, the reference model uses
+    the same setting."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the learner. With bf16, weights and activations are bfloat16, while the optimizer's master weights,
+    the gradients and the loss stay float32; weights are published and exported as bfloat16."""
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Number of ranks that each layer is split across (tensor parallelism)."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Number of stages that the layers are divided into (pipeline parallelism). Each stage has its own ranks."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
+    """Number of layer chunks per pipeline rank (interleaved schedule), which shortens the time that pipeline ranks
+    idle. If unset, each pipeline rank holds one chunk."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Number of ranks that each sequence is split across (context parallelism). A micro-batch then holds up to
+    context_parallel_size * max_tokens_per_gpu tokens."""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Number of ranks that the experts of a mixture-of-experts layer are distributed over (expert parallelism)."""
+    expert_tensor_parallel_size: int | None = Field(None, ge=1)
+    """Number of ranks that each expert is split across. If unset, it is tensor_model_parallel_size."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass to save memory: full recomputes whole layers, selective only the
+    attention. If unset, all activations are kept."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers recompute_granularity full recomputes: uniform recomputes all layers in groups of
+    recompute_num_layers, block only the first recompute_num_layers layers of each pipeline stage."""
+    recompute_num_layers: int | None = Field(None, ge=1)
+    """Number of layers per group with recompute_method uniform, or number of recomputed layers per pipeline stage with
+    recompute_method block."""
+    sequence_parallel: bool = False
+    """Split the activations outside of attention and feed-forward layers along the sequence across the tensor-parallel
+    ranks, which saves memory. tensor_model_parallel_size must be above 1."""
+    use_distributed_optimizer: bool | None = None
+    """Shard the optimizer state over the data-parallel ranks instead of replicating it. If unset, the state is sharded
+    on GPUs and replicated on CPU machines."""
+    max_nonfinite_batches: int = Field(3, ge=1)
+    """Number of consecutive batches with a non-finite loss or gradient after which the run stops. The weights are not
+    updated by such batches."""
+    save: str | None = None
+    """Folder for checkpoints, from which load resumes. A checkpoint is written at the end of the run and every
+    save_interval rollouts. If unset, no checkpoints are written."""
+    save_interval: int | None = Field(None, ge=1)
+    """Number of rollouts between two checkpoints (save) and exports (save_hf). If unset, only the final ones are
+    written."""
+    async_save: bool = True
+    """Write checkpoints in the background while training continues. If off, training waits until a checkpoint is on
+    disk."""
+    save_hf: str | None = None
+    """Folder for exports of the model in Hugging Face format, written whenever a checkpoint is due. `{rollout_id}` in
+    the name is replaced by the number of the rollout. If unset, nothing is exported."""
+    save_keep: int = Field(2, ge=1)
+    """Number of checkpoints to keep in save; older checkpoints are deleted."""
+    load: str | None = None
+    """The save folder of an earlier run. The run resumes from the newest checkpoint in it. If unset, the run starts
+    from the beginning."""
+    actor_num_nodes: int = Field(1, ge=1)
+    """Number of nodes of the learner."""
+    actor_num_gpus_per_node: int = Field(1, ge=1)
+    """Learner ranks per node: one per GPU, or one per process on a CPU machine."""
+    train_env_vars: dict[str, str] = {}
+    """Environment variables of the learner's processes, which run the policy, the reference model and the critic."""
+    ref_env_vars: dict[str, str] = {}
+    """Environment variables that are set only while the reference model is built or run, in addition to
+    train_env_vars."""
+    critic_env_vars: dict[str, str] = {}
+    """Environment variables that are set only while the critic is built or run, in addition to train_env_vars."""
+    deterministic_mode: bool = False
+    """Use only deterministic algorithms, so that equal inputs give bitwise equal results. Deterministic algorithms may
+    be slower."""
+    learner_cpus: list[int] | None = None
+    """CPU cores that the learner's ranks are pinned to; the ranks divide the cores among themselves. If unset, ranks
+    are not pinned."""
+    learner_threads: int | None = Field(None, ge=1)
+    """PyTorch threads per learner rank. If unset, one thread per CPU core that the rank may use."""
+    seed: int = 1234
+    """Seed of the learner: initial weights of the tiny model, examples of the warm start, and PyTorch's random
+    numbers."""

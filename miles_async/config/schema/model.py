@@ -1,0 +1,60 @@
+"""The model that is trained, and the supervised warm start before RL."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from miles_async.config.schema.section import Section
+
+
+class TinyModel(Section):
+    """A small Qwen3 with a byte-level tokenizer, created locally in Hugging Face format."""
+
+    num_layers: int = Field(4, ge=1)
+    """Number of transformer layers of the tiny model."""
+    hidden_size: int = Field(128, ge=16)
+    """Hidden size of the tiny model. It must be divisible by num_attention_heads."""
+    ffn_hidden_size: int = Field(384, ge=16)
+    """Width of the feed-forward layers of the tiny model."""
+    num_attention_heads: int = Field(4, ge=1)
+    """Number of attention heads of the tiny model."""
+    num_query_groups: int = Field(2, ge=1)
+    """Number of key/value heads of the tiny model (grouped-query attention). It must divide num_attention_heads."""
+    max_position_embeddings: int = Field(512, ge=16)
+    """Maximum sequence length of the tiny model in tokens, prompt and response together."""
+    init_std: float = Field(0.05, gt=0)
+    """Standard deviation of the tiny model's initial weights. The default is larger than the usual 0.02 because a model
+    this narrow learns faster from it."""
+
+
+class Model(Section):
+    """The model to train: a Hugging Face checkpoint, or a tiny model that is created locally."""
+
+    hf_checkpoint: str | None = None
+    """Folder of the Hugging Face checkpoint to train. If unset, a tiny model is created locally."""
+    tiny_model: TinyModel = TinyModel()
+    """Shape of the tiny model that is created if hf_checkpoint is unset."""
+
+
+class WarmStart(Section):
+    """Supervised training before RL, so that a model without the task's basics earns some rewards from the start."""
+
+    warm_start_max_steps: int = Field(0, ge=0)
+    """Maximum number of supervised optimizer steps before RL. The run stops with an error if the model does not reach
+    warm_start_accuracy within them. 0 starts RL from the checkpoint without a warm start."""
+    warm_start_accuracy: tuple[float, float] = (0.15, 0.35)
+    """Target range [low, high] of the greedy accuracy, between 0 and 1. The warm start ends at the first check inside
+    the range; an accuracy above the range stops the run with an error."""
+    warm_start_lr: float = Field(2e-3, gt=0)
+    """Learning rate of the warm start."""
+    warm_start_batch_size: int = Field(128, ge=1)
+    """Problems per optimizer step of the warm start."""
+    warm_start_check_every: int = Field(20, ge=1)
+    """Optimizer steps between two accuracy checks of the warm start. Close to the target range the interval is
+    halved."""
+    warm_start_template: str = "{prompt}"
+    """Template that turns each prompt into the input of the warm start; `{prompt}` is replaced by the prompt. Set it if
+    RL wraps the prompt in more text, such as the chat markup of an agent."""
+    cache_dir: str = "~/.cache/miles_async"
+    """Folder of cached files: tiny and warm-started models, each under a hash of everything that determines it, and
+    memory-mapped copies of Parquet files."""

@@ -1,0 +1,77 @@
+"""What a run reports and where, and settings for debugging."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles_async.config.schema.section import Section
+
+
+class Observability(Section):
+    """Run folder, metrics, logs, trackers and stall detection."""
+
+    project_name: str = Field("miles_async", pattern=r"^[\w.-]+$")
+    """Name of the project. It is part of the path of skip recordings and the default of wandb_project."""
+    experiment_name: str = Field("default", pattern=r"^[\w.-]+$")
+    """Name of the experiment. It is part of the path of skip recordings and the default of wandb_group."""
+    run_dir: str = "runs"
+    """Folder that receives one subfolder per run. `latest` in it points to the newest run."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Loopback port of the live page and of /metrics. 0 picks a free port and prints it."""
+    sample_interval_seconds: float | None = Field(5.0, gt=0)
+    """Seconds between two generated samples that the live page and the report show. null shows none."""
+    trace: bool = False
+    """Write trace.json to the run folder, a timeline of groups, requests, steps and publishes for ui.perfetto.dev."""
+    trace_max_bytes: int = Field(64 * 2**20, ge=2**16)
+    """Maximum size of trace.json in bytes. Near the limit, groups and requests are left out first."""
+    log_format: Literal["console", "json"] = "console"
+    """Format of the log: console for reading, json for machine processing."""
+    progress_bar: bool = True
+    """Show a progress bar on stderr."""
+    use_tensorboard: bool = False
+    """Write metrics to the run folder for TensorBoard."""
+    use_wandb: bool = False
+    """Send metrics to Weights & Biases."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """online sends metrics to Weights & Biases during the run; offline stores them in the run folder for a later `wandb
+    sync`."""
+    wandb_project: str | None = None
+    """Project in Weights & Biases. If unset, project_name is used."""
+    wandb_group: str | None = None
+    """Group in Weights & Biases. If unset, experiment_name is used."""
+    wandb_always_use_train_step: bool = False
+    """Plot rollout and evaluation metrics over optimizer steps instead of rollouts, in TensorBoard and Weights &
+    Biases."""
+    no_progress_warn_seconds: float = Field(30.0, gt=0)
+    """Seconds without progress after which a warning is logged, and the interval at which it is repeated. Progress is a
+    collected group, a training step, a publish, a checkpoint or an evaluation."""
+    no_progress_abort_seconds: float = Field(600.0, gt=0)
+    """Seconds without progress (see no_progress_warn_seconds) after which the run is stopped with an error."""
+
+
+class Debug(Section):
+    """Saved batches, partial runs and profiles."""
+
+    save_debug_rollout_data: str | None = None
+    """File that each training batch is saved to, such as `debug/{rollout_id}.safetensors`. `make inspect` shows its
+    content. If unset, no batches are saved."""
+    load_debug_rollout_data: str | None = None
+    """Files of saved batches to train on instead of generating, such as `debug/{rollout_id}.safetensors`. No engine is
+    started."""
+    debug_rollout_only: bool = False
+    """Only generate: start no learner and keep the initial weights."""
+    debug_train_only: bool = False
+    """Only train, on the batches of load_debug_rollout_data: start no engine and no router."""
+    use_pytorch_profiler: bool = False
+    """Profile the learner's steps and write one trace per rollout and rank, for Perfetto or chrome://tracing."""
+    profile_step_start: int = Field(1, ge=0)
+    """First rollout that use_pytorch_profiler profiles, counted from 0."""
+    profile_step_end: int = Field(2, ge=1)
+    """First rollout after profile_step_start that is not profiled any more, counted from 0."""
+    profile_dir: str = "profiles"
+    """Folder that use_pytorch_profiler writes traces to."""
+    dump_details: str | None = None
+    """Folder that receives all training batches and the tokenizer, for a later analysis of the run. If unset, nothing
+    is written."""

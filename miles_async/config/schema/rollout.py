@@ -1,0 +1,158 @@
+"""How batches are generated, scored, filtered and evaluated."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles_async.config.schema.section import Section
+
+
+class EvalDataset(Section):
+    """One entry of `eval_datasets`: a JSONL or Parquet file and the sampling parameters it is evaluated with."""
+
+    path: str
+    """JSONL or Parquet file of the problems."""
+    input_key: str = "prompt"
+    """Key of the prompt in a row."""
+    label_key: str = "label"
+    """Key of the expected answer in a row."""
+    size: int | None = Field(None, ge=1)
+    """Number of rows to use, from the first row on. If unset, all rows are used."""
+    n_samples: int = Field(1, ge=1)
+    """Samples per prompt."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature. 0 is greedy decoding."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this value. 1 disables
+    it."""
+    top_k: int = -1
+    """Sample from the k most likely tokens. -1 disables top-k sampling."""
+    max_response_len: int | None = Field(None, ge=1)
+    """Maximum response length in tokens. If unset, rollout_max_response_len applies."""
+
+
+class Rollout(Section):
+    """Generation of training batches: sizes, window, staleness, sampling, rewards, filters and evaluation."""
+
+    rollout_function_path: str = "miles_async.rollout.sglang_rollout.generate_rollout"
+    """Function that returns one batch of groups per call, as module.function. Choose
+    fully_async_rollout.generate_rollout_fully_async for continuous generation, or name your own function."""
+    num_rollout: int = Field(100, ge=1)
+    """Number of batches to train on; the run ends after them."""
+    rollout_batch_size: int = Field(32, ge=1)
+    """Groups (prompts) per training batch. If over_sampling_batch_size is unset, this is also the number of groups in
+    flight."""
+    n_samples_per_prompt: int = Field(8, ge=1)
+    """Samples (responses) per prompt, which together form a group."""
+    over_sampling_batch_size: int | None = Field(None, ge=1)
+    """N, the maximum number of groups in flight. Functions that return batches generate up to N groups and keep the
+    first rollout_batch_size of them. If unset, N is rollout_batch_size."""
+    windowed_fifo_ratio: float | None = Field(None, ge=0, le=1)
+    """Size of the collection window as a fraction of N: W = max(1, floor(ratio * N)) (windowed FIFO, MiniMax Forge,
+    arXiv 2605.26494, section 6.2.4). Only the W oldest groups may be collected, so long responses are not crowded out
+    by short ones. 0 is strict FIFO, 1 is greedy. If unset, collection is greedy."""
+    max_weight_staleness: int | None = Field(None, ge=0)
+    """Maximum age of a group when its training step begins, in weight versions, counted from the version that sampled
+    the group's oldest token. Older groups are recycled. If unset, only queue_capacity limits the age."""
+    queue_capacity: int = Field(1000, ge=1)
+    """Maximum number of groups in flight and queued for training. When this number is reached, no new groups are
+    started; no group is dropped."""
+    head_deadline_seconds: float | None = Field(None, gt=0)
+    """Seconds for which the oldest group may hold up the collection window before head_deadline_action applies. If
+    unset, there is no deadline."""
+    head_deadline_action: Literal["wait", "recycle", "salvage"] = "recycle"
+    """What happens to the group that exceeds head_deadline_seconds: wait keeps waiting for it, recycle generates the
+    group from scratch, salvage starts another attempt that continues the tokens generated so far."""
+    max_attempts: int = Field(3, ge=1)
+    """Maximum number of attempts to generate a group. A prompt whose last attempt fails is written to
+    dead_letters.jsonl in the run folder."""
+    rollout_max_prompt_len: int | None = Field(None, ge=1)
+    """Maximum prompt length in tokens. Longer prompts are skipped and counted. If unset, prompts of any length are
+    used."""
+    rollout_max_response_len: int = Field(1024, ge=1)
+    """Maximum response length in tokens."""
+    rollout_temperature: float = Field(1.0, ge=0)
+    """Sampling temperature of training samples. 0 is greedy decoding."""
+    rollout_top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this value. 1 disables it.
+    Below 1, the trainer's log-probabilities no longer match the sampled distribution."""
+    rollout_top_k: int = -1
+    """Sample from the k most likely tokens. -1 disables top-k sampling. With any other value, the trainer's
+    log-probabilities no longer match the sampled distribution."""
+    rollout_stop: list[str] = []
+    """Strings that end a response."""
+    rollout_stop_token_ids: list[int] = []
+    """Token ids that end a response, in addition to the tokenizer's end-of-sequence token."""
+    rollout_skip_special_tokens: bool = True
+    """Remove special tokens from the response text. The tokens that are trained on are not affected."""
+    rm_type: str | None = None
+    """Built-in reward: reasoning_gym, exact, math, dapo, deepscaler, f1, gpqa, ifeval or remote_rm. With the prefix
+    `boxed_`, such as boxed_exact, only the content of the last \\boxed{} of the response is scored. If unset,
+    custom_rm_path defines the reward."""
+    custom_rm_path: str | None = None
+    """User-defined reward, as module.function with the signature fn(args, sample) -> number, plain or async. With
+    group_rm the function receives a list of samples and returns a list of numbers."""
+    custom_rm_isolated: bool = False
+    """Run custom_rm_path in separate processes, which are killed after reward_timeout_seconds. Use this for slow or
+    untrusted code."""
+    group_rm: bool = False
+    """Call custom_rm_path once per group: fn(args, samples) -> one number per sample. If off, the function is called
+    once per sample."""
+    reward_key: str | None = None
+    """Key of the number to train on if the reward is a dictionary."""
+    rm_url: str | None = None
+    """URL to which rm_type remote_rm posts the prompt, response and label of each sample as JSON."""
+    remote_rm_concurrency: int = Field(64, ge=1)
+    """Maximum number of simultaneous requests to rm_url."""
+    remote_rm_retries: int = Field(3, ge=0)
+    """Number of times a request to rm_url is repeated after a lost connection, a timeout or a 5xx response. A 4xx
+    response is not retried."""
+    reward_processes: int = Field(1, ge=1)
+    """Number of processes for rewards that may hang: rm_type math, dapo and deepscaler, and custom_rm_path with
+    custom_rm_isolated."""
+    reward_timeout_seconds: float = Field(60.0, gt=0)
+    """Time limit in seconds for scoring a group, or for one call if the reward runs in a separate process or on a
+    server. A group that exceeds the limit fails and is retried."""
+    dynamic_sampling_filter_path: str | None = None
+    """Function that decides whether a finished group is kept, as module.function with the signature fn(args, group) ->
+    bool or Verdict. If unset, every finished group is kept."""
+    over_sampling_filter_path: str | None = None
+    """Function that ranks the over_sampling_batch_size groups of a batch, best first, as module.function with the
+    signature fn(args, groups) -> groups. The first rollout_batch_size groups are trained, the others are dropped. It
+    has no effect in fully asynchronous runs. If unset, the groups that finish first are trained."""
+    rollout_sample_filter_path: str | None = None
+    """Function that inspects a batch before training, as module.function with the signature fn(args, groups). It sets
+    sample.remove_sample to exclude a sample from the loss. If unset, all samples are trained."""
+    skip_rollout: bool = False
+    """Deprecated: replay recorded generation at every step. Set skip.rollout.enable or skip.async_rollout.enable and
+    the steps to replay instead; this flag has no effect if one of them is set."""
+    partial_rollout: bool = False
+    """Continue groups that were aborted at the end of a batch from the tokens generated so far. If off, such groups are
+    generated from scratch. This applies to rollout functions that return batches."""
+    eval_interval: int | None = Field(None, ge=1)
+    """Number of rollouts between two evaluations. Asynchronous runs keep training during an evaluation. If unset, the
+    model is evaluated only before and after the run."""
+    eval_datasets: dict[str, EvalDataset] = {}
+    """Additional data sets for evaluation, by name. Each has its own path, size and sampling parameters."""
+    eval_function_path: str | None = None
+    """User-defined evaluation, as module.function with the signature fn(args, rollout_id, data_source, evaluation=True)
+    -> scores by name. If unset, the held-out problems and eval_datasets are evaluated."""
+    custom_generate_function_path: str | None = None
+    """User-defined generation of one sample, as module.function with the signature async fn(args, sample,
+    sampling_params) -> sample. Use this for multi-turn generation and agents. If unset, each group is one request to an
+    engine."""
+    agent_port: int = Field(0, ge=0, le=65535)
+    """Loopback port of the OpenAI-compatible endpoint for agents and external generators. 0 picks a free port."""
+    generate_timeout_seconds: float = Field(1800.0, gt=0)
+    """Time limit in seconds for one call of custom_generate_function_path. If a sample exceeds the limit, its group is
+    retried."""
+    tool_max_turns: int = Field(4, ge=1)
+    """Maximum number of tool calls per sample in miles_async.rollout.tool_use.generate."""
+    tool_search_corpus: str | None = None
+    """JSONL file of documents, each with a text field, for the search tool of miles_async.rollout.tool_use.generate. If
+    unset, the search tool answers with an error."""
+    shuffle_rewards: bool = False
+    """Control experiment: randomly permute the rewards among the samples of a batch. A model that still improves
+    reveals a fault in the experiment."""

@@ -1,0 +1,84 @@
+"""Weight transfer, engines and the Ray cluster."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from miles_async.config.schema.section import Section
+
+
+class Weights(Section):
+    """How the learner's weights reach the engines."""
+
+    weight_transfer: Literal["auto", "memory", "p2p", "broadcast", "disk", "disk_delta"] = "auto"
+    """How weights reach the engines: memory copies them directly into an engine on the same machine, p2p uses one-sided
+    Mooncake writes, broadcast a torch.distributed collective, disk a shared folder, disk_delta a shared folder with
+    only the changed weights. auto measures memory, p2p and broadcast at start-up and uses the fastest one that works,
+    or disk if none does; it chooses memory only if that saves about 10 ms."""
+    update_weight_buffer_size: int = Field(512 << 20, ge=1)
+    """Amount of weights sent at a time, in bytes. With weight_transfer broadcast, an engine needs this much memory
+    beside its own weights."""
+    check_weight_update_equal: bool = False
+    """Compare all bytes of an engine's weights after each write. If off, only samples of each tensor are compared. Use
+    this to debug weight transfers."""
+    update_weight_timeout_seconds: float = Field(30.0, gt=0)
+    """Time limit in seconds for writing the weights to an engine. A write that exceeds the limit counts as incomplete;
+    the engine is taken out of service and restarted."""
+    update_weights_interval: int = Field(1, ge=1)
+    """Number of training batches between two publishes of the weights to the engines."""
+    pause_generation_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to running requests while weights are written: retract recomputes their keys and values under the
+    new weights and continues, in_place continues with the keys and values of the old weights, abort ends the
+    requests."""
+
+
+class Engine(Section):
+    """The SGLang engines and the router in front of them."""
+
+    rollout_num_gpus: int = Field(1, ge=1)
+    """Number of GPUs for all engines together; on a CPU machine, number of engine ranks."""
+    rollout_num_gpus_per_engine: int = Field(1, ge=1)
+    """Number of GPUs per engine (tensor parallelism). It must divide rollout_num_gpus."""
+    sglang_server_concurrency: int = Field(512, ge=1)
+    """Maximum number of samples that an engine generates at the same time."""
+    adaptive_concurrency: bool = False
+    """Lower the number of groups in flight while an engine reports a nearly full KV cache or a long queue of requests,
+    and raise the number again later."""
+    sglang_server_args: dict[str, Any] = {}
+    """Any other argument of the SGLang server, under SGLang's own name. The flag `--sglang-mem-fraction-static 0.8`
+    sets a single argument."""
+    engine_env_vars: dict[str, str] = {}
+    """Environment variables of the engine processes. They override the variables that the run sets itself."""
+    sglang_router_policy: Literal[
+        "cache_aware", "round_robin", "power_of_two", "random", "consistent_hashing", "prefix_hash"
+    ] = "cache_aware"
+    """How the router chooses an engine for a request. consistent_hashing and prefix_hash ignore the load and may send
+    most requests to one engine."""
+    sglang_router_ip: str | None = None
+    """IP address of an existing sglang-router that can reach the engines. If unset, the run starts its own router."""
+    sglang_router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the existing sglang-router at sglang_router_ip. If unset, the run starts its own router."""
+    sglang_router_request_timeout_secs: float = Field(600.0, gt=0)
+    """Time limit in seconds for one request to an engine. If a request exceeds the limit, its group is retried."""
+    engine_cpus: list[int] | None = None
+    """CPU cores that the engines are pinned to. If unset, engines are not pinned."""
+    engine_start_timeout_seconds: float = Field(300.0, gt=0)
+    """Seconds that an engine may take to start. If an engine is not healthy by then, the run stops and shows the end of
+    the engine's log."""
+    engine_health_interval_seconds: float = Field(1.0, gt=0)
+    """Seconds between two health checks of the router and of each engine in service."""
+    engine_health_timeout_seconds: float = Field(30.0, ge=2)  # SGLang itself checks once a second
+    """Seconds without a generated token after which an engine that has work is considered hung and restarted."""
+
+
+class Cluster(Section):
+    """The Ray cluster, and whether learner and engines share devices."""
+
+    ray_address: str | None = None
+    """Address of an existing Ray cluster, such as 10.0.0.1:6379. If unset, a cluster is started on this machine and
+    shut down with the run."""
+    colocate: bool = False
+    """Run the engines on the learner's devices (train.py only). Learner and engines take turns: each releases its
+    device memory while the other one works."""

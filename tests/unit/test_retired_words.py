@@ -1,0 +1,48 @@
+"""Words that were replaced by standard terms do not come back (`retired_words.txt`)."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIST = Path(__file__).with_name("retired_words.txt")
+ENTRIES = [line.split(" ", 1) for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
+FOLDERS = ("miles_async", "workers", "tests", "benchmarks", "dashboards", "docs", "configs", "examples", "requirements")
+SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".js", ".html", ".css"}
+EXEMPT = {"CHANGELOG.md", "test_retired_words.py"}
+
+
+def files() -> list[Path]:
+    """Every text file of the project, without generated ones and the changelog, which names what was renamed."""
+    inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    found = [*ROOT.glob("*.*"), ROOT / "Makefile", *inside]
+    return [path for path in found if path.is_file() and (path.suffix in SUFFIXES or path.name == "Makefile")]
+
+
+TEXTS = {path.relative_to(ROOT): path.read_text() for path in files() if path.name not in EXEMPT}
+
+
+def identifiers(text: str) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.string.lstrip("_") for token in tokens if token.type == tokenize.NAME}
+
+
+@pytest.mark.parametrize("phrase", [phrase for kind, phrase in ENTRIES if kind == "text"])
+def test_a_retired_phrase_is_nowhere(phrase: str) -> None:
+    pattern = re.compile(rf"(?<!\w){re.escape(phrase)}(?!\w)", re.IGNORECASE)
+    assert [str(path) for path, text in TEXTS.items() if pattern.search(" ".join(text.split()))] == []
+
+
+def test_a_retired_name_is_no_identifier() -> None:
+    retired = {name for kind, name in ENTRIES if kind == "name"}
+    found = {str(path): identifiers(text) & retired for path, text in TEXTS.items() if path.suffix == ".py"}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_every_entry_of_the_list_has_a_known_kind() -> None:
+    assert {kind for kind, _ in ENTRIES} == {"text", "name"}
