@@ -20,7 +20,7 @@ SILENT_AFTER_SECONDS = 2.0
 """Shorter silences are not reported."""
 
 Probe = Callable[[], Awaitable[Any]]
-"""Returns the `host:port` of the metrics of the process, None if it has no metrics, or False if its server does not answer."""
+"""Returns the `host:port` of the metrics of a process, None if it has none, or False if its server does not answer."""
 
 
 @dataclass(slots=True)
