@@ -15,8 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.factory import open_data
+from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
@@ -85,7 +84,9 @@ def preflight(config: RunConfig, entry: str) -> SftExamples:
     template = config.warm_start.warm_start_template
     problems = data.warm_start_problems()
     pairs = ((template.replace("{prompt}", str(sample.prompt)), str(sample.label)) for sample in problems)
-    return SftExamples(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_EXAMPLES)))
+    # Both lists come from one iterator, so no problem is used for training and for the check.
+    check = list(islice(pairs, WARM_START_CHECKS))
+    return SftExamples(check=check, problems=list(islice(pairs, WARM_START_EXAMPLES)))
 
 
 def check_weights(folder: Path) -> None:

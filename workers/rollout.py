@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.datasets.buffer import Report
-from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.factory import open_data
+from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.ray.weights import RaySources
