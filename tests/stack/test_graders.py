@@ -58,12 +58,12 @@ def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sam
             await graders.close()
 
     sentence, reward = asyncio.run(play())
-    assert sentence == "took longer than 1 s (reward_timeout_seconds); its process was ended"
+    assert sentence == "took longer than 1 s (reward_timeout_seconds); its process was killed"
     assert reward == 1.0
 
 
 def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.die ended its process with code 3"):
+    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.die ended its process with exit code 3"):
         scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
 
 
