@@ -43,8 +43,7 @@ class RolloutSkip(BaseSkip):
 
         Raises UserError if the recording was made under other settings and `skip.mismatch` is `refuse`.
         """
-        # A damaged recording is set aside while it is loaded, so the next iteration chooses another one, if there is
-        # one.
+        # Loading a damaged recording sets it aside, so the next iteration chooses another one or ends the loop.
         while (recorded := self._recorded_step(step)) is not None:
             try:
                 loaded = self.store.load(recorded)
