@@ -47,6 +47,7 @@ class Buffer:
         """
         if not self._groups or not num_samples:
             return []
+        # A filter may remove groups from the list in place, so the contents are remembered before it runs.
         before = {_key(group): group for group in self._groups}
         try:
             picked = [_key(group) for group in self._choose(self._args, None, self._groups, num_samples)]
@@ -68,6 +69,7 @@ class Buffer:
                 self._report(
                     "buffer_filter_removed", f"buffer_filter_path removed group {group.feed_index} without returning it"
                 )
+        # Groups beyond `num_samples` stay in the buffer, even if the filter removed them from the list.
         surplus = chosen[num_samples:]
         kept = left.difference(chosen).union(surplus)
         self._groups = [group for key, group in before.items() if key in kept]

@@ -109,7 +109,7 @@ class JsonlRows:
                 offset += len(block)
             starts = np.concatenate(starts_by_block)
             lengths = np.diff(starts, append=np.uint64(offset))
-            # Checking every line would mean to read the whole file again. Only short lines are checked: a longer line
+            # Checking every line would require a second pass over the file. Only short lines are checked: a longer line
             # that is blank is reported as an invalid row.
             for line in np.flatnonzero(lengths <= 2 * _SHORTEST_ROW):
                 file.seek(int(starts[line]))
