@@ -41,7 +41,7 @@ import uvloop
 
 from benchmarks.records import record
 from benchmarks.rollout_worker import measure, wait_until_healthy
-from miles_async.adapters.system.garbage_collection import spare_the_loop
+from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.events import Event, EventSink
@@ -132,7 +132,7 @@ DESTINATIONS: dict[str, Callable[[], AbstractAsyncContextManager[EventSink]]] = 
 
 async def play(url: str, seconds: float, rounds: int) -> dict[str, list[float]]:
     await wait_until_healthy(url)
-    spare_the_loop()
+    tune_garbage_collection()
     rates: dict[str, list[float]] = {name: [] for name in DESTINATIONS}
     for _ in range(rounds):
         for name, destination in DESTINATIONS.items():

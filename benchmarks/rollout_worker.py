@@ -33,7 +33,7 @@ from benchmarks.records import record
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.system.clock import SystemClock
-from miles_async.adapters.system.garbage_collection import spare_the_loop
+from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
 from miles_async.config.schema import Rollout, RunConfig
@@ -234,7 +234,7 @@ async def wait_until_healthy(url: str) -> None:
 
 async def play(url: str, seconds: float) -> dict[str, Load]:
     await wait_until_healthy(url)
-    spare_the_loop()
+    tune_garbage_collection()
     capacity = await measure(url, 512, 0.05, 0.0, seconds)
     at_70 = capacity.groups_per_second * LOAD
     wide = await measure(url, 5000, 5000 / GROUP / at_70, 0.5, seconds)

@@ -1,9 +1,9 @@
-"""An agent written against the OpenAI API, trained as it is.
+"""An agent that uses the OpenAI API, trained without changes to the agent.
 
     --custom-generate-function-path examples.openai_agent.generate --custom-rm-path examples.openai_agent.reward
 
-It offers the model a calculator, runs what the model calls, and asks for the bare answer behind the last result.
-Nothing in `solve` knows that it is being trained.
+The agent offers the model a calculator, executes the tool calls of the model, and asks for the final answer. The
+function `solve` is the agent; nothing in it depends on the training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import openai
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.types import Sample
 
-MOST_ROUNDS = 4
+MAX_ROUNDS = 4
+"""Limit for the rounds of tool calls."""
 CALCULATOR: Any = {
     "type": "function",
     "function": {
@@ -28,9 +29,11 @@ CALCULATOR: Any = {
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Let the agent solve the prompt; the session stores the sampled tokens in the sample."""
     async with (
         args.agents.session(sample, sampling_params) as base_url,
-        # Plain HTTP on loopback: loading certificates would take longer than the rest of a short conversation.
+        # The endpoint uses plain HTTP on this machine. Loading certificates would take longer than a short
+        # conversation.
         openai.DefaultAsyncHttpxClient(verify=False, trust_env=False) as http,
         openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=http) as client,
     ):
@@ -39,13 +42,14 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def reward(args: Any, sample: Sample) -> float:
-    """1 where what the agent came back with is the label."""
+    """Return 1 if the answer of the agent equals the label, and 0 otherwise."""
     return float(sample.metadata["answer"].strip() == str(sample.label).strip())
 
 
 async def solve(client: openai.AsyncOpenAI, question: str) -> str:
+    """Return the answer of the model to the question."""
     messages: list[Any] = [{"role": "user", "content": question}]
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         message, more = await _ask(client, messages, tools=[CALCULATOR])
         if not more or not message.tool_calls:
             return message.content or ""
@@ -58,7 +62,7 @@ async def solve(client: openai.AsyncOpenAI, question: str) -> str:
 
 
 async def _ask(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> tuple[Any, bool]:
-    """The model's answer, appended to `messages`, and whether there is room for more."""
+    """Append the answer of the model to `messages`. Return it, and whether the response limit allows another one."""
     answer = await client.chat.completions.create(model="policy", messages=messages, **options)
     [choice] = answer.choices
     messages.append(choice.message.model_dump(exclude_none=True))

@@ -1,8 +1,9 @@
-"""A reward for tool use: did a tool come to the answer?
+"""A reward for tool use: 1 if a tool returned the correct answer.
 
     --custom-rm-path examples.tool_reward.reward
 
-Rows name the value in `metadata["answer"]`; their label is the call that finds it, which a warm start teaches.
+A row holds the correct value in `metadata["answer"]`. The label of a row is the tool call that computes it; the warm
+start trains the model to make this call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,6 @@ RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 
 
 def reward(args: Any, sample: Sample) -> float:
-    """1 where the last result of a tool is the answer."""
+    """Return 1 if the last tool result equals the answer, and 0 otherwise."""
     results = RESULT.findall(sample.response) if sample.metadata["tool_calls"] else []
     return float(bool(results) and results[-1] == sample.metadata["answer"])

@@ -1,11 +1,11 @@
-"""The processes of a run, composed on Ray: learner ranks, engines, router and rollout worker.
+"""Starts, connects and stops the processes of a run, which are Ray actors.
 
-    driver ── Ray ─┬─ LearnerRank, one per rank     warm start, steps, weight writes
-                   ├─ Engine, one each              one SGLang server each
-                   ├─ Router                        sglang-router
-                   └─ RolloutWorker                 pipeline/service.py
+    driver ── Ray ─┬─ LearnerRank     one per rank: warm start, training steps, sending weights
+                   ├─ Engine          one per engine and node: owns one SGLang server
+                   ├─ Router          owns sglang-router
+                   └─ RolloutWorker   runs the pipeline (pipeline/service.py)
 
-Leaving the context ends all of them, in every case.
+`Cluster` is an async context manager: when the block ends, for whatever reason, all processes are ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
-from miles_async.adapters.storage.warm_starts import found
+from miles_async.adapters.storage.warm_starts import find_warm_start
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
@@ -40,41 +40,42 @@ from miles_async.errors import FatalError, MilesError, UserError
 from miles_async.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
-from workers.heartbeats import Question
+from workers.heartbeats import Probe
 from workers.learner import LearnerRank
-from workers.placement import Placement, beside_the_driver, reserve
+from workers.placement import Placement, on_driver_node, reserve
 from workers.preflight import SftExamples, checkpoint_to_resume
 from workers.rollout import RolloutWorker, Surroundings
 from workers.router import Router
 from workers.specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
 
-LEARNER_SHARE, ENGINE_SHARE = 0.4, 0.2
-"""Of a GPU, as Ray counts: both fit on one when they are colocated."""
-GOODBYE_SECONDS = 5.0
-"""How long servers, and then all processes, may take to end by themselves."""
+LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
+"""Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
+SHUTDOWN_SECONDS = 5.0
+"""Time limit for servers to stop, and again for processes to end; then processes are killed."""
 
 log = structlog.get_logger(__name__)
 
 
 class Cluster:
+    """The processes of one run. Use it as `async with Cluster(...) as cluster`, then call `start` and `run`."""
+
     def __init__(self, config: RunConfig, folder: RunFolder, entry: str) -> None:
         self._config = config
         self._folder = folder
         self._entry = entry
-        self._actors: list[ActorHandle[Any]] = []
         self._resume_from = checkpoint_to_resume(config)
         self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
-        """Of each engine, one per node that it spans; the first one's server takes its requests."""
+        """The actors of each engine, one per node. The server of the first actor receives the requests."""
         self._router_actor: ActorHandle[Any] | None = None
         self._daemons: set[psutil.Process] = set()
-        """Ray's own processes, where we started them; all actors and servers descend from them."""
-        self.questions: dict[str, Question] = {}
-        """How to ask each process whether it is there, by its name."""
+        """Processes of Ray that this process started. All actors and servers are their descendants."""
+        self.probes: dict[str, Probe] = {}
+        """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
         self._placements: list[Placement] = []
-        """The run's own, and one for each engine that was added since."""
+        """The placement of the run, and one for each engine that was added later."""
         self._worker: ActorHandle[Any]
         self.surroundings: Surroundings
-        """What `start` found and started."""
+        """The processes that `start` started, for the rollout worker."""
 
     @property
     def logs(self) -> Path:
@@ -86,13 +87,16 @@ class Cluster:
         others = set(psutil.Process().children())
         try:
             ray.init(**ray_arguments(self._config))
-        except Exception as error:  # of a node that does not start, Ray says no more than that
+        except Exception as error:  # Ray raises different exceptions for different causes
             reason, address = " ".join(str(error).split()), self._config.cluster.ray_address
             if address is None:
-                raise FatalError(f"Ray does not start here: {reason} Its logs: /tmp/ray/session_latest/logs") from error
-            raise UserError(f"Ray cannot be had at ray_address {address}: {reason}{_advice()}") from error
+                raise FatalError(
+                    f"Ray does not start on this machine: {reason} See its logs in /tmp/ray/session_latest/logs"
+                ) from error
+            raise UserError(f"cannot connect to Ray at ray_address {address}: {reason}{_token_hint()}") from error
         self._daemons = set(psutil.Process().children()) - others
-        # Ray cannot be told to write anywhere else: sockets lie in the same folder, and their paths may not be long.
+        # Ray keeps logs and sockets in one folder, and paths of sockets are limited to about 100 characters. Its folder
+        # can therefore not be inside the run folder, which holds a link to the logs instead.
         session = ray.get_runtime_context()
         (self.logs / "ray").symlink_to(Path(session.get_temp_dir()) / session.get_session_name() / "logs")
         log.info("ray is up", seconds=round(time.monotonic() - started, 1))
@@ -100,7 +104,7 @@ class Cluster:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All processes that this one started, on this machine, which run Python."""
+        """All Python processes on this machine that descend from this process."""
         started = psutil.Process().children(recursive=True)
         return [process for process in started if Path(_executable(process)).name.startswith("python")]
 
@@ -109,31 +113,34 @@ class Cluster:
     ) -> None:
         ours: list[psutil.Process] = []
         for daemon in self._daemons:
-            with suppress(psutil.NoSuchProcess):  # one that died may be what ends the run
+            with suppress(psutil.NoSuchProcess):  # the run may be ending because this process died
                 ours += [daemon, *daemon.children(recursive=True)]
         try:
-            # Servers first: an actor that is killed cannot say goodbye to its server, only take it along.
+            # Servers are stopped before their actors: an actor that is killed takes its server with it, and the server
+            # cannot shut down in an orderly way.
             with suppress(TimeoutError):
-                servers = [part for parts in self._engine_actors.values() for part in parts]
+                servers = [actor for actors in self._engine_actors.values() for actor in actors]
                 servers += [self._router_actor] if self._router_actor else []
-                async with asyncio.timeout(GOODBYE_SECONDS):
+                async with asyncio.timeout(SHUTDOWN_SECONDS):
                     await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
-        finally:  # whoever presses Ctrl-C meanwhile skips the goodbyes only
+        finally:  # a second Ctrl-C interrupts only the orderly shutdown of the servers
             for placement in self._placements:
-                placement.give_back()
+                placement.release()
             ray.shutdown()
-            # Ray does not wait for its workers; a busy one lives on for a while.
-            for process in psutil.wait_procs(ours, GOODBYE_SECONDS)[1]:
+            # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
+            for process in psutil.wait_procs(ours, SHUTDOWN_SECONDS)[1]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
     async def start(self, sft_examples: SftExamples) -> ClusterReady:
-        """Everything up to the first request. Raises UserError or Fatal with what did not start."""
+        """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
         debug, idle = self._config.debug, not derived.generates(self._config)
-        place = await asyncio.to_thread(reserve, derived.demand_of(self._config))
-        self._placements.append(place)
-        # Where the model is known, engines start beside the learner: both import for ten seconds, on a core each.
-        started = found(self._config, sft_examples.problems, sft_examples.check)
+        placement = await asyncio.to_thread(reserve, derived.demand_of(self._config))
+        self._placements.append(placement)
+        # If the checkpoint exists already, engines and learner start at the same time; each of them spends about ten
+        # seconds on imports. Otherwise the first learner rank runs the warm start first.
+        started = find_warm_start(self._config, sft_examples.problems, sft_examples.check)
+        # A run without a learner needs one rank for a warm start, and none if the checkpoint exists.
         needed = self._world_size if not debug.debug_rollout_only else 0 if started else 1
         ranks = [
             self._actor(
@@ -143,25 +150,25 @@ class Cluster:
                 rank,
                 self._world_size,
                 self._folder.path,
-                **_of_learner(place, rank),
+                **_learner_options(placement, rank),
             )
             for rank in range(needed)
         ]
         self._worker = self._actor(
-            RolloutWorker, "rollout", self._config, self._entry, self._folder, **beside_the_driver()
+            RolloutWorker, "rollout", self._config, self._entry, self._folder, **on_driver_node()
         )
         named = {f"learner-{rank}": ranks[rank] for rank in range(len(ranks))} | {"rollout": self._worker}
         for name, actor in named.items():
-            actor.log_to.remote(self.logs, name)  # carried out first, and nobody has to wait for it
-        self.questions |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
-        self.questions["rollout"] = self._worker.answers.remote
+            actor.log_to.remote(self.logs, name)  # Ray executes the calls to an actor in order: no need to wait
+        self.probes |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
+        self.probes["rollout"] = self._worker.answers.remote
         if started is None:
             started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
         log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
-        router_url, engines, _ = await _together(
-            _nothing("") if idle else self._router(),
-            _nothing([]) if idle else self._engines(place, started.path),
-            _nothing(None) if debug.debug_rollout_only else self._load(place, ranks, started.path),
+        router_url, engines, _ = await _gather(
+            _constant("") if idle else self._start_router(),
+            _constant([]) if idle else self._start_engines(placement, started.path),
+            _constant(None) if debug.debug_rollout_only else self._start_learner(placement, ranks, started.path),
         )
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
         self.surroundings = Surroundings(
@@ -182,39 +189,39 @@ class Cluster:
         )
 
     async def run(self) -> None:
-        """The run itself. Raises what ended it."""
+        """Run the pipeline to its end. Raises the error that ended it."""
         await _call(self._worker.run, self.surroundings)
 
     async def events(self) -> list[Event]:
-        """What happened since the last call; waits up to half a second for something to happen."""
+        """Return the events since the last call. Waits up to half a second for the first event."""
         return await _call(self._worker.events)
 
     def stop(self) -> None:
-        """End the run after the step being taken. Nobody waits for the answer: the rollout worker may hang."""
+        """Ask the rollout worker to end the run after the current step. Does not wait, because the worker may hang."""
         self._worker.stop.remote()
 
     async def resize(self, engines: int) -> None:
-        """Add or remove engines until there are so many; the run goes on meanwhile.
+        """Add or remove engines until the run has `engines` of them. The run continues meanwhile.
 
-        Raises UserError where there is no room for another one.
+        Raises UserError if the Ray cluster has no free devices for another engine.
         """
-        alone = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
+        one_engine = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
         while len(self._engine_actors) < engines:
-            place = await asyncio.to_thread(reserve, alone)
-            self._placements.append(place)
+            placement = await asyncio.to_thread(reserve, one_engine)
+            self._placements.append(placement)
             name = f"engine-{len(self._engine_actors)}"
-            parts = self._engine_parts(place, name, place.plan.engines[0], self.surroundings.checkpoint)
-            self._engine_actors[name] = parts
-            await _call(self._worker.add_engine, name, parts)
+            actors = self._create_engine(placement, name, placement.plan.engines[0], self.surroundings.checkpoint)
+            self._engine_actors[name] = actors
+            await _call(self._worker.add_engine, name, actors)
             log.info("engine is being added", engine=name)
         while len(self._engine_actors) > engines:
-            name, parts = self._engine_actors.popitem()
-            for rank in range(len(parts)):
-                del self.questions[_part(name, rank)]
+            name, actors = self._engine_actors.popitem()
+            for rank in range(len(actors)):
+                del self.probes[_actor_name(name, rank)]
             await _call(self._worker.remove_engine, name)
-            for part in parts:
-                await _call(part.stop)
-                ray.kill(part)
+            for actor in actors:
+                await _call(actor.stop)
+                ray.kill(actor)
             log.info("engine was removed", engine=name)
 
     @property
@@ -222,65 +229,67 @@ class Cluster:
         return derived.learner_ranks(self._config)
 
     def _actor(self, kind: type[Any], name: str, *arguments: Any, **options: Any) -> ActorHandle[Any]:
-        """An actor that takes no cores of its own: on a CPU machine they are shared, and pinned where asked for."""
+        """Create an actor. `options` are those of Ray, for example from `Placement.actor_options`."""
         return ray.remote(kind).options(name=name, **options).remote(*arguments)
 
     def _server(self, kind: type[Any], name: str, spec: Any, options: Mapping[str, Any]) -> ActorHandle[Any]:
-        """Several calls at once, so that it can be stopped, and asked whether it answers, while it starts.
+        """Create an actor that owns a server.
 
-        Ray starts its process anew when it dies.
+        The actor accepts several calls at once, so that heartbeats and `stop` work while the server starts. Ray
+        restarts the process of the actor if it dies.
         """
         server = self._actor(kind, name, spec, max_concurrency=4, max_restarts=-1, **options)
-        self.questions[name] = server.answers.remote
+        self.probes[name] = server.answers.remote
         return server
 
-    async def _load(self, place: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str) -> None:
-        host = place.host(place.plan.learner[0])
+    async def _start_learner(self, placement: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str) -> None:
+        # torch.distributed connects all ranks through a port on the node of the first rank.
+        host = placement.host(placement.plan.learner[0])
         port = await _call(ranks[0].claim_port, host)
-        await _together(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
+        await _gather(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
         if self._resume_from is not None:
-            await _together(*(_call(rank.load_state, str(self._resume_from)) for rank in ranks))
+            await _gather(*(_call(rank.load_state, str(self._resume_from)) for rank in ranks))
             log.info("learner resumes", checkpoint=str(self._resume_from))
         log.info("learner is up", ranks=len(ranks))
 
-    async def _router(self) -> str:
-        if (theirs := external_router(self._config)) is not None:
-            await asyncio.to_thread(require_router, theirs)
-            log.info("the router is somebody else's", url=theirs)
-            return theirs
+    async def _start_router(self) -> str:
+        if (url := external_router(self._config)) is not None:
+            await asyncio.to_thread(require_router, url)
+            log.info("using an external router", url=url)
+            return url
         spec = router_spec(self._config, self.logs)
-        self._router_actor = self._server(Router, "router", spec, beside_the_driver())
-        url: str = await _call(self._router_actor.start)
+        self._router_actor = self._server(Router, "router", spec, on_driver_node())
+        url = await _call(self._router_actor.start)
         log.info("router is up", url=url, metrics=await _call(self._router_actor.metrics_url))
         return url
 
-    async def _engines(self, place: Placement, checkpoint: str) -> list[EngineInfo]:
-        names = [f"engine-{number}" for number in range(len(place.plan.engines))]
-        for name, bundles in zip(names, place.plan.engines, strict=True):
-            self._engine_actors[name] = self._engine_parts(place, name, bundles, checkpoint)
-        return await _together(*map(self._engine, names))
+    async def _start_engines(self, placement: Placement, checkpoint: str) -> list[EngineInfo]:
+        names = [f"engine-{number}" for number in range(len(placement.plan.engines))]
+        for name, bundles in zip(names, placement.plan.engines, strict=True):
+            self._engine_actors[name] = self._create_engine(placement, name, bundles, checkpoint)
+        return await _gather(*map(self._start_engine, names))
 
-    def _engine_parts(
-        self, place: Placement, name: str, bundles: Sequence[Bundle], checkpoint: str
+    def _create_engine(
+        self, placement: Placement, name: str, bundles: Sequence[Bundle], checkpoint: str
     ) -> list[ActorHandle[Any]]:
-        """The actors of one engine, their servers not started."""
-        nodes, parts = by_node(bundles), []
-        for rank, there in enumerate(nodes):
+        """Create the actors of one engine, one per node, without starting their servers."""
+        nodes, actors = by_node(bundles), []
+        for rank, node_bundles in enumerate(nodes):
             spec = engine_spec(
                 self._config,
                 name,
                 checkpoint,
                 self.logs,
-                host=place.host(there[0]),
-                devices=place.devices(there),
+                host=placement.host(node_bundles[0]),
+                devices=placement.devices(node_bundles),
                 nodes=len(nodes),
                 node_rank=rank,
             )
-            options = place.on(there[0], ENGINE_SHARE)
-            parts.append(self._server(Engine, _part(name, rank), spec, options))
-        return parts
+            options = placement.actor_options(node_bundles[0], ENGINE_GPU_FRACTION)
+            actors.append(self._server(Engine, _actor_name(name, rank), spec, options))
+        return actors
 
-    async def _engine(self, name: str) -> EngineInfo:
+    async def _start_engine(self, name: str) -> EngineInfo:
         began = time.monotonic()
         info = await _outcome(start_engine(self._engine_actors[name]))
         log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
@@ -288,24 +297,27 @@ class Cluster:
 
     async def _connect(self, ranks: Sequence[ActorHandle[Any]], engines: Sequence[EngineInfo]) -> Sequence[str]:
         transports = await find_transports(RaySources(ranks), self._config.weights.weight_transfer, engines)
-        log.info("weights travel", by=transports[0], engines=len(engines))
+        log.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports
 
 
-def _of_learner(place: Placement, rank: int) -> dict[str, Any]:
-    """Where a rank goes. A run without a learner borrows an engine's place to make its model."""
-    bundle = place.plan.learner[rank] if place.plan.learner else place.plan.engines[0][0]
-    return place.on(bundle, LEARNER_SHARE)
+def _learner_options(placement: Placement, rank: int) -> dict[str, Any]:
+    """Return the Ray options of a learner rank.
+
+    A run without a learner runs its warm start on the first device of the first engine.
+    """
+    plan = placement.plan
+    return placement.actor_options(plan.learner[rank] if plan.learner else plan.engines[0][0], LEARNER_GPU_FRACTION)
 
 
-def _advice() -> str:
-    """Ray shows its token only where told to, and says nothing of it when it is turned away for that."""
+def _token_hint() -> str:
+    """Return a hint for clusters with token authentication: the error that Ray raises does not mention the token."""
     unset = "RAY_AUTH_MODE" not in os.environ
-    return "; where that cluster asks for a token, set RAY_AUTH_MODE=token, as it was for `ray start`" if unset else ""
+    return "; if the cluster requires a token, set RAY_AUTH_MODE=token, as for `ray start`" if unset else ""
 
 
-def _part(engine: str, node_rank: int) -> str:
-    """The name of the actor that is an engine's part on one node."""
+def _actor_name(engine: str, node_rank: int) -> str:
+    """Return the name of the actor of an engine on one of its nodes."""
     return engine if node_rank == 0 else f"{engine}-node{node_rank}"
 
 
@@ -332,9 +344,12 @@ async def _outcome(call: Any) -> Any:
         raise FatalError(death_of(error)) from error
 
 
-async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """The results of all of it; at the first failure the rest is left behind and the failure raised as it is."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+async def _gather(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Return the results of all coroutines. If one of them raises, the others are cancelled and its error is raised.
+
+    `asyncio.TaskGroup` would wrap the error in an ExceptionGroup.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -342,6 +357,6 @@ async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
             task.cancel()
 
 
-async def _nothing(instead: Any) -> Any:
-    """In place of a part of the stack that a debugging run leaves out."""
-    return instead
+async def _constant(value: Any) -> Any:
+    """Replaces the start of a part of the stack that this run does not need."""
+    return value

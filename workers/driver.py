@@ -1,6 +1,7 @@
-"""The process you started: it composes the cluster, looks on, prints, serves /metrics, and ends everything.
+"""The driver: the process that the user starts. It starts the cluster, passes events to subscribers, and ends the run.
 
-It is neither learner nor rollout worker, so what it shows still moves when one of them hangs.
+The driver neither trains nor generates, so console, live page and metrics still work if the learner or the rollout
+worker hangs.
 """
 
 from __future__ import annotations
@@ -33,33 +34,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes; REFUSED means that the configuration or another input of the user is wrong."""
 TICK_SECONDS = 0.25
+"""Longest time between two updates of console, metrics and heartbeats."""
 
 
 class RunInterruptedError(Exception):
-    """The user asked the run to end."""
+    """The user interrupted the run."""
 
 
 def drive(config: RunConfig, *, entry: str) -> int:
-    """Run to the end and return the exit code."""
+    """Run a job from preflight to the end, and return the exit code. `entry` is the name of the entry script."""
     configure_logging(config.observability.log_format)
     try:
         sft_examples = preflight(config, entry)
         folder = RunFolder.create(config)
         return asyncio.run(_drive(config, folder, entry, sft_examples))
     except (MilesError, OSError) as error:
-        # What a library says may run over several lines.
+        # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
 async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples: SftExamples) -> int:
     stop = asyncio.Event()
-    _on_interrupt(stop)
+    _handle_interrupts(stop)
     log = structlog.get_logger(__name__)
     print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
-        # Ray takes seconds to import: only after everything cheap has been found to be in order.
+        # Importing Ray takes seconds, so it is imported after all fast checks have passed.
         from workers.cluster import Cluster
         from workers.watchdog import Watchdog
 
@@ -69,7 +72,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples:
         reason = "done"
         try:
             async with Cluster(config, folder, entry) as cluster:
-                subscribers.emit(await _unless(stop, cluster.start(sft_examples)))
+                subscribers.emit(await _run_unless_stopped(stop, cluster.start(sft_examples)))
                 with Watchdog(cluster, subscribers, config.observability) as watchdog:
                     await _follow(cluster, subscribers, watchdog, stop, entry)
             if stop.is_set():
@@ -85,8 +88,8 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples:
     return DONE
 
 
-class _Resizing:
-    """SIGHUP: the YAML files are read again, and the run gets as many engines as they now ask for."""
+class _Resizer:
+    """Handles SIGHUP: reads the YAML files again and changes the number of engines to the configured number."""
 
     def __init__(self, cluster: Cluster, entry: str) -> None:
         self._cluster = cluster
@@ -104,20 +107,23 @@ class _Resizing:
     async def _resize(self) -> None:
         log = structlog.get_logger(__name__)
         try:
-            asked = load_config(sys.argv[1:], entry=self._entry)
-            await self._cluster.resize(engines(asked))
+            config = load_config(sys.argv[1:], entry=self._entry)
+            await self._cluster.resize(engines(config))
         except MilesError as error:
-            log.warning(f"the number of engines stays: {error}")
+            log.warning(f"the number of engines is unchanged: {error}")
 
 
 async def _follow(
     cluster: Cluster, subscribers: EventSubscribers, watchdog: Watchdog, stop: asyncio.Event, entry: str
 ) -> None:
-    """Pass the service's events on until it ends. Raises what ended it, or Fatal when it does not answer."""
+    """Pass events of the pipeline to the subscribers until it ends.
+
+    Raises the error that ended the pipeline, or FatalError if the rollout worker hangs.
+    """
     run: asyncio.Future[Any] = asyncio.ensure_future(cluster.run())
-    resizing = _Resizing(cluster, entry)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizing.start)
-    asked_to_stop = False
+    resizer = _Resizer(cluster, entry)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizer.start)
+    stop_was_sent = False
     events: asyncio.Future[Any] = asyncio.ensure_future(cluster.events())
     try:
         while True:
@@ -126,21 +132,21 @@ async def _follow(
                 subscribers.emit(*events.result())
                 events = asyncio.ensure_future(cluster.events())
             if run.done():
-                # The last events are in the answer that is still to come, or in none yet.
+                # The last events may be in the call in progress, or not requested yet: one more call gets all of them.
                 subscribers.emit(*await events, *await cluster.events())
                 return run.result()
-            if stop.is_set() and not asked_to_stop:
-                asked_to_stop = True
+            if stop.is_set() and not stop_was_sent:
+                stop_was_sent = True
                 cluster.stop()
             watchdog.look(time.time())
     finally:
-        resizing.cancel()
+        resizer.cancel()
         run.cancel()
         events.cancel()
 
 
-async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:
-    """The result of `work`, or Interrupted as soon as the user asks to stop."""
+async def _run_unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
+    """Return the result of `work`. Raises RunInterruptedError, and cancels `work`, as soon as `stop` is set."""
     task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -154,17 +160,17 @@ async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:
             await task
 
 
-def _on_interrupt(stop: asyncio.Event) -> None:
-    """The first Ctrl-C (or SIGTERM) ends the run after the step being taken; a second one at once."""
-    loop, driving = asyncio.get_running_loop(), asyncio.current_task()
-    assert driving is not None, "called from the coroutine that drives"
+def _handle_interrupts(stop: asyncio.Event) -> None:
+    """Let the first Ctrl-C (or SIGTERM) end the run after the current step, and the second one immediately."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "called from a coroutine"
 
     def interrupt() -> None:
         if stop.is_set():
-            print("\nstopping at once", file=sys.stderr)
-            driving.cancel()
+            print("\nstopping immediately", file=sys.stderr)
+            task.cancel()
             return
-        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+        print("\nstopping after this step; press Ctrl-C again to stop immediately", file=sys.stderr)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -172,6 +178,7 @@ def _on_interrupt(stop: asyncio.Event) -> None:
 
 
 def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
+    """Return the first event of a run."""
     bounds = bounds_of(config, entry)
     return RunStarted(
         time=time.time(),

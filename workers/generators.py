@@ -7,7 +7,7 @@ from functools import partial
 from typing import Self
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
-from miles_async.adapters.agents.trajectories import Trajectories
+from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SampledAs, SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -42,7 +42,7 @@ class Generators:
         self._fleet = fleet
         self._tokenizer = tokenizer
         self._live_version = live_version
-        trajectories = Trajectories(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
+        trajectories = TrajectoryBuffer(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
         self._endpoint = AgentEndpoint(trajectories)
         self.args = args.with_values(tokenizer=tokenizer, trajectories=trajectories)
         """The arguments of user functions."""
@@ -69,7 +69,7 @@ class Generators:
         if self._config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
             sampling = self.frontend.sampling
             turns = MultiTurnSampler(self.frontend, self._tokenizer)
-            self._endpoint.welcome(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
+            self._endpoint.accept_external(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -1,8 +1,8 @@
-"""Asks every process of the run, again and again, whether it is there.
+"""Heartbeats: the driver probes every process of the run once a second.
 
-The question goes to the process itself, or to the actor that owns a server and knows whether that answers. A process
-that is stopped, swapped out, dead or on the far side of a broken network leaves it unanswered, whatever it is that it
-was doing; one that is only busy answers from another thread.
+A probe is a call to the process itself, or to the actor that owns a server and checks the server. A process that is
+stopped, swapped out, dead or behind a broken network does not answer. A process that is merely busy does, because
+probes are answered in a separate thread.
 """
 
 from __future__ import annotations
@@ -14,44 +14,52 @@ from typing import Any
 
 from miles_async.events import ProcessSilent
 
-ASK_SECONDS = 1.0
-SILENT_FROM_SECONDS = 2.0
-"""Shorter silences are not told."""
+PROBE_SECONDS = 1.0
+"""Interval between probes of a process, and between events about a silent process."""
+SILENT_AFTER_SECONDS = 2.0
+"""Shorter silences are not reported."""
 
-Question = Callable[[], Awaitable[Any]]
-"""Its answer is the address where the process serves metrics, None where it serves none and False for no."""
+Probe = Callable[[], Awaitable[Any]]
+"""Returns the `host:port` of the metrics of a process, None if it has none, or False if its server does not answer."""
 
 
 @dataclass(slots=True)
 class _Heartbeat:
-    heard: float
-    asked: float = 0.0
-    told: float = -1.0
-    """When its silence was last told of; 0 while it answers, and below 0 before anything was told of it."""
+    """The state of one process; times are in seconds since the epoch."""
+
+    answered: float
+    """Time of the last answer."""
+    probed: float = 0.0
+    """Time of the last probe."""
+    reported: float = -1.0
+    """Time of the last report of a silence; 0 if the last report was an answer, negative if there was no report."""
     pending: asyncio.Future[Any] | None = None
 
 
 class Heartbeats:
-    def __init__(self, questions: Mapping[str, Question]) -> None:
-        """Questions may come and go as processes do."""
-        self._questions = questions
+    """Probes processes and reports those that do not answer."""
+
+    def __init__(self, probes: Mapping[str, Probe]) -> None:
+        """`probes` maps process names to probes. It may change later, as processes are started and removed."""
+        self._probes = probes
         self._beats: dict[str, _Heartbeat] = {}
         self.addresses: dict[str, str] = {}
-        """Where processes serve metrics, as far as they answered."""
+        """`host:port` of the metrics of each process that has answered."""
 
     def look(self, now: float) -> list[ProcessSilent]:
-        """Take the answers that came, ask anew, and tell of silences once a second, and of each that ended."""
-        for process in self._questions.keys() - self._beats.keys():
-            self._beats[process] = _Heartbeat(heard=now)
-        gone = [self._forget(process, now) for process in self._beats.keys() - self._questions.keys()]
-        return gone + [
-            silent for process in self._questions for silent in self._look_at(process, self._beats[process], now)
-        ]
+        """Collect answers and send new probes. Call it a few times per second.
+
+        Returns one event per second for each silent process, and one with `seconds` 0 when a silence has ended.
+        """
+        for process in self._probes.keys() - self._beats.keys():
+            self._beats[process] = _Heartbeat(answered=now)
+        gone = [self._forget(process, now) for process in self._beats.keys() - self._probes.keys()]
+        return gone + [silent for process in self._probes for silent in self._check(process, self._beats[process], now)]
 
     def silence(self, process: str, now: float) -> float:
-        """Seconds for which the process has not answered; 0 where that is too short to mean anything."""
-        silence = now - self._beats[process].heard if process in self._beats else 0.0
-        return silence if silence >= SILENT_FROM_SECONDS else 0.0
+        """Return for how many seconds the process has not answered; 0 below `SILENT_AFTER_SECONDS`."""
+        silence = now - self._beats[process].answered if process in self._beats else 0.0
+        return silence if silence >= SILENT_AFTER_SECONDS else 0.0
 
     def close(self) -> None:
         for beat in self._beats.values():
@@ -59,32 +67,33 @@ class Heartbeats:
                 beat.pending.cancel()
 
     def _forget(self, process: str, now: float) -> ProcessSilent:
-        """A process that was ended on purpose is not silent."""
+        """Stop watching a process that was removed from the run; the event ends any reported silence."""
         beat = self._beats.pop(process)
         if beat.pending is not None:
             beat.pending.cancel()
         self.addresses.pop(process, None)
         return ProcessSilent(time=now, process=process, seconds=0.0)
 
-    def _look_at(self, process: str, beat: _Heartbeat, now: float) -> list[ProcessSilent]:
+    def _check(self, process: str, beat: _Heartbeat, now: float) -> list[ProcessSilent]:
         if beat.pending is not None and beat.pending.done():
-            self._answered(process, beat, now)
-        if beat.pending is None and now - beat.asked >= ASK_SECONDS:
-            beat.asked = now
-            beat.pending = asyncio.ensure_future(self._ask(process))
-        silence = now - beat.heard
-        if silence < SILENT_FROM_SECONDS:
-            news, beat.told = beat.told != 0, 0.0
-            return [ProcessSilent(time=now, process=process, seconds=0.0)] if news else []
-        if now - beat.told < ASK_SECONDS:
+            self._take_answer(process, beat, now)
+        if beat.pending is None and now - beat.probed >= PROBE_SECONDS:
+            beat.probed = now
+            beat.pending = asyncio.ensure_future(self._probe(process))
+        silence = now - beat.answered
+        if silence < SILENT_AFTER_SECONDS:
+            # Also reported once for a process that was never silent, so that every process of the run is known.
+            is_new, beat.reported = beat.reported != 0, 0.0
+            return [ProcessSilent(time=now, process=process, seconds=0.0)] if is_new else []
+        if now - beat.reported < PROBE_SECONDS:
             return []
-        beat.told = now
+        beat.reported = now
         return [ProcessSilent(time=now, process=process, seconds=silence)]
 
-    async def _ask(self, process: str) -> Any:
-        return await self._questions[process]()
+    async def _probe(self, process: str) -> Any:
+        return await self._probes[process]()
 
-    def _answered(self, process: str, beat: _Heartbeat, now: float) -> None:
+    def _take_answer(self, process: str, beat: _Heartbeat, now: float) -> None:
         assert beat.pending is not None
         failed = beat.pending.cancelled() or beat.pending.exception() is not None
         answer = False if failed else beat.pending.result()
@@ -92,6 +101,6 @@ class Heartbeats:
         if answer is False:
             self.addresses.pop(process, None)
             return
-        beat.heard = now
+        beat.answered = now
         if isinstance(answer, str):
             self.addresses[process] = answer

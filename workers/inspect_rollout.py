@@ -1,6 +1,6 @@
-"""Look at a batch that a run saved: `python -m workers.inspect_rollout FILE [--sample INDEX]`.
+"""Prints a batch that a run saved: `python -m workers.inspect_rollout FILE [--sample INDEX]`.
 
-Without `--sample` a table of the groups; with it the prompt, the response and every column of one sample.
+Without `--sample`, it prints a table of the groups. With `--sample`, it prints one sample in full.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from miles_async.types import Group, Sample
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="make inspect ARGS=", description=__doc__)
-    parser.add_argument("file", type=Path, help="what --save-debug-rollout-data or --dump-details wrote")
-    parser.add_argument("--sample", type=int, help="show this sample, by its index, in full")
-    chosen = parser.parse_args(argv)
+    parser.add_argument("file", type=Path, help="file that --save-debug-rollout-data or --dump-details wrote")
+    parser.add_argument("--sample", type=int, help="index of a sample to print in full")
+    options = parser.parse_args(argv)
     try:
-        rollout_id, groups = load_groups(chosen.file)
-        print(table(rollout_id, groups) if chosen.sample is None else whole(groups, chosen.sample))
+        rollout_id, groups = load_groups(options.file)
+        print(table(rollout_id, groups) if options.sample is None else sample_details(groups, options.sample))
     except UserError as error:
         print(f"inspect: {error}", file=sys.stderr)
         return 2
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def table(rollout_id: int, groups: list[Group]) -> str:
-    """One line per group, and one for all of them."""
+    """Return a table with a headline, and one line per group."""
     head = f"{'group':<18}{'samples':<12}{'rewards':<28}{'tokens':<22}{'versions':<10}{'status'}"
     return "\n".join([f"rollout {rollout_id}: {len(groups)} groups", head, *map(_row, groups)])
 
@@ -44,30 +45,35 @@ def _row(group: Group) -> str:
     status = ", ".join(f"{count} {name}" for name, count in Counter(sample.status.value for sample in group).items())
     removed = sum(sample.remove_sample for sample in group)
     status += f", {removed} removed from the loss" if removed else ""
-    named = f"{min(indices)}-{max(indices)}"
-    return f"{group.feed_index:<18}{named:<12}{_cut(rewards, 26):<28}{_cut(lengths, 20):<22}{span:<10}{status}"
+    index_range = f"{min(indices)}-{max(indices)}"
+    rewards, lengths = _shorten(rewards, 26), _shorten(lengths, 20)
+    return f"{group.feed_index:<18}{index_range:<12}{rewards:<28}{lengths:<22}{span:<10}{status}"
 
 
-def whole(groups: list[Group], index: int) -> str:
-    """Raises UserError that names the samples there are."""
+def sample_details(groups: list[Group], index: int) -> str:
+    """Return prompt, response and all fields of a sample. Raises UserError if there is no sample with this index."""
     samples = {sample.index: sample for group in groups for sample in group}
     if index not in samples:
         known = sorted(known for known in samples if known is not None)
         raise UserError(
-            f"no sample {index} in it; it has {known[0]} to {known[-1]}" if known else "it holds no samples"
+            f"the file has no sample {index}: choose one from {known[0]} to {known[-1]}"
+            if known
+            else "the file has no samples"
         )
     sample = samples[index]
-    facts = {
+    fields = {
         "status": sample.status.value,
         "reward": sample.reward,
         "label": sample.label,
         "tokens": f"{len(sample.tokens)}, of which {sample.response_length} response",
-        "trained": "all of them" if sample.loss_mask is None else f"{sum(sample.loss_mask)} of the response",
+        "trained": "all response tokens"
+        if sample.loss_mask is None
+        else f"{sum(sample.loss_mask)} of the response tokens",
         "turns": ", ".join(f"{'model' if t.sampled else 'other'} [{t.start}, {t.end})" for t in sample.turns) or "none",
         "versions": ", ".join(f"{s.version} for [{s.start}, {s.end})" for s in sample.spans) or "none",
         "metadata": sample.metadata,
     }
-    lines = [f"{name:<10}{value}" for name, value in facts.items()]
+    lines = [f"{name:<10}{value}" for name, value in fields.items()]
     return "\n".join([*lines, "--- prompt", str(sample.prompt), "--- response", sample.response])
 
 
@@ -78,7 +84,7 @@ def _reward(sample: Sample) -> str:
     return "-" if reward is None else f"{reward:g}"
 
 
-def _cut(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

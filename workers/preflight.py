@@ -1,4 +1,7 @@
-"""What can be found wrong before any process starts: data, rewards and user functions. Takes a second or two."""
+"""Checks that run before any process starts: data, rewards, user functions, checkpoints and ports.
+
+The checks take one to two seconds, instead of the minute that it takes to start all processes.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.factory import open_data
-from miles_async.adapters.storage.checkpoints import CheckpointFolder, progress_in
+from miles_async.adapters.datasets.factory import eval_groups, open_data
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -23,35 +25,39 @@ from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import load_generate_function
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipManager, SkipWorld
+from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
 from workers.batches import saved_batch
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
-WARM_START_LESSONS = 8192
+WARM_START_EXAMPLES = 8192
+"""Problems that a warm start trains on."""
 WARM_START_CHECKS = 512
+"""Problems that measure the accuracy of a warm start."""
 HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""An empty frame of HTTP/2; the fourth byte is its kind."""
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
+"""An empty SETTINGS frame of HTTP/2; the fourth byte is the type of a frame."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftExamples:
-    """What the warm start learns from and is checked on: prompts and their answers. Empty where there is none."""
+    """The supervised examples of the warm start, as pairs of prompt and answer; empty without a warm start."""
 
     problems: list[tuple[str, str]]
+    """Examples to train on."""
     check: list[tuple[str, str]]
+    """Examples to measure the accuracy on."""
 
 
 def preflight(config: RunConfig, entry: str) -> SftExamples:
-    """Open and import once what the run will use. Raises UserError with the first thing that does not work."""
+    """Open all files and import all functions that the run will use. Raises UserError for the first problem."""
     args = flat_args(config)
     if config.model.hf_checkpoint is not None:
-        whole_checkpoint(Path(config.model.hf_checkpoint).expanduser())
+        check_weights(Path(config.model.hf_checkpoint).expanduser())
     checkpoint_to_resume(config)
-    reachable_ray(config.cluster.ray_address)
-    unused_port("agent_port", config.rollout.agent_port)
-    unused_port("metrics_port", config.observability.metrics_port)
+    check_ray(config.cluster.ray_address)
+    check_port("agent_port", config.rollout.agent_port)
+    check_port("metrics_port", config.observability.metrics_port)
     rollout_function(config, entry)
     dynamic_filter(config, args)
     for setting, path in (
@@ -68,44 +74,48 @@ def preflight(config: RunConfig, entry: str) -> SftExamples:
         load_function(config.rollout.eval_function_path, setting="eval_function_path")
     for name, dataset in config.rollout.eval_datasets.items():
         eval_groups(config, name, dataset, checkpoint=config.model.hf_checkpoint)
-    # Data before rewards: of an unknown task it says which known one is near.
+    # Data before rewards: for an unknown reasoning-gym task, the error of the data source suggests a similar name.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
     open_rewarder(config, args)
-    # After the user's modules, which may register roles of their own.
-    SkipManager(SkipWorld(config=config))
+    # Last, because the user modules imported above may register skip roles.
+    SkipManager(SkipContext(config=config))
     if not config.warm_start.warm_start_max_steps:
         return SftExamples(problems=[], check=[])
     template = config.warm_start.warm_start_template
     problems = data.warm_start_problems()
     pairs = ((template.replace("{prompt}", str(sample.prompt)), str(sample.label)) for sample in problems)
-    return SftExamples(check=list(islice(pairs, WARM_START_CHECKS)), problems=list(islice(pairs, WARM_START_LESSONS)))
+    # Both lists come from one iterator, so no problem is used for training and for the check.
+    check = list(islice(pairs, WARM_START_CHECKS))
+    return SftExamples(check=check, problems=list(islice(pairs, WARM_START_EXAMPLES)))
 
 
-def whole_checkpoint(folder: Path) -> None:
-    """Raises UserError when weights are missing or cut off; reads only their headers."""
+def check_weights(folder: Path) -> None:
+    """Raises UserError if the folder has no safetensors files, or one of them is truncated. Reads only file headers."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"hf_checkpoint {folder} holds no *.safetensors: the learner reads no other weights")
+        raise UserError(f"hf_checkpoint {folder} holds no *.safetensors: the learner reads no other format")
     for file in files:
         try:
             with safe_open(file, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f"hf_checkpoint {folder}: {file.name} is broken: {error}; copy it anew") from error
+            raise UserError(f"hf_checkpoint {folder}: {file.name} is broken: {error}; copy the file again") from error
 
 
-def reachable_ray(address: str | None, within: float = 5.0) -> None:
-    """Raises UserError when no Ray listens there; Ray would try for minutes. `auto` and the like name no place.
+def check_ray(address: str | None, within: float = 5.0) -> None:
+    """Raises UserError if no Ray head node answers at `address` `within` so many seconds.
 
-    Ray speaks gRPC, and so answers the greeting of HTTP/2 with a frame of its settings (RFC 9113, 3.4), unless it wants
-    TLS first.
+    Ray itself would try for minutes. An address without a port, such as `auto`, is not checked.
+
+    Ray uses gRPC, which is based on HTTP/2. A server answers the connection preface of HTTP/2 with a SETTINGS frame
+    (RFC 9113, section 3.4), unless it expects TLS.
     """
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return
     try:
         with socket.create_connection((host, int(port)), timeout=within) as connection:
-            connection.sendall(HTTP2_GREETING)
+            connection.sendall(HTTP2_PREFACE)
             answer = connection.recv(len(HTTP2_SETTINGS))
     except OSError as error:
         raise UserError(
@@ -113,30 +123,35 @@ def reachable_ray(address: str | None, within: float = 5.0) -> None:
         ) from error
     if answer[3:4] != HTTP2_SETTINGS[3:4] and os.environ.get("RAY_USE_TLS", "0") == "0":
         raise UserError(
-            f"what answers at ray_address {address} is no Ray cluster: give the port of `ray start --head`, 6379 "
-            "unless it was told another one (8265 is its dashboard's)"
+            f"ray_address {address} is not the address of a Ray head node: set the port of `ray start --head`, 6379 by "
+            "default (8265 is the port of the dashboard)"
         )
 
 
-def unused_port(setting: str, port: int) -> None:
-    """Raises UserError where somebody listens there already; this run's driver or rollout worker will."""
+def check_port(setting: str, port: int) -> None:
+    """Raises UserError if the port is in use: the driver or the rollout worker of this run will listen on it."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
         reason, flag = os.strerror(error.errno or 0), setting.replace("_", "-")
-        raise UserError(f"{setting} {port} cannot be had ({reason}): set --{flag} to a free port, or to 0") from error
+        raise UserError(
+            f"{setting} {port} is not available ({reason}): set --{flag} to a free port, or to 0"
+        ) from error
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:
-    """The newest checkpoint in `load`. Raises UserError when there is none, or nothing is left to do after it."""
+    """Return the newest checkpoint in the folder `load`, or None if `load` is unset.
+
+    Raises UserError if the folder has no checkpoint, or if the checkpoint was written after the last rollout.
+    """
     if config.learner.load is None:
         return None
     checkpoint = CheckpointFolder(Path(config.learner.load).expanduser().absolute()).latest()
-    done = progress_in(checkpoint)["rollout"] + 1
+    done = read_progress(checkpoint)["rollout"] + 1
     if done >= config.rollout.num_rollout:
         raise UserError(
             f"checkpoint {checkpoint} was written after {done} rollouts, and num_rollout is "
-            f"{config.rollout.num_rollout}: raise num_rollout to go on"
+            f"{config.rollout.num_rollout}: raise num_rollout to continue"
         )
     return checkpoint
 
@@ -154,7 +169,11 @@ def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
 
 
 def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool | Verdict]:
-    """The dynamic sampling filter; without one every finished group is kept."""
+    """Return the dynamic sampling filter; without one, every generated group is kept.
+
+    Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
+    raises.
+    """
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: True
@@ -165,7 +184,7 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool
             verdict = function(args, group)
             return verdict if isinstance(verdict, Verdict) else bool(verdict)
         except Exception as error:
-            # The user's code may raise anything; it is this group that cannot be judged.
+            # User code can raise any exception. The group counts as failed; the run continues.
             raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {error!r}") from error
 
     return keep

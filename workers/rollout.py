@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_async.adapters.datasets.evaluation import eval_groups
-from miles_async.adapters.datasets.factory import open_data
-from miles_async.adapters.datasets.source import Report
+from miles_async.adapters.datasets.buffer import Report
+from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.storage.checkpoints import progress_in
+from miles_async.adapters.storage.checkpoints import read_progress
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.system.clock import SystemClock
-from miles_async.adapters.system.garbage_collection import spare_the_loop
+from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.weights.channel import Channel
 from miles_async.config.derived import bounds_of, schedule_of, takes_from_queue, trains_only
 from miles_async.config.schema import RunConfig
@@ -39,7 +38,7 @@ from miles_async.ports import Generator
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipManager, SkipWorld
+from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
 from workers.batches import BatchPreparation, SavedBatches
@@ -131,7 +130,7 @@ class RolloutWorker:
             args = generators.args
             data = open_data(config, checkpoint=surroundings.checkpoint, args=args, report=self._reporter())
             checkpoint = surroundings.resume_from
-            first_rollout = 0 if checkpoint is None else resume(progress_in(checkpoint), data)
+            first_rollout = 0 if checkpoint is None else resume(read_progress(checkpoint), data)
             rewarder = open_rewarder(config, args)
             cleanup.push_async_callback(rewarder.close)
             live = generators.training()
@@ -172,7 +171,7 @@ class RolloutWorker:
             if self._asked_to_stop:
                 self._service.stop()
             await dump_tokenizer(config, surroundings.checkpoint)
-            spare_the_loop()
+            tune_garbage_collection()
             await self._service.run()
 
     def _rollout(
@@ -263,7 +262,7 @@ class RolloutWorker:
             self._outbox.emit(WarningRaised(time=time.time(), text=text))
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
-        manager = SkipManager.init(config, SkipWorld(config=config, identity=identity, warn=warn))
+        manager = SkipManager.init(config, SkipContext(config=config, identity=identity, warn=warn))
         if not manager.any_enabled:
             return None
         return SkippingGenerator(

@@ -1,4 +1,7 @@
-"""What the configuration makes of each process: pure functions, so that every setting can be seen to arrive."""
+"""Derives the arguments of each process from the configuration.
+
+The functions have no side effects, so unit tests can check that every setting reaches its process.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,28 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Of every process: nothing may look outside this machine."""
+"""Environment variables of every process: no telemetry, and no downloads from the Hugging Face Hub."""
 ACTORS_AT_MOST = 64
-"""Our actors ask Ray for no cores of their own; this is what its own workers may count on."""
+"""The number of cores that a local Ray schedules with. It may exceed the real number: placement reserves one core per
+learner rank and engine device, and these processes share the cores of the machine."""
 
 
 def ray_arguments(config: RunConfig) -> dict[str, Any]:
-    """Of `ray.init`: join the cluster that is named, or start one that lives and dies with the run."""
+    """Return the arguments of `ray.init`: join the cluster at `ray_address`, or start one that ends with the run."""
     quiet = {"include_dashboard": False, "configure_logging": False, "log_to_driver": False}
     if config.cluster.ray_address is not None:
-        # That Ray's processes were started by somebody else, elsewhere: not our environment, not our folder.
-        ours = {"env_vars": dict(ENVIRONMENT), "worker_process_setup_hook": _in_our_folder(Path.cwd())}
+        # The processes of an existing cluster have neither the environment nor the working directory of this process.
+        ours = {"env_vars": dict(ENVIRONMENT), "worker_process_setup_hook": _change_folder(Path.cwd())}
         return {"address": config.cluster.ray_address, "runtime_env": ours, **quiet}
     # Named all the same: without an address Ray joins any cluster that RAY_ADDRESS or a file of its own points to.
     return {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST, **quiet}
 
 
-def _in_our_folder(folder: Path) -> Callable[[], None]:
-    """Relative paths mean the same to every process of the run; a node without that folder keeps its own."""
+def _change_folder(folder: Path) -> Callable[[], None]:
+    """Return a function that changes the working directory, so that relative paths work in every process of the run.
+
+    A node without this folder keeps its working directory.
+    """
 
     def enter() -> None:
         with suppress(FileNotFoundError):
@@ -57,7 +64,10 @@ def engine_spec(
     nodes: int = 1,
     node_rank: int = 0,
 ) -> EngineSpec:
-    """Of the server on the engine's node number `node_rank`."""
+    """Return the specification of one server of an engine; an engine has one server per node.
+
+    `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node.
+    """
     engine = config.engine
     return EngineSpec(
         name=name,
@@ -72,7 +82,7 @@ def engine_spec(
         concurrency=engine.sglang_server_concurrency,
         evaluation_places=evaluation_places(config),
         seed=config.data.rollout_seed,
-        # Weights of the learner's bfloat16 may be too large, or too small, for the float16 of a float32 checkpoint.
+        # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
         dtype="bfloat16" if config.learner.precision == "bf16" else "auto",
         colocated=config.cluster.colocate,
         p2p=config.weights.weight_transfer in ("auto", "p2p"),
@@ -84,7 +94,7 @@ def engine_spec(
 
 
 def external_router(config: RunConfig) -> str | None:
-    """The url of a router of the user's own; None where the run starts one."""
+    """Return the URL of an external router, or None if the run starts its own."""
     ip, port = config.engine.sglang_router_ip, config.engine.sglang_router_port
     return None if ip is None else f"http://{ip}:{port}"
 
@@ -98,7 +108,7 @@ def router_spec(config: RunConfig, logs: Path) -> RouterSpec:
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:
-    """How training samples are drawn."""
+    """Return the sampling parameters for training."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.rollout_max_response_len,
@@ -112,12 +122,12 @@ def sampling_of(config: RunConfig) -> SamplingParams:
 
 
 def greedy_of(config: RunConfig) -> SamplingParams:
-    """How held-out problems are answered."""
+    """Return the sampling parameters for held-out problems: greedy decoding."""
     return replace(sampling_of(config), temperature=0, top_p=1.0, top_k=-1)
 
 
 def eval_sampling_of(config: RunConfig, dataset: EvalDataset) -> SamplingParams:
-    """How one of the `eval_datasets` is answered."""
+    """Return the sampling parameters for one of the `eval_datasets`."""
     return replace(
         sampling_of(config),
         max_new_tokens=dataset.max_response_len or config.rollout.rollout_max_response_len,

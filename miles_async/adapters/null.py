@@ -1,8 +1,8 @@
-"""Stand-ins for the half of the stack that a run leaves out. They do nothing, and say that they did nothing.
+"""Null objects for the half of the stack that a run does not start.
 
-`--debug-rollout-only` has no learner: steps take no time and move no weight, so all versions are the same weights.
-`--debug-train-only` has no engines, nor have lessons that nothing is evaluated between: what is published goes nowhere,
-and asking for a token is an error.
+A run with `--debug-rollout-only` has no learner: a training step takes no time and changes no weights, so all weight
+versions are the same weights. A run with `--debug-train-only`, and supervised training without evaluation, has no
+engines: publishing weights has no effect, and generating is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miles_async.types import EngineLoad, Group, StepReport, WriteOutcome
 
 
 class NullLearner:
-    """`ports.Learner` and `ports.WeightChannel`."""
+    """Implements the `Learner` and `WeightChannel` ports without a learner."""
 
     name = "none"
 
@@ -44,16 +44,19 @@ class NullLearner:
 
 
 class NullEngines:
-    """`ports.Fleet`, `Generator` and `Rewarder`. It names one engine, so that publishes have somewhere to end."""
+    """Implements the `Fleet`, `Generator` and `Rewarder` ports without engines.
+
+    `routed` names one engine, because publishing a version needs at least one engine that accepts it.
+    """
 
     in_flight = 0
     busy_seconds = 0.0
 
     async def generate(self, group: Group) -> None:
-        raise FatalError(f"group {group.feed_index} was sent to the engines, and this run started none")
+        raise FatalError(f"group {group.feed_index} was sent to an engine, but this run has no engines")
 
     async def score(self, group: Group) -> None:
-        raise FatalError(f"group {group.feed_index} was sent to its reward in a run that only trains")
+        raise FatalError(f"group {group.feed_index} was sent to its reward, but this run only trains")
 
     async def abort(self, group: Group | None = None) -> None: ...
 

@@ -1,7 +1,8 @@
-"""Which learner rank and which engine gets which device: pure, from the bundles that Ray reserved.
+"""Assigns the devices that Ray reserved to learner ranks and engines. Pure functions without I/O.
 
-Bundles come in any order; sorted by node and device they give neighbouring ranks neighbouring devices, the same ones
-every time (seed `slime-walkthrough`). The learner takes the first ones; engines take the rest, or, colocated, the same.
+Ray returns the bundles of a placement group in any order. They are sorted by node and device, as in slime, so that
+neighbouring ranks get neighbouring devices and every run gets the same assignment. The learner takes the first devices.
+Engines take the remaining devices or, if they are colocated, the devices of the learner.
 """
 
 from __future__ import annotations
@@ -15,51 +16,55 @@ from miles_async.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One reserved device; on a CPU machine, a core."""
+    """One reserved device: a GPU, or a core on a machine without GPUs."""
 
     index: int
-    """In the placement group."""
+    """Index of the bundle in the placement group."""
     node: str
-    """Its node's address."""
+    """Address of the node."""
     device: int
-    """Its number on the node."""
+    """Number of the device on its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """How many devices a run asks for."""
+    """The devices that a run needs."""
 
     learner: int
-    """One per rank; 0 where nothing is trained."""
+    """Number of learner ranks, with one device each; 0 if the run does not train."""
     engines: int
-    """0 where nothing is generated."""
+    """Number of engines; 0 if the run does not generate."""
     per_engine: int
+    """Devices per engine."""
     colocated: bool = False
-    """Engines share the learner's devices."""
+    """True if engines share the devices of the learner."""
 
     @property
     def bundles(self) -> int:
+        """Number of devices to reserve."""
         rollout = self.engines * self.per_engine
         return max(self.learner, rollout) if self.colocated else self.learner + rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The devices of each process."""
+
     learner: tuple[Bundle, ...]
-    """By rank."""
+    """Device of each learner rank, in order of ranks."""
     engines: tuple[tuple[Bundle, ...], ...]
-    """Of each engine, node by node: the first node's server takes its requests."""
+    """Devices of each engine, node by node. The server on the first node of an engine receives its requests."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Each node once, in order of first use."""
+        """Addresses of all nodes, without duplicates, in order of first use."""
         used = [*self.learner, *(bundle for engine in self.engines for bundle in engine)]
         return tuple(dict.fromkeys(bundle.node for bundle in used))
 
 
 def plan(bundles: Iterable[Bundle], demand: Demand) -> Plan:
-    """Raises UserError where an engine would be torn unevenly over nodes."""
-    ordered = sorted(bundles, key=_place)
+    """Assign devices. Raises UserError if an engine would get different numbers of devices on different nodes."""
+    ordered = sorted(bundles, key=_sort_key)
     first = 0 if demand.colocated else demand.learner
     size = demand.per_engine
     engines = tuple(tuple(ordered[first + i * size : first + (i + 1) * size]) for i in range(demand.engines))
@@ -69,7 +74,7 @@ def plan(bundles: Iterable[Bundle], demand: Demand) -> Plan:
 
 
 def by_node(engine: Sequence[Bundle]) -> list[list[Bundle]]:
-    """An engine's bundles, one list per node."""
+    """Group the bundles of an engine by node."""
     nodes: dict[str, list[Bundle]] = {}
     for bundle in engine:
         nodes.setdefault(bundle.node, []).append(bundle)
@@ -79,15 +84,15 @@ def by_node(engine: Sequence[Bundle]) -> list[list[Bundle]]:
 def _require_even(number: int, engine: Sequence[Bundle]) -> None:
     counts = Counter(bundle.node for bundle in engine)
     if len(set(counts.values())) > 1:
-        shares = " and ".join(f"{count} of {node}" for node, count in counts.items())
+        split = " and ".join(f"{count} of {node}" for node, count in counts.items())
         raise UserError(
-            f"engine {number} would get {shares}: SGLang wants as many devices on each node; set "
-            "rollout_num_gpus_per_engine to a divisor of a node's devices, and let the learner fill whole nodes"
+            f"engine {number} would get {split}: SGLang needs the same number of devices on each node; set "
+            "rollout_num_gpus_per_engine to a divisor of the devices per node, and let the learner use complete nodes"
         )
 
 
-def _place(bundle: Bundle) -> tuple[tuple[int, ...], str, int]:
-    """Addresses in numeric order (10.0.0.9 before 10.0.0.10), names after them in theirs."""
+def _sort_key(bundle: Bundle) -> tuple[tuple[int, ...], str, int]:
+    """Sort IPv4 addresses numerically (10.0.0.9 before 10.0.0.10), and host names after them alphabetically."""
     parts = bundle.node.split(".")
     numeric = len(parts) == 4 and all(part.isdigit() for part in parts)
     return (tuple(map(int, parts)) if numeric else (256,)), bundle.node, bundle.device

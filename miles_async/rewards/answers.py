@@ -1,4 +1,4 @@
-"""Finding the answer in a response, and the one that is expected. Pure text, no mathematics."""
+"""Extracts the answer from a response, and the expected answer from a label. Text only, no mathematics."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` of the text holds, nested braces included; None where none is closed."""
+    r"""Return the contents of the last `\boxed{...}`, nested braces included; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     depth = 0
-    for place in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for position in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[start + len("\\boxed{") : place]
+            return text[start + len("\\boxed{") : position]
     return None
 
 
 def after_thinking(response: str) -> str | None:
-    """What follows the reasoning, None where it never ended (DeepScaleR's format)."""
+    """Return the text after the reasoning, or None if the reasoning never ended (the format of DeepScaleR)."""
     for mark in ("</think>", "###Response"):
         if mark in response:
             return response.rpartition(mark)[2]
@@ -31,13 +31,13 @@ def after_thinking(response: str) -> str | None:
 
 
 def answer_line(response: str) -> str | None:
-    """What the last `Answer: ...` line of the last 300 characters says (DAPO's format, 2503.14476)."""
+    """Return the text of the last `Answer: ...` line in the last 300 characters (DAPO, arXiv 2503.14476)."""
     lines = _ANSWER_LINE.findall(response[-300:])
     return lines[-1].strip().strip("$").strip() if lines else None
 
 
 def label_of(sample: Sample) -> str:
-    """Raises TypeError for a label that is no answer."""
+    """Return the label as text. Raises TypeError if the label is neither a string nor a number."""
     if not isinstance(sample.label, (str, int, float)):
-        raise TypeError(f"the label is {sample.label!r}, a {type(sample.label).__name__}, not a text or a number")
+        raise TypeError(f"the label is {sample.label!r}, a {type(sample.label).__name__}, not a string or a number")
     return str(sample.label)

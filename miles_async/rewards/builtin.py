@@ -1,4 +1,7 @@
-"""The built-in rewards that `rm_type` names, those that need nothing but text: `fn(args, sample)`, quick and pure."""
+"""Built-in rewards that compare text: fast functions `fn(args, sample)` without side effects.
+
+The setting `rm_type` selects a reward by name; `args` is the flat view of the configuration, which these ignore.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +23,30 @@ _CHOICES = (
     re.compile(r"\(([A-Z])\)"),
     re.compile(r"\b([A-Z])\b"),
 )
-"""How a choice is named, the surest way first."""
+"""Patterns for the chosen letter of a multiple-choice answer, the most specific first."""
 
 
 def exact(args: Any, sample: Sample) -> float:
-    """1 where the stripped response is the label, else 0."""
+    """Return 1 if the response equals the label, apart from surrounding white space, and 0 otherwise."""
     return float(sample.response.strip() == label_of(sample).strip())
 
 
 def f1(args: Any, sample: Sample) -> float:
-    """Harmonic mean of precision and recall over words, articles and punctuation aside (SQuAD, 1606.05250).
+    """Return the F1 score over words, without articles and punctuation (SQuAD, arXiv 1606.05250).
 
-    The best over several labels, where the label is a list.
+    If the label is a list of accepted answers, the best score over the list counts.
     """
     labels = sample.label if isinstance(sample.label, list) else [label_of(sample)]
     return max(_f1(sample.response, str(label)) for label in labels)
 
 
 def _f1(response: str, label: str) -> float:
-    said, wanted = _words(response), _words(label)
-    # A yes or no is right or wrong: half a word of it is nothing.
-    if said != wanted and {"yes", "no", "noanswer"} & {" ".join(said), " ".join(wanted)}:
+    given, expected = _words(response), _words(label)
+    # A yes-or-no answer is right or wrong: "yes and no" gets no partial credit for containing "yes".
+    if given != expected and {"yes", "no", "noanswer"} & {" ".join(given), " ".join(expected)}:
         return 0.0
-    common = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * common / (len(said) + len(wanted)) if common else 0.0
+    common = sum((Counter(given) & Counter(expected)).values())
+    return 2 * common / (len(given) + len(expected)) if common else 0.0
 
 
 def _words(text: str) -> list[str]:
@@ -51,19 +54,20 @@ def _words(text: str) -> list[str]:
 
 
 def gpqa(args: Any, sample: Sample) -> float:
-    """1 where the response chooses the label's letter (GPQA, 2311.12022).
+    """Return 1 if the response chooses the letter of the label, and 0 otherwise (GPQA, arXiv 2311.12022).
 
-    A label that is no letter is looked up in `metadata["choices"]`. Raises TypeError where that does not help.
+    The label is a letter, the index of a choice, or the text of a choice in `metadata["choices"]`. Raises TypeError for
+    any other label.
     """
-    wanted = _letter(sample)
+    expected = _expected_letter(sample)
     text = last_boxed(sample.response) or sample.response.rpartition("</think>")[2]
     for pattern in _CHOICES:
         if found := pattern.findall(text):
-            return float(found[-1].upper() == wanted)
+            return float(found[-1].upper() == expected)
     return 0.0
 
 
-def _letter(sample: Sample) -> str:
+def _expected_letter(sample: Sample) -> str:
     label, choices = sample.label, sample.metadata.get("choices", [])
     if isinstance(label, int) and not isinstance(label, bool):
         return string.ascii_uppercase[label]
@@ -75,14 +79,15 @@ def _letter(sample: Sample) -> str:
 
 
 class ReasoningGymReward:
-    """reasoning-gym's own scorer of one task, on the stripped response; 1 is right, many tasks give partial credit.
+    """Scores a response with the reasoning-gym task that produced the problem.
 
-    Needs the entry that the data source left in `sample.metadata["entry"]`.
+    A score of 1 is correct; many tasks give partial credit. Reads the problem from `sample.metadata["entry"]`, where
+    the reasoning-gym data source stores it.
     """
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
-        """Raises UserError when the task is unknown or the settings do not fit it."""
-        # Importing reasoning_gym takes seconds: only runs that use it pay.
+        """Raises UserError if the task is unknown or does not accept the settings."""
+        # Importing reasoning_gym takes seconds, so only runs that use it import it.
         import reasoning_gym
 
         try:

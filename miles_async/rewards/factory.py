@@ -1,4 +1,4 @@
-"""The rewarder that the configuration asks for."""
+"""Builds the rewarder that the configuration selects."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
+from miles_async.config.checks.rollouts import BUILT_IN_REWARDS
 from miles_async.config.derived import generates
 from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
@@ -19,19 +20,20 @@ from miles_async.rewards.remote import RemoteReward
 from miles_async.rewards.rewarder import Rewarder, RewardFunction
 from miles_async.types import Sample
 
-QUICK: dict[str, RewardFunction] = {"exact": exact, "f1": f1, "gpqa": gpqa, "ifeval": ifeval}
-MATHEMATICS = "math", "dapo", "deepscaler"
-"""They may hang on an unlucky answer, so they run in grader processes."""
+IN_PROCESS: dict[str, RewardFunction] = {"exact": exact, "f1": f1, "gpqa": gpqa, "ifeval": ifeval}
+"""Fast rewards, which run in a thread of this process."""
+IN_GRADER_PROCESSES = "math", "dapo", "deepscaler"
+"""Rewards of `rewards/mathematics.py`: parsing a formula can hang, so they run in processes that can be killed."""
 
 
 def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
-    """The reward that the configuration names; `args` is the flat view handed to it.
+    """Return the rewarder for `rm_type` or `custom_rm_path`. `args` is the flat configuration that rewards receive.
 
-    Raises UserError when there is none, or the user's function cannot be imported.
+    Raises UserError if `rm_type` is unknown or incomplete, or if the user's function cannot be imported.
     """
     rollout = config.rollout
     if not generates(config):
-        # Saved batches bring their rewards and lessons need none, so nobody asks this one.
+        # Saved batches contain their rewards, and supervised examples need none: this rewarder is never called.
         return Rewarder(exact, args, name="none", timeout_seconds=None)
     if rollout.custom_rm_path is not None:
         return _custom(config, rollout.custom_rm_path, args)
@@ -39,21 +41,22 @@ def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
     kind, boxed = name.removeprefix("boxed_"), name.startswith("boxed_")
     timeout = rollout.reward_timeout_seconds
     match kind, config.data.reasoning_gym_task:
-        case quick, _ if quick in QUICK:
-            return Rewarder(QUICK[quick], args, name=name, timeout_seconds=timeout, boxed=boxed)
-        case slow, _ if slow in MATHEMATICS:
+        case fast, _ if fast in IN_PROCESS:
+            return Rewarder(IN_PROCESS[fast], args, name=name, timeout_seconds=timeout, boxed=boxed)
+        case slow, _ if slow in IN_GRADER_PROCESSES:
             path = f"miles_async.rewards.mathematics.{slow}"
-            return _graded(config, path, "rm_type", only_words, name=name, boxed=boxed)
+            return _in_grader_processes(config, path, "rm_type", _without_tokens, name=name, boxed=boxed)
         case "remote_rm", _:
             return _remote(config, args, name=name, boxed=boxed)
         case "reasoning_gym", None:
-            raise UserError("rm_type reasoning_gym needs reasoning_gym_task")
+            raise UserError("rm_type reasoning_gym needs reasoning_gym_task: set it to a task such as chain_sum")
         case "reasoning_gym", str(task):
             reward = ReasoningGymReward(task, config.data.reasoning_gym_settings)
             return Rewarder(reward, args, name=name, timeout_seconds=timeout, boxed=boxed)
         case _:
             raise UserError(
-                f"rm_type {rollout.rm_type!r} is unknown: set reasoning_gym or exact, or your own by custom_rm_path"
+                f"rm_type {rollout.rm_type!r} is unknown: set one of {', '.join(BUILT_IN_REWARDS)}, or name your own "
+                "function with custom_rm_path"
             )
 
 
@@ -61,7 +64,9 @@ def _custom(config: RunConfig, path: str, args: Any) -> Rewarder:
     rollout = config.rollout
     function = load_function(path, setting="custom_rm_path")
     if rollout.custom_rm_isolated:
-        return _graded(config, path, "custom_rm_path", lambda whole: whole, name=path, whole_groups=rollout.group_rm)
+        return _in_grader_processes(
+            config, path, "custom_rm_path", lambda sample: sample, name=path, whole_groups=rollout.group_rm
+        )
     return Rewarder(
         function,
         args,
@@ -72,17 +77,18 @@ def _custom(config: RunConfig, path: str, args: Any) -> Rewarder:
     )
 
 
-def only_words(sample: Sample) -> Sample:
-    """What a text is graded by: tens of thousands of tokens and log-probabilities need not travel."""
+def _without_tokens(sample: Sample) -> Sample:
+    """Return a copy with text only: serialising tens of thousands of tokens for a text reward is wasted time."""
     return replace(sample, tokens=[], rollout_log_probs=[], spans=[], loss_mask=None)
 
 
-def _graded(
-    config: RunConfig, path: str, setting: str, shown: Callable[[Any], Any], *, name: str, **how: bool
+def _in_grader_processes(
+    config: RunConfig, path: str, setting: str, prepare: Callable[[Any], Any], *, name: str, **options: bool
 ) -> Rewarder:
-    """In processes, which see what `shown` makes of a sample.
+    """Return a rewarder that calls the function at `path` in grader processes.
 
-    The deadline is each call's own: groups that wait for a process have not begun.
+    `prepare` maps a sample (or a list of samples) to the one that is sent to the process. `options` are `boxed` and
+    `whole_groups` of `Rewarder`.
     """
     graders = Graders(
         path=path,
@@ -92,25 +98,32 @@ def _graded(
         timeout_seconds=config.rollout.reward_timeout_seconds,
     )
 
-    async def grade(args: Any, given: Any) -> Any:
-        return await graders.grade(shown(given))
+    async def grade(args: Any, samples: Any) -> Any:
+        return await graders.grade(prepare(samples))
 
+    # The graders enforce the deadline per call: a deadline here would count the time spent waiting for a free process.
     return Rewarder(
-        grade, None, name=name, timeout_seconds=None, reward_key=config.rollout.reward_key, close=graders.close, **how
+        grade,
+        None,
+        name=name,
+        timeout_seconds=None,
+        reward_key=config.rollout.reward_key,
+        close=graders.close,
+        **options,
     )
 
 
 def _remote(config: RunConfig, args: Any, *, name: str, boxed: bool) -> Rewarder:
     rollout = config.rollout
     if rollout.rm_url is None:
-        raise UserError("rm_type remote_rm asks a server for rewards: set rm_url to its address")
+        raise UserError("rm_type remote_rm needs a reward server: set rm_url to the address of the server")
     reward = RemoteReward(
         rollout.rm_url,
         concurrency=rollout.remote_rm_concurrency,
         retries=rollout.remote_rm_retries,
         timeout_seconds=rollout.reward_timeout_seconds,
     )
-    # A group may wait for its turn and for retries; every request has its own deadline.
+    # Each request has its own deadline: a deadline here would count the time spent in the queue and in retries.
     return Rewarder(
         reward,
         args,

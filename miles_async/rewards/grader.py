@@ -1,8 +1,9 @@
-"""A process that grades: `python -m miles_async.rewards.grader`. One JSON line in, one JSON line out.
+"""The program of a grader process: `python -m miles_async.rewards.grader`.
 
-The first line names the function and the arguments it is to see, and is answered when the function is imported; every
-further one is a sample, or a group of samples where the function scores groups. The process ends with its standard
-input, so it never outlives the run, whatever became of that.
+The process reads one JSON object per line from standard input and answers each line with one JSON object on standard
+output. The first line holds `path` (of the reward function), `setting` (that names it) and `args`; the answer is sent
+once the function is imported. Every further line is a sample, or a list of samples if the function scores groups. The
+process ends when its standard input is closed, so it never outlives the run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from miles_async.types import Sample
 
 
 def main() -> None:
-    """Whatever the function prints goes to stderr: stdout is the answers' alone."""
+    """Answer lines from standard input until it is closed."""
+    # Standard output carries only answers. Text that the user's function prints is redirected to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     task = msgspec.json.decode(sys.stdin.buffer.readline())
@@ -30,20 +32,22 @@ def main() -> None:
     answers.write(b'{"ready":true}\n')
     answers.flush()
     for line in sys.stdin.buffer:
-        answers.write(graded(function, args, msgspec.json.decode(line)) + b"\n")
+        answers.write(grade(function, args, msgspec.json.decode(line)) + b"\n")
         answers.flush()
 
 
-def graded(function: Any, args: Any, work: Any) -> bytes:
-    """`{"reward": ...}`, or `{"error": ...}` where the function raised or its answer is no reward."""
+def grade(function: Any, args: Any, message: Any) -> bytes:
+    """Return `{"reward": ...}` as JSON, or `{"error": ...}` if the function raises or returns no JSON value."""
     try:
-        given = [Sample.from_dict(each) for each in work] if isinstance(work, list) else Sample.from_dict(work)
-        reward = function(args, given)
+        if isinstance(message, list):
+            reward = function(args, [Sample.from_dict(values) for values in message])
+        else:
+            reward = function(args, Sample.from_dict(message))
         if inspect.iscoroutine(reward):
             reward = asyncio.run(reward)
         return msgspec.json.encode({"reward": reward}, enc_hook=float)
     except Exception as error:
-        # It is the user's code, or a parser over a model's text: it may raise anything.
+        # User code, or a parser that reads text from a model, can raise any exception.
         return msgspec.json.encode({"error": f"{type(error).__name__}: {error}"})
 
 

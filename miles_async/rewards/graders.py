@@ -1,4 +1,4 @@
-"""A few grader processes, each ended and replaced when it misses a deadline or dies."""
+"""A pool of grader processes. A process that misses its deadline or dies is replaced."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import msgspec
 from miles_async.types import Sample
 
 START_SECONDS = 120.0
-"""For Python and the function's module to load; the deadline of a reward does not count it."""
-LONGEST_LINE = 1 << 26
-"""Bytes of one answer at most."""
+"""Time limit for a process to start and import the function; not part of the deadline of a reward."""
+MAX_ANSWER_BYTES = 1 << 26
+"""Limit for one line that a grader process answers."""
 
 
 class GraderError(Exception):
-    """The grader raised, was late or died; the message says which."""
+    """The reward function raised, missed its deadline, or its process died; the message states which."""
 
 
 @dataclass
 class Graders:
-    """`await graders.grade(sample)`: at most `processes` at once, each call within `timeout_seconds` of its start.
+    """Calls a reward function in up to `processes` processes, with `timeout_seconds` for each call.
 
-    `path` is the function that grades, `setting` what named it; `args` is what it sees as its arguments, and must be
-    JSON. A process is started when it is first needed.
+    `path` is the function as `module.function`, and `setting` the setting that names it, for messages. `args` is passed
+    to the function as its first argument and must be serialisable as JSON. Processes are started on demand.
     """
 
     path: str
@@ -43,19 +43,23 @@ class Graders:
     def __post_init__(self) -> None:
         self._permits = asyncio.Semaphore(self.processes)
 
-    async def grade(self, work: Sample | Sequence[Sample]) -> Any:
-        """Raises GraderError; a process that failed to answer is gone by then."""
+    async def grade(self, samples: Sample | Sequence[Sample]) -> Any:
+        """Return what the reward function returns for one sample, or for a whole group.
+
+        Raises GraderError. A process that gave no answer has been killed by then.
+        """
         async with self._permits:
             process = self._idle.pop() if self._idle else await self._launch()
-            answer = await self._ask(process, work, self.timeout_seconds)
+            answer = await self._request(process, samples, self.timeout_seconds)
             self._idle.append(process)
         if "error" in answer:
             raise GraderError(f"raised {answer['error']}")
         return answer["reward"]
 
     async def close(self) -> None:
+        """Kill all processes and wait until they have ended."""
         for process in self._all:
-            self._end(process)
+            self._kill(process)
             assert process.stdout is not None, "started with a pipe"
             await process.stdout.read()
             await process.wait()
@@ -63,39 +67,39 @@ class Graders:
 
     async def _launch(self) -> Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "miles_async.rewards.grader", stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE
+            sys.executable, "-m", "miles_async.rewards.grader", stdin=PIPE, stdout=PIPE, limit=MAX_ANSWER_BYTES
         )
         self._all = {other for other in self._all if other.returncode is None} | {process}
-        await self._ask(process, {"path": self.path, "setting": self.setting, "args": self.args}, START_SECONDS)
+        await self._request(process, {"path": self.path, "setting": self.setting, "args": self.args}, START_SECONDS)
         return process
 
-    async def _ask(self, process: Process, message: Any, seconds: float) -> dict[str, Any]:
+    async def _request(self, process: Process, message: Any, seconds: float) -> dict[str, Any]:
         assert process.stdout is not None, "started with a pipe"
         try:
             async with asyncio.timeout(seconds):
-                await self._tell(process, message)
+                await self._send(process, message)
                 line = await process.stdout.readline()
         except BaseException as error:
-            # Also when the group is given up meanwhile: what the process answers next would be another's.
-            self._end(process)
+            # This includes cancellation. The process must not be used again: its next answer belongs to this request.
+            self._kill(process)
             if isinstance(error, TimeoutError):
                 raise GraderError(
-                    f"took longer than {seconds:g} s (reward_timeout_seconds); its process was ended"
+                    f"took longer than {seconds:g} s (reward_timeout_seconds); its process was killed"
                 ) from None
             raise
         if not line:
-            raise GraderError(f"ended its process with code {await process.wait()}")
+            raise GraderError(f"ended its process with exit code {await process.wait()}")
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
 
-    async def _tell(self, process: Process, message: Any) -> None:
+    async def _send(self, process: Process, message: Any) -> None:
         assert process.stdin is not None, "started with a pipe"
-        # A process that ended meanwhile is told of by its answer, which does not come.
+        # A process that has died is detected when its answer is read: the answer is then empty.
         with suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(message, enc_hook=str) + b"\n")
             await process.stdin.drain()
 
-    def _end(self, process: Process) -> None:
+    def _kill(self, process: Process) -> None:
         assert process.stdin is not None, "started with a pipe"
         process.stdin.close()
         with suppress(ProcessLookupError):

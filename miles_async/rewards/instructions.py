@@ -1,8 +1,8 @@
-"""Whether a response keeps verifiable instructions (IFEval, 2311.07911), under that benchmark's own names.
+"""Checks whether a response follows verifiable instructions (IFEval, arXiv 2311.07911).
 
-`metadata["instruction_id_list"]` names them, `metadata["kwargs"]` has the arguments of each, in the same order. All 25
-of the benchmark are here; an unknown name is an error, never a pass. Languages are told by langid (Lui and Baldwin,
-2012), which gives the same answer every time.
+`metadata["instruction_id_list"]` holds the names of the instructions as in the benchmark, and `metadata["kwargs"]` the
+arguments of each instruction, in the same order. All 25 instructions of the benchmark are implemented; an unknown name
+is an error, never a pass. langid (Lui and Baldwin, 2012) identifies languages, because its answers are deterministic.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from miles_async.types import Sample
 
 
 def ifeval(args: Any, sample: Sample) -> float:
-    """The share of the instructions that the response keeps; 1 is all of them. Raises KeyError for an unknown one."""
+    """Return the fraction of instructions that the response follows, from 0 to 1.
+
+    Raises KeyError for an unknown instruction, and ValueError if names and arguments differ in number.
+    """
     names: list[str] = sample.metadata["instruction_id_list"]
     arguments: list[dict[str, Any] | None] = sample.metadata.get("kwargs") or [{}] * len(names)
     if len(arguments) != len(names):
-        raise ValueError(f"{len(names)} instructions come with {len(arguments)} kwargs")
-    kept = [keeps(sample.response, name, given or {}) for name, given in zip(names, arguments, strict=True)]
-    return sum(kept) / len(kept)
+        raise ValueError(f"metadata has {len(names)} instructions, but {len(arguments)} kwargs")
+    followed = [follows(sample.response, name, given or {}) for name, given in zip(names, arguments, strict=True)]
+    return sum(followed) / len(followed)
 
 
-def keeps(response: str, name: str, arguments: dict[str, Any]) -> bool:
+def follows(response: str, name: str, arguments: dict[str, Any]) -> bool:
+    """Return whether the response follows the instruction `name`. Raises KeyError if the name is unknown."""
     if name not in _INSTRUCTIONS:
         raise KeyError(f"instruction {name!r} is unknown; known are {', '.join(sorted(_INSTRUCTIONS))}")
     given = {key: value for key, value in arguments.items() if value is not None}
@@ -41,7 +45,7 @@ def _count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
 
-def _word(text: str, word: str) -> int:
+def _count_word(text: str, word: str) -> int:
     return _count(rf"(?i)\b{re.escape(word)}\b", text)
 
 
@@ -54,27 +58,27 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _paragraphs(text: str) -> int:
+def _count_paragraphs(text: str) -> int:
     return len([part for part in re.split(r"\s*\*\*\*\s*", text) if part.strip()])
 
 
-def _two_different(text: str) -> bool:
+def _has_two_different_answers(text: str) -> bool:
     answers = [part.strip() for part in text.split("******")]
     return len(answers) == 2 and all(answers) and answers[0] != answers[1]
 
 
-def _unchanged_start(text: str, start: str) -> bool:
+def _starts_with(text: str, start: str) -> bool:
     return text.strip().lower().startswith(start.strip().lower())
 
 
-def _in_language(text: str, language: str) -> bool:
-    # Half a second to load: only runs that ask for it pay.
+def _is_in_language(text: str, language: str) -> bool:
+    # Loading the model takes half a second, so only runs that need it import it.
     import py3langid
 
     return bool(py3langid.classify(text)[0] == language.partition("-")[0].lower())
 
 
-def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def _paragraph_starts_with(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
@@ -82,13 +86,15 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
     return found is not None and found[1].lower() == first_word.lower()
 
 
-_CONSTRAINED = "My answer is yes.", "My answer is no.", "My answer is maybe."
+_ALLOWED_ANSWERS = "My answer is yes.", "My answer is no.", "My answer is maybe."
 
 _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": lambda text, keywords: all(_word(text, word) for word in keywords),
-    "keywords:forbidden_words": lambda text, forbidden_words: not any(_word(text, word) for word in forbidden_words),
+    "keywords:existence": lambda text, keywords: all(_count_word(text, word) for word in keywords),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(_count_word(text, word) for word in forbidden_words)
+    ),
     "keywords:frequency": lambda text, keyword, frequency, relation="at least": _compare(
-        _word(text, keyword), relation, frequency
+        _count_word(text, keyword), relation, frequency
     ),
     "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation="at least": _compare(
         text.lower().count(letter.lower()), let_relation, let_frequency
@@ -99,9 +105,9 @@ _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "length_constraints:number_sentences": lambda text, num_sentences, relation="at least": _compare(
         _count(r"[^.!?\s][^.!?]*(?:[.!?]+|$)", text), relation, num_sentences
     ),
-    "length_constraints:number_paragraphs": lambda text, num_paragraphs: _paragraphs(text) == num_paragraphs,
-    "length_constraints:nth_paragraph_first_word": _first_word,
-    "language:response_language": _in_language,
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: _count_paragraphs(text) == num_paragraphs,
+    "length_constraints:nth_paragraph_first_word": _paragraph_starts_with,
+    "language:response_language": _is_in_language,
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
         _count(r"\[[^\[\]]+\]", text) >= num_placeholders
     ),
@@ -114,12 +120,12 @@ _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     ),
     "detectable_format:title": lambda text: bool(re.search(r"<<[^\n>]+>>", text)),
     "detectable_format:json_format": _is_json,
-    "detectable_format:constrained_response": lambda text: any(choice in text for choice in _CONSTRAINED),
+    "detectable_format:constrained_response": lambda text: any(choice in text for choice in _ALLOWED_ANSWERS),
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
         _count(rf"{re.escape(section_spliter.strip())}\s*\d+", text) >= num_sections
     ),
-    "combination:two_responses": _two_different,
-    "combination:repeat_prompt": lambda text, prompt_to_repeat: _unchanged_start(text, prompt_to_repeat),
+    "combination:two_responses": _has_two_different_answers,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: _starts_with(text, prompt_to_repeat),
     "startend:end_checker": lambda text, end_phrase: text.strip().strip('"').lower().endswith(end_phrase.lower()),
     "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
     "punctuation:no_comma": lambda text: "," not in text,

@@ -1,4 +1,4 @@
-"""Rewards from a server: one POST per sample, bounded in number and time, tried again where that can help."""
+"""Rewards from an HTTP server: one POST request per sample, with bounded concurrency, a deadline and retries."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import aiohttp
 
 from miles_async.types import Sample
 
-FIRST_PAUSE_SECONDS = 0.25
-"""Before the second try; each further pause is twice as long."""
+FIRST_BACKOFF_SECONDS = 0.25
+"""Pause before the first retry; the pause doubles before each further retry."""
 
 
 class RemoteReward:
-    """`await reward(args, sample)`: the JSON that the server answers, a number or a dictionary.
+    """A reward function that asks the server at `url`: the reward is the JSON value that the server answers.
 
-    The body has `prompt`, `response` and `label`. A lost connection, a timeout or a 5xx answer is tried again, a 4xx
-    answer never is. Create it anywhere; it connects inside the running loop.
+    The request body has `prompt`, `response` and `label`; the answer is a number or a dictionary. A lost connection, a
+    timeout or a 5xx status is retried up to `retries` times, a 4xx status never. At most `concurrency` requests run at
+    once, and `timeout_seconds` limits each request. The object may be created outside the event loop.
     """
 
     def __init__(self, url: str, *, concurrency: int, retries: int, timeout_seconds: float) -> None:
@@ -28,12 +29,12 @@ class RemoteReward:
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
     async def __call__(self, args: Any, sample: Sample) -> Any:
-        """Raises RuntimeError with the server's own words when no reward can be had."""
+        """Raises RuntimeError with the server's answer if all attempts fail."""
         body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
         async with self._permits:
             for attempt in range(self._retries + 1):
                 if attempt:
-                    await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+                    await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
                 try:
                     async with self._session.post(self._url, json=body) as answer:
                         if answer.status < 400:

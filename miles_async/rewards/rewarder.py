@@ -1,4 +1,4 @@
-"""Scores the samples of a finished group with a built-in reward or the user's own."""
+"""Scores the samples of a generated group with a built-in reward or the user's reward function."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from miles_async.rewards.graders import GraderError
 from miles_async.types import Group, Sample
 
 RewardFunction = Callable[..., Any]
-"""`fn(args, sample)`, plain or async (slime's shape): a number, or a dictionary of numbers.
+"""`fn(args, sample)`, plain or async, as in slime; it returns a number or a dictionary.
 
-One that scores groups is `fn(args, samples)` and returns one reward per sample.
+With `group_rm` it is `fn(args, samples)` instead and returns a list with one reward per sample.
 """
 
 
 class Rewarder:
-    """Implements `ports.Rewarder`.
+    """Implements the `Rewarder` port.
 
-    A plain function runs in a thread, one hop per group, so that it may block; an async one for all samples at once.
+    A plain function runs in a thread, one thread per group, so it may block. An async function runs for all samples of
+    a group concurrently.
     """
 
     def __init__(
@@ -43,10 +44,17 @@ class Rewarder:
         boxed: bool = False,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`args` is the flat view that user functions see; `name` is for messages.
+        """Create a rewarder.
 
-        `timeout_seconds` None: the function keeps its own deadline. `whole_groups`: it scores a group per call.
-        `boxed`: it sees only what the response's last box holds. `close` ends what it started.
+        Args:
+            function: the reward function.
+            args: the flat configuration that `function` receives first.
+            name: name of the reward in error messages.
+            timeout_seconds: deadline per group; None if `function` enforces its own deadline.
+            reward_key: the entry that counts if the reward is a dictionary.
+            whole_groups: `function` scores a group per call.
+            boxed: `function` sees only the contents of the last box in the response.
+            close: releases processes and connections of `function`.
         """
         self._function = function
         self._args = args
@@ -59,6 +67,11 @@ class Rewarder:
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     async def score(self, group: Group) -> None:
+        """Set `reward` and `reward_key` of every sample.
+
+        Raises TrajectoryError if the function raises, misses its deadline or returns an invalid reward, and UserError
+        if it returns a dictionary and `reward_key` is not set.
+        """
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 rewards = await self._rewards(group)
@@ -76,24 +89,24 @@ class Rewarder:
             sample.reward, sample.reward_key = self._checked(sample, reward)
 
     async def close(self) -> None:
-        """End processes and connections. Scores nothing afterwards."""
+        """Release processes and connections; the rewarder cannot score afterwards."""
         if self._close is not None:
             await self._close()
 
     async def _rewards(self, group: Group) -> list[Any]:
-        seen = [_boxed(sample) for sample in group] if self._boxed else group
+        samples = [_boxed(sample) for sample in group] if self._boxed else group
         if self._whole_groups:
-            return await self._scored_together(seen, group)
+            return await self._score_together(samples, group)
         if self._is_async:
-            return await asyncio.gather(*map(self._await, seen))
-        return await _in_thread(lambda: list(map(self._call, seen)))  # type: ignore[no-any-return]
+            return await asyncio.gather(*map(self._await, samples))
+        return await _run_in_thread(lambda: list(map(self._call, samples)))  # type: ignore[no-any-return]
 
-    async def _scored_together(self, seen: list[Sample], group: Group) -> list[Any]:
+    async def _score_together(self, samples: list[Sample], group: Group) -> list[Any]:
         try:
             if self._is_async:
-                rewards = await self._function(self._args, seen)
+                rewards = await self._function(self._args, samples)
             else:
-                rewards = await _in_thread(lambda: self._function(self._args, seen))
+                rewards = await _run_in_thread(lambda: self._function(self._args, samples))
             return list(rewards)
         except (Exception, SystemExit) as error:
             raise TrajectoryError(f"group {group.feed_index}: reward {self._name} {_failure(error)}") from error
@@ -114,7 +127,7 @@ class Rewarder:
         return TrajectoryError(f"sample {sample.index}: reward {self._name} {_failure(error)}")
 
     def _checked(self, sample: Sample, reward: Any) -> tuple[Any, str | None]:
-        """The reward as it is kept, and the key of a dictionary's entry that counts."""
+        """Return the validated reward, and the key of the entry that counts if the reward is a dictionary."""
         if not isinstance(reward, Mapping):
             return self._number(sample, reward), None
         key = self._reward_key
@@ -145,12 +158,15 @@ def _failure(error: BaseException) -> str:
     return str(error) if isinstance(error, GraderError) else f"raised {type(error).__name__}: {error}"
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """In a thread of its own: one that hangs for good takes no place of another's, and does not keep the run alive."""
+async def _run_in_thread(call: Callable[[], Any]) -> Any:
+    """Return the result of `call`, which runs in a new daemon thread.
+
+    A thread pool would not do: a reward that hangs forever would occupy a pool thread, and keep the process alive.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def tell(result: Any, error: BaseException | None) -> None:
+    def resolve(result: Any, error: BaseException | None) -> None:
         if done.cancelled():
             return
         if error is None:
@@ -163,13 +179,13 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         try:
             result = call()
         except BaseException as error:
-            # `sys.exit` in a reward must not end the run, and a future takes no StopIteration.
+            # `sys.exit` in a reward must not end the run, and a future does not accept StopIteration.
             ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
             failure = error if ordinary else RuntimeError(repr(error))
-        # The loop has ended where the run did not wait for this.
+        # The event loop is closed if the run ended without waiting for this reward.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, result, failure)
+            loop.call_soon_threadsafe(resolve, result, failure)
 
-    # A skip role finds its manager in the context, a log line its group.
+    # The thread gets a copy of the context: the skip manager and the fields of log lines are context variables.
     threading.Thread(target=copy_context().run, args=(run,), name="reward", daemon=True).start()
     return await done

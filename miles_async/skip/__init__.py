@@ -1,14 +1,19 @@
-"""Skip a stage on chosen steps and replay what it gave before (seed `skip-manager`; docs/skip.md).
+"""Skips a stage on chosen steps and replays its recorded result, modelled on the SkipManager of verl.
 
-@register_skip("reward")
-class RewardSkip(BaseSkip): ...
+A role is the name of a stage that can be skipped. The class registered for the role decides when a call can be skipped,
+what it returns then, and how results are recorded; the decorator connects the role to a function:
 
-@SkipManager.annotate(role="reward")
-async def reward(args, sample): ...
+    @register_skip("reward")
+    class RewardSkip(BaseSkip): ...
+
+    @SkipManager.annotate(role="reward")
+    async def reward(args, sample): ...
+
+See docs/skip.md for the settings.
 """
 
 from miles_async.recording import SkipAction
-from miles_async.skip.base import BaseSkip, CannotSkipError, SkipWorld, register_skip
+from miles_async.skip.base import BaseSkip, CannotSkipError, SkipContext, register_skip
 from miles_async.skip.manager import SkipManager
 from miles_async.skip.rollout_skip import AsyncRolloutSkip, RolloutSkip
 
@@ -18,7 +23,7 @@ __all__ = [
     "CannotSkipError",
     "RolloutSkip",
     "SkipAction",
+    "SkipContext",
     "SkipManager",
-    "SkipWorld",
     "register_skip",
 ]

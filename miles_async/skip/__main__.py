@@ -1,4 +1,4 @@
-"""Recordings on disk: `python -m miles_async.skip ls|rm [--dir DIR] [--steps 1-128 …]`."""
+"""Lists or removes recordings: `python -m miles_async.skip ls|rm [--dir DIR] [--steps 1-128 …]`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from miles_async.recording import Steps
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m miles_async.skip", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=["ls", "rm"])
-    parser.add_argument("--dir", default=SkipRole().dump_dir, help="the dump_dir of the recordings")
-    parser.add_argument("--steps", nargs="+", default=["0-"], help="only these steps, such as 3 or 1-128")
+    parser.add_argument("--dir", default=SkipRole().dump_dir, help="folder of the recordings (the setting dump_dir)")
+    parser.add_argument("--steps", nargs="+", default=["0-"], help="steps such as 3 or 1-128; default: all")
     options = parser.parse_args(argv)
     try:
         steps = Steps.parse(options.steps)
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ranges(steps: Iterable[int]) -> str:
-    """`1-3 7`, of steps in order."""
+    """Format ascending steps as ranges, for example `1-3 7`."""
     ranges: list[tuple[int, int]] = []
     for step in steps:
         if ranges and ranges[-1][1] == step - 1:

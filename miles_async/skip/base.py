@@ -1,4 +1,4 @@
-"""What a role's module must say, and the names roles are known by."""
+"""The base class of skip roles, and the registry that maps role names to classes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from miles_async.recording import SkipAction, Steps
 Kind = TypeVar("Kind", bound="type[BaseSkip]")
 
 REGISTERED: dict[str, type[BaseSkip]] = {}
-"""Which class serves which role. Classes only: what a run needs to remember lives in its manager."""
+"""The class of each role. Only classes are global; the state of a run belongs to its `SkipManager`."""
 
 
 class CannotSkipError(Exception):
-    """Raised by `warp_function`: there is nothing to replay after all, so the step runs as ever."""
+    """Raised by `warp_function` if it cannot replay the step after all; the decorated function then runs normally."""
 
 
 def _warn(text: str) -> None:
@@ -33,32 +33,33 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkipWorld:
-    """What the modules of one run are told."""
+class SkipContext:
+    """What the roles of one run share."""
 
     config: RunConfig
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """What a recording depends on; one that was made under another is not replayed."""
+    """The conditions that a recording depends on. A recording with other conditions is not replayed."""
     warn: Callable[[str], None] = _warn
     offload: Callable[[Callable[[], Any]], Awaitable[Any]] = _in_thread
-    """Runs the hooks of async functions, which read and write files, off the event loop."""
+    """Runs the hooks of async functions outside the event loop, because hooks read and write files."""
 
 
 class BaseSkip(ABC):
-    """One role's module in one run. Its hooks are plain functions and may block.
+    """A skip role in one run. Subclasses implement the hooks, which are plain functions and may block.
 
-    `step` comes first in each, then the arguments of the annotated call (`self` of a method included).
+    Each hook receives the step, and then the arguments of the decorated function (including `self` for a method). The
+    names of the hooks are those of verl.
     """
 
     support_actions: ClassVar[frozenset[SkipAction]] = frozenset(SkipAction)
     support_online_step: ClassVar[bool] = False
-    """True: each call tells its own step by `extract_step`. False: `SkipManager.set_step` tells it."""
+    """True if `extract_step` derives the step from each call; False if `SkipManager.set_step` sets it for all calls."""
 
-    def __init__(self, role: str, settings: SkipRole, world: SkipWorld) -> None:
-        """Raises UserError for an action that the module does not know."""
+    def __init__(self, role: str, settings: SkipRole, context: SkipContext) -> None:
+        """Raises UserError if the role does not support the action in `settings`."""
         self.role = role
         self.settings = settings
-        self.world = world
+        self.context = context
         self.action = SkipAction(settings.action)
         if self.action not in self.support_actions:
             known = " or ".join(sorted(self.support_actions))
@@ -70,34 +71,34 @@ class BaseSkip(ABC):
         return self.settings.enable
 
     def is_eligible(self, step: int) -> bool:
-        """Whether the step is among those configured; any other runs as ever."""
+        """Return whether `skip.<role>.steps` contains the step; other steps always run normally."""
         return step in self._steps
 
     def extract_step(self, *args: Any, **kwargs: Any) -> int | None:
-        """The step of this call; None runs it as ever. Needed where `support_online_step` is True."""
+        """Return the step of this call, or None to run it normally. Required if `support_online_step` is True."""
         raise NotImplementedError(f"{type(self).__name__} supports online steps and must define extract_step")
 
     @abstractmethod
     def meet_precondition(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Whether the call can be skipped."""
+        """Return whether the call can be skipped."""
 
     @abstractmethod
     def warp_function(self, step: int, *args: Any, **kwargs: Any) -> Any:
-        """What the call returns instead of running. Raises CannotSkipError when that cannot be had after all."""
+        """Return the recorded result instead of running the call. Raises CannotSkipError if it cannot be loaded."""
 
     @abstractmethod
     def prepare_data(self, result: Any, step: int, *args: Any, **kwargs: Any) -> None:
-        """Keep what the call returned, for the next time."""
+        """Record the result of a call that ran, so that a later run can replay it."""
 
 
 def register_skip(role: str) -> Callable[[Kind], Kind]:
-    """Let the decorated class serve `role`. Raises UserError when another class does already."""
+    """Register the decorated class for `role`. Raises UserError if another class is registered for it."""
 
     def register(kind: Kind) -> Kind:
         known = REGISTERED.get(role)
-        # The same class defined anew (a module imported again) takes its own place.
+        # A module that is imported a second time defines the same class again, which replaces the first definition.
         if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
-            raise UserError(f"skip role {role!r} is served by {known.__qualname__} already; choose another name")
+            raise UserError(f"skip role {role!r} is served by {known.__qualname__} already; choose another role name")
         REGISTERED[role] = kind
         return kind
 

@@ -1,9 +1,10 @@
-"""The generator of a run in which generation may be skipped: recorded groups are replayed, the others go live.
+"""A generator that replays recorded groups and generates the others.
 
-Everything around generation runs as in a live run: admission, rewards, filter, window, queue and staleness. A replayed
-group takes as long as its generation took (`skip.replay_timing`) and is as old, against the weights that are live when
-it ends, as the recorded one was. When the stream ends, groups that are being recorded are finished first
-(`skip.drain_seconds`), so that the next run finds every group that this one began.
+Everything but generation runs as in a live run: admission, rewards, filters, window, queue and the staleness gate. With
+`skip.replay_timing` recorded, a replayed group takes as long as its generation took. Its staleness relative to the
+current weight version equals the staleness at the time of the recording. When a stream of groups ends, groups that are
+being recorded may finish first (`skip.drain_seconds`), so that the next run can replay every group that this run
+started.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from miles_async.types import Group, SampleStatus
 
 T = TypeVar("T")
 
-HELD_SECONDS = 1.0
-"""How much later than its recorded batch ended a group goes live that had not finished in it."""
+GRACE_SECONDS = 1.0
+"""How long after the end of its recorded batch an unrecorded group waits before it is generated."""
 
 
 class SkippingGenerator:
-    """Implements `ports.Generator` over a live one. Create it inside the running loop, after `SkipManager.init`.
+    """Implements the `Generator` port on top of the generator `live`.
 
-    With `stream` groups are skipped one by one (role `async_rollout`); without, all those generated within one `batch`
-    (role `rollout`). `live_version` tells the weight version that the engines hold.
+    With `stream=True` groups are skipped one at a time (role `async_rollout`); otherwise all groups that are generated
+    within one call of `batch` are skipped together (role `rollout`). `live_version` returns the weight version that the
+    engines hold. Create the object inside the running event loop, after `SkipManager.init`.
     """
 
     def __init__(
@@ -50,24 +52,24 @@ class SkippingGenerator:
         self._live_version = live_version
         self._stream = stream
         role = manager.roles["async_rollout" if stream else "rollout"]
-        assert isinstance(role, RolloutSkip), "the shipped roles are served by the shipped classes"
+        assert isinstance(role, RolloutSkip), "built-in roles have built-in classes"
         self._role = role
         if role.is_enabled:
-            role.note_other_sizes()
-        self._timed = manager.world.config.skip.replay_timing == "recorded"
-        self._drain_seconds = manager.world.config.skip.drain_seconds
-        self._taken: list[GroupRecord] = []
-        """What was generated since the batch began."""
-        self._tape: dict[str, GroupRecord] | None = None
-        """What is left of the batch that is being replayed, by feed index."""
-        self._held_until = 0.0
-        """When groups that are not on the tape go live."""
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        """Resolved by an abort, for each group that is not at the live generator, by identity."""
+            role.warn_of_other_sizes()
+        self._replays_timing = manager.context.config.skip.replay_timing == "recorded"
+        self._drain_seconds = manager.context.config.skip.drain_seconds
+        self._generated: list[GroupRecord] = []
+        """Groups that were generated since the batch began."""
+        self._recorded_batch: dict[str, GroupRecord] | None = None
+        """Remaining groups of the batch that is being replayed, by feed index; None if no batch is being replayed."""
+        self._grace_ends = 0.0
+        """Time at which groups that are not in the recorded batch are generated."""
+        self._abort_signals: dict[int, asyncio.Future[None]] = {}
+        """One future per group that the live generator does not hold, by `id(group)`; an abort resolves the future."""
         self._recording: set[asyncio.Future[None]] = set()
-        """Resolved at the end of each group of the stream that is generated now, to be recorded."""
+        """One future per group that is being generated and will be recorded; resolved when its generation ends."""
         self._interrupted: set[str] = set()
-        """Groups whose replay was cut short for them alone: another replay would be cut short likewise."""
+        """Feed indices of groups that were aborted individually during a replay; they are generated next time."""
 
     @property
     def in_flight(self) -> int:
@@ -78,81 +80,87 @@ class SkippingGenerator:
         return self._live.busy_seconds
 
     async def generate(self, group: Group) -> None:
-        """As the port says. Raises UserError for a recording that does not fit, if `skip.mismatch` says so."""
+        """Generate or replay the group.
+
+        Raises UserError if the recording was made under other settings and `skip.mismatch` is `refuse`.
+        """
         if not is_first_attempt(group) or group.feed_index in self._interrupted:
             await self._live.generate(group)
             return
         began = self._clock.now()
-        self._waiting[id(group)] = asyncio.get_running_loop().create_future()
+        self._abort_signals[id(group)] = asyncio.get_running_loop().create_future()
         try:
-            record = await self._recorded(group)
+            record = await self._recorded_or_generated(group)
             if record is not None:
                 await self._replay(group, record, began)
         finally:
-            self._waiting.pop(id(group), None)
+            self._abort_signals.pop(id(group), None)
 
     async def abort(self, group: Group | None = None) -> None:
         if group is None:
-            for aborted in self._waiting.values():
+            for aborted in self._abort_signals.values():
                 _resolve(aborted)
             if self._recording:
                 await asyncio.wait(self._recording, timeout=self._drain_seconds)
             await self._live.abort()
-        elif (aborted_now := self._waiting.get(id(group))) is not None:
+        elif (signal := self._abort_signals.get(id(group))) is not None:
             self._interrupted.add(group.feed_index)
-            _resolve(aborted_now)
+            _resolve(signal)
         else:
             await self._live.abort(group)
 
     async def batch(self, collect: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `collect`, whose groups are recorded as the manager's step, or replayed."""
         results: list[T] = []
-        recording = await self._whole(collect, results)
+        recording = await self._run_batch(collect, results)
+        # If the batch was recorded, the role returned the recording and `collect` has not run yet: it runs now, and
+        # each group that it submits is looked up in the recording.
         if recording.replayed_from is not None:
-            self._tape = {record.feed_index: record for record in recording.groups}
-            self._held_until = self._clock.now() + HELD_SECONDS + (recording.seconds if self._timed else 0.0)
+            self._recorded_batch = {record.feed_index: record for record in recording.groups}
+            self._grace_ends = self._clock.now() + GRACE_SECONDS + (recording.seconds if self._replays_timing else 0.0)
             try:
                 results.append(await collect())
             finally:
-                self._tape = None
+                self._recorded_batch = None
         return results[0]
 
     @SkipManager.annotate(role="rollout")
-    async def _whole(self, collect: Callable[[], Awaitable[T]], results: list[T]) -> Recording:
-        began, self._taken = self._clock.now(), []
+    async def _run_batch(self, collect: Callable[[], Awaitable[T]], results: list[T]) -> Recording:
+        began, self._generated = self._clock.now(), []
         results.append(await collect())
-        return Recording(groups=self._taken, seconds=self._clock.now() - began)
+        return Recording(groups=self._generated, seconds=self._clock.now() - began)
 
     @SkipManager.annotate(role="async_rollout")
-    async def _one(self, group: Group) -> Recording:
+    async def _run_group(self, group: Group) -> Recording:
         groups = await self._generate(group)
         return Recording(groups=groups, seconds=sum(record.seconds for record in groups))
 
-    async def _recorded(self, group: Group) -> GroupRecord | None:
-        """What to replay; None when the group was generated (or aborted) instead."""
+    async def _recorded_or_generated(self, group: Group) -> GroupRecord | None:
+        """Return the record to replay, or None if the group was generated or aborted instead."""
         if self._stream:
-            recording = await self._one(group)
+            recording = await self._run_group(group)
             return recording.groups[0] if recording.replayed_from is not None else None
-        if self._tape is None:
-            self._taken += await self._generate(group)
+        if self._recorded_batch is None:
+            self._generated += await self._generate(group)
             return None
-        if (record := self._from_tape(group, self._tape)) is not None:
+        if (record := self._take_recorded(group, self._recorded_batch)) is not None:
             return record
-        # It was under way when the recorded batch was complete, so it should be aborted when this one is.
-        if not await self._aborted_within(group, self._held_until - self._clock.now()):
+        # The group was not finished when the recorded batch was complete, so it is expected to be aborted again when
+        # this batch is complete. It is generated only if that does not happen.
+        if not await self._aborted_within(group, self._grace_ends - self._clock.now()):
             await self._generate(group)
         return None
 
-    def _from_tape(self, group: Group, tape: dict[str, GroupRecord]) -> GroupRecord | None:
-        if group.feed_index in tape:
-            return tape.pop(group.feed_index)
-        if self._role.action is SkipAction.REPEAT and tape:
-            return tape.pop(next(iter(tape)))
+    def _take_recorded(self, group: Group, recorded_batch: dict[str, GroupRecord]) -> GroupRecord | None:
+        if group.feed_index in recorded_batch:
+            return recorded_batch.pop(group.feed_index)
+        if self._role.action is SkipAction.REPEAT and recorded_batch:
+            return recorded_batch.pop(next(iter(recorded_batch)))
         return None
 
     async def _generate(self, group: Group) -> list[GroupRecord]:
-        """Live. One record, or none where the group did not finish."""
-        if self._waiting.pop(id(group)).done():
+        """Generate the group. Returns its record, or an empty list if the group did not finish."""
+        if self._abort_signals.pop(id(group)).done():
             _mark_aborted(group)
             return []
         began, prompt = self._clock.now(), prompt_hash(group)
@@ -175,22 +183,22 @@ class SkippingGenerator:
         except CannotSkipError:
             await self._generate(group)
             return
-        remaining = record.seconds - (self._clock.now() - began) if self._timed else 0.0
+        remaining = record.seconds - (self._clock.now() - began) if self._replays_timing else 0.0
         if not await self._aborted_within(group, remaining):
             record.replay_into(group, self._live_version())
-            assert group.sequence is not None, "admission gave the group its number"
+            assert group.sequence is not None, "admission has numbered the group"
             self._events.emit(
                 GroupReplayed(time=self._clock.now(), sequence=group.sequence, recorded=record.feed_index)
             )
 
     async def _aborted_within(self, group: Group, seconds: float) -> bool:
-        """Wait; True, with the group marked, as soon as somebody aborts it meanwhile."""
-        aborted = self._waiting[id(group)]
-        nap = asyncio.ensure_future(self._clock.sleep(max(0.0, seconds)))
+        """Wait `seconds`, or until the group is aborted. Returns whether the group was aborted, and marks it if so."""
+        aborted = self._abort_signals[id(group)]
+        timer = asyncio.ensure_future(self._clock.sleep(max(0.0, seconds)))
         try:
-            await asyncio.wait([aborted, nap], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([aborted, timer], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            nap.cancel()
+            timer.cancel()
         if aborted.done():
             _mark_aborted(group)
         return aborted.done()

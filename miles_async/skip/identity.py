@@ -1,28 +1,34 @@
-"""What a recording depends on beside its prompt: the model, the tokenizer, how tokens were drawn, the seed."""
+"""The identity of a recording: the model, the tokenizer, the sampling settings and the seed it was made with."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from miles_async.adapters.storage.checksum import checksum
 from miles_async.config.schema import RunConfig
 from miles_async.types import Group
 
 _SAMPLE_BYTES = 1 << 20
-"""Read from either end of each weight file: all of a large checkpoint would take minutes."""
+"""Bytes read from each end of a weight file: reading all of a large checkpoint would take minutes."""
 
 
 def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, Any]:
-    """By the names a person would change. Without a checkpoint at hand, model and tokenizer are known by name only."""
+    """Return the identity by setting name.
+
+    With `checkpoint`, the folder of the checkpoint, model and tokenizer are identified by their contents; without it,
+    by the setting `hf_checkpoint`.
+    """
     rollout = config.rollout
     folder = None if checkpoint is None else Path(checkpoint)
     return {
-        "model": str(config.model.hf_checkpoint) if folder is None else _digest(folder, "config.json", "*.safetensors"),
-        "tokenizer": None if folder is None else _digest(folder, "tokenizer.json"),
+        "model": str(config.model.hf_checkpoint)
+        if folder is None
+        else _fingerprint(folder, "config.json", "*.safetensors"),
+        "tokenizer": None if folder is None else _fingerprint(folder, "tokenizer.json"),
         "n_samples_per_prompt": rollout.n_samples_per_prompt,
         "rollout_max_prompt_len": rollout.rollout_max_prompt_len,
         "rollout_max_response_len": rollout.rollout_max_response_len,
@@ -38,19 +44,16 @@ def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, A
 
 
 def prompt_hash(group: Group) -> str:
-    return hashlib.blake2b(orjson.dumps(group[0].prompt), digest_size=16).hexdigest()
+    """Return the checksum of the prompt of a group."""
+    return checksum([orjson.dumps(group[0].prompt)])
 
 
-def _digest(folder: Path, *patterns: str) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for pattern in patterns:
-        for path in sorted(folder.glob(pattern)):
-            for part in _parts(path):
-                digest.update(part)
-    return digest.hexdigest()
+def _fingerprint(folder: Path, *patterns: str) -> str:
+    files = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
+    return checksum(chunk for path in files for chunk in _excerpts(path))
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _excerpts(path: Path) -> Iterator[bytes]:
     size = path.stat().st_size
     yield f"{path.name} {size}".encode()
     with path.open("rb") as file:

@@ -1,10 +1,11 @@
-"""The roles of one run, and the decorator that asks them (seed `skip-manager`, "Decorator flow").
+"""The skip manager of a run, and the decorator that consults it (modelled on the SkipManager of verl).
 
-    call ─► disabled, no such role, step not configured? ─► run
-         └► precondition met? ─► replay     otherwise ─► run, then keep what it gave
+    call ─► role unknown or disabled, or step not configured? ─► run the function
+         └► precondition met? ─► return the recorded result
+                    otherwise ─► run the function and record its result
 
-The manager of a run is found through a context variable: tasks and `asyncio.to_thread` inherit it, other runs in the
-same process do not see it, and nothing is kept on the class.
+A context variable holds the manager of a run: tasks and `asyncio.to_thread` inherit it, and other runs in the same
+process have their own.
 """
 
 from __future__ import annotations
@@ -19,48 +20,49 @@ from typing import Any, Self, TypeVar
 
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
-from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipWorld
+from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipContext
 from miles_async.skip.identity import identity_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _current: ContextVar[SkipManager | None] = ContextVar("skip_manager", default=None)
-_MISS = object()
+_NOT_RECORDED = object()
 
 
 class SkipManager:
-    """Made by `init`; `with SkipManager.init(config): …` forgets it again at the end of the block."""
+    """The skip roles of one run. `with SkipManager.init(config): ...` makes it current for the block."""
 
-    def __init__(self, world: SkipWorld) -> None:
-        """Raises UserError for a role that nobody registered or an action that its module does not know."""
-        self.world = world
+    def __init__(self, context: SkipContext) -> None:
+        """Raises UserError if no class is registered for a role, or if it does not support the configured action."""
+        self.context = context
         self.roles = {
-            role: _kind(role)(role, settings, world) for role, settings in role_settings(world.config).items()
+            role: _registered_class(role)(role, settings, context)
+            for role, settings in role_settings(context.config).items()
         }
         self.step: int | None = None
 
     @staticmethod
-    def init(config: RunConfig, world: SkipWorld | None = None) -> SkipManager:
-        """The manager of `config`, which `annotate` finds from now on in this context and those that inherit it."""
-        manager = SkipManager(world or SkipWorld(config=config, identity=identity_of(config)))
+    def init(config: RunConfig, context: SkipContext | None = None) -> SkipManager:
+        """Create the manager and make it current in this context and in contexts that inherit from it."""
+        manager = SkipManager(context or SkipContext(config=config, identity=identity_of(config)))
         _current.set(manager)
         return manager
 
     @staticmethod
     def set_step(step: int) -> None:
-        """The trainer step, for roles without online steps. Raises UserError before `init`."""
+        """Set the training step for roles without online steps. Raises UserError if `init` was not called."""
         manager = _current.get()
         if manager is None:
-            raise UserError("SkipManager.set_step was called before SkipManager.init(config)")
+            raise UserError("SkipManager.set_step was called before SkipManager.init: call init first")
         manager.step = step
 
     @staticmethod
     def annotate(role: str) -> Callable[[F], F]:
-        """Let `role` skip calls of the decorated function, plain or async. Unknown roles change nothing."""
+        """Let `role` skip calls of the decorated function, plain or async. An unknown role has no effect."""
 
         def decorate(function: F) -> F:
-            around: F = (_async if inspect.iscoroutinefunction(function) else _plain)(role, function)
-            return around
+            wrapper: F = (_wrap_async if inspect.iscoroutinefunction(function) else _wrap_plain)(role, function)
+            return wrapper
 
         return decorate
 
@@ -79,7 +81,7 @@ class SkipManager:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call that may be skipped."""
+    """A call that may be skipped."""
 
     skip: BaseSkip
     step: int
@@ -87,20 +89,20 @@ class _Call:
     kwargs: dict[str, Any]
 
     def replay(self) -> Any:
-        """What is replayed, or _MISS."""
+        """Return the recorded result, or `_NOT_RECORDED`."""
         try:
             if self.skip.meet_precondition(self.step, *self.args, **self.kwargs):
                 return self.skip.warp_function(self.step, *self.args, **self.kwargs)
         except CannotSkipError:
             pass
-        return _MISS
+        return _NOT_RECORDED
 
-    def keep(self, result: Any) -> None:
+    def record(self, result: Any) -> None:
         self.skip.prepare_data(result, self.step, *self.args, **self.kwargs)
 
 
-def _call(role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    """None: the call runs as ever."""
+def _skippable_call(role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    """Return the call if the role may skip it; None if the function runs normally."""
     manager = _current.get()
     skip = manager.roles.get(role) if manager is not None else None
     if manager is None or skip is None or not skip.is_enabled:
@@ -109,49 +111,49 @@ def _call(role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | N
     return _Call(skip, step, args, kwargs) if step is not None and skip.is_eligible(step) else None
 
 
-def _plain(role: str, function: Any) -> Any:
+def _wrap_plain(role: str, function: Any) -> Any:
     @wraps(function)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        call = _call(role, args, kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call = _skippable_call(role, args, kwargs)
         if call is None:
             return function(*args, **kwargs)
         replayed = call.replay()
-        if replayed is not _MISS:
+        if replayed is not _NOT_RECORDED:
             return replayed
         result = function(*args, **kwargs)
-        call.keep(result)
+        call.record(result)
         return result
 
-    return around
+    return wrapper
 
 
-def _async(role: str, function: Any) -> Any:
+def _wrap_async(role: str, function: Any) -> Any:
     @wraps(function)
-    async def around(*args: Any, **kwargs: Any) -> Any:
-        call = _call(role, args, kwargs)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call = _skippable_call(role, args, kwargs)
         if call is None:
             return await function(*args, **kwargs)
-        offload = call.skip.world.offload
+        offload = call.skip.context.offload
         replayed = await offload(call.replay)
-        if replayed is not _MISS:
+        if replayed is not _NOT_RECORDED:
             return replayed
         result = await function(*args, **kwargs)
-        await offload(partial(call.keep, result))
+        await offload(partial(call.record, result))
         return result
 
-    return around
+    return wrapper
 
 
 def role_settings(config: RunConfig) -> Mapping[str, SkipRole]:
-    """The shipped roles and the user's own."""
+    """Return the settings of each role: the built-in roles and those in `skip.roles`."""
     return {"rollout": config.skip.rollout, "async_rollout": config.skip.async_rollout, **config.skip.roles}
 
 
-def _kind(role: str) -> type[BaseSkip]:
+def _registered_class(role: str) -> type[BaseSkip]:
     if role not in REGISTERED:
         known = ", ".join(sorted(REGISTERED))
         raise UserError(
-            f"skip.roles.{role}: no class is registered for this role; known are {known}. "
-            f'Decorate yours with @register_skip("{role}") in a module that the run imports'
+            f"skip.roles.{role}: no class is registered for this role; registered roles are {known}. "
+            f'Decorate your class with @register_skip("{role}") in a module that the run imports'
         )
     return REGISTERED[role]

@@ -15,7 +15,7 @@ from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueC
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import Generator
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipManager, SkipWorld
+from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import DropReason, Group
 from tests.sim.engines import Engines
@@ -72,7 +72,7 @@ class SkippingWorld(World):
 
     def _generator(self, clock: VirtualClock) -> Generator:
         self.live = CountingEngines(self.fleet)
-        world = SkipWorld(config=self.config, identity=self.identity, warn=self.warnings.append, offload=_at_once)
+        world = SkipContext(config=self.config, identity=self.identity, warn=self.warnings.append, offload=_at_once)
         self.skipping = SkippingGenerator(
             self.live,
             SkipManager.init(self.config, world),

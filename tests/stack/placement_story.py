@@ -49,12 +49,12 @@ def tell() -> dict[str, object]:
     wanted = Demand(learner=2, engines=2, per_engine=2)
     placement = reserve(wanted)
     story = described(placement.plan) | {"unit": placement.unit, "local": placement.local}
-    settlers = [Settler.options(**placement.on(bundle, 0.4)).remote() for bundle in placement.plan.learner]
+    settlers = [Settler.options(**placement.actor_options(bundle, 0.4)).remote() for bundle in placement.plan.learner]
     story["settled"] = ray.get([settler.where.remote() for settler in settlers])
     story["surroundings"] = ray.get([settler.surroundings.remote() for settler in settlers])
     story["too_many"] = refusal(Demand(learner=4, engines=2, per_engine=2), 1)
     story["taken"] = refusal(Demand(learner=1, engines=0, per_engine=1), 1)
-    placement.give_back()
+    placement.release()
     return story
 
 

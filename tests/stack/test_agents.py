@@ -12,7 +12,7 @@ import pytest
 from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
-from miles_async.adapters.agents.trajectories import Trajectories
+from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -48,7 +48,7 @@ def tell(serving: Stack, function: Any, story: Story) -> None:
         engine._client.post = noting  # type: ignore[method-assign]
         turns, endpoint = (
             MultiTurnSampler(engine, CheckpointTokenizer(str(serving.checkpoint))),
-            AgentEndpoint(Trajectories(1, 1)),
+            AgentEndpoint(TrajectoryBuffer(1, 1)),
         )
         await endpoint.start()
         generator = FunctionGenerator(
@@ -158,7 +158,7 @@ async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 def test_an_agent_that_rewrites_its_history_fails_with_the_place(serving: Stack) -> None:
     async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
-        with pytest.raises(TrajectoryError, match=r"messages\[1\] differs from what this conversation holds"):
+        with pytest.raises(TrajectoryError, match=r"messages\[1\] differs from the message in this conversation"):
             await generator.generate(group_of("Q"))
 
     tell(serving, rewrites, story)

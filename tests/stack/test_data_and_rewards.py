@@ -44,8 +44,8 @@ def played(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Played:
         "rollout-max-prompt-len": 64,
         "rollout-function-path": "miles_async.rollout.sglang_rollout.generate_rollout",
         "windowed-fifo-ratio": "null",
-        "over-sampling-filter-path": "miles_async.filters.over_sampling.sort_by_reward_std",
-        "rollout-sample-filter-path": "miles_async.filters.samples.mask_truncated",
+        "over-sampling-filter-path": "miles_async.filters.sort_by_reward_std",
+        "rollout-sample-filter-path": "miles_async.filters.mask_truncated",
         "custom-rm-path": "tests.stack.user_functions.shares_of_even_bytes",
         "reward-key": "even",
     }

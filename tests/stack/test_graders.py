@@ -10,7 +10,7 @@ import pytest
 from miles_async.errors import TrajectoryError
 from miles_async.rewards import mathematics
 from miles_async.rewards.graders import GraderError, Graders
-from miles_async.rewards.instructions import keeps
+from miles_async.rewards.instructions import follows
 from miles_async.types import Sample
 from tests.scoring import scored
 
@@ -58,12 +58,12 @@ def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sam
             await graders.close()
 
     sentence, reward = asyncio.run(play())
-    assert sentence == "took longer than 1 s (reward_timeout_seconds); its process was ended"
+    assert sentence == "took longer than 1 s (reward_timeout_seconds); its process was killed"
     assert reward == 1.0
 
 
 def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.die ended its process with code 3"):
+    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.die ended its process with exit code 3"):
         scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
 
 
@@ -121,5 +121,5 @@ def test_dapo_reads_the_answer_line_and_deepscaler_what_follows_the_reasoning() 
 )
 def test_a_response_is_in_the_language_asked_for(language: str, text: str) -> None:
     name = "language:response_language"
-    assert keeps(text, name, {"language": language})
-    assert not keeps("Bonjour tout le monde, comment allez-vous ?", name, {"language": language})
+    assert follows(text, name, {"language": language})
+    assert not follows("Bonjour tout le monde, comment allez-vous ?", name, {"language": language})

@@ -29,7 +29,7 @@ from miles_async.observability.subscribers import EventSubscribers
 from tests.stack.conftest import Played, Stack, settings
 from workers.driver import run_started
 from workers.heartbeats import Heartbeats
-from workers.stacks import dump_stacks
+from workers.watchdog import dump_stacks
 
 RULES = FOLDER.parent / "rules"
 ALERTS = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]
@@ -113,7 +113,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         folder = RunFolder.create(config)
         subscribers = until_the_end.enter_context(EventSubscribers(config, folder))
         prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=3))
-        heartbeats = Heartbeats(stack.cluster.questions)
+        heartbeats = Heartbeats(stack.cluster.probes)
         until_the_end.callback(heartbeats.close)
 
         def watch(event: Event) -> None:
@@ -194,7 +194,7 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
 
 async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[ProcessSilent]:
     """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
-    heartbeats = Heartbeats(stack.cluster.questions)
+    heartbeats = Heartbeats(stack.cluster.probes)
     told: list[ProcessSilent] = []
     try:
         os.killpg(engine, signal.SIGSTOP)

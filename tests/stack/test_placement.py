@@ -24,5 +24,5 @@ def test_a_run_is_placed_by_node_and_device_and_refused_where_it_cannot_be(tmp_p
     assert (story["unit"], story["local"]) == ("GPU", False)
     assert story["settled"] == [["127.0.0.2", [0]], ["127.0.0.2", [1]]]
     assert story["surroundings"] == [[str(tmp_path), "1"]] * 2, "processes on a Ray that was there find the run's own"
-    assert "the run needs 8 GPUs (4 for the learner, 4 for 2 engines), and the Ray cluster has 6" in story["too_many"]
-    assert "the run needs 1 GPUs (1 for the learner, 0 for 0 engines), of which others left only 0" in story["taken"]
+    assert "the run needs 8 GPUs (4 for the learner, 4 for 2 engines), but the Ray cluster has 6" in story["too_many"]
+    assert "the run needs 1 GPUs (1 for the learner, 0 for 0 engines), but only 0 became free" in story["taken"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles_async.adapters.storage.checkpoints import CheckpointFolder, progress_in
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.events import GroupMoved, StepEnded
 from tests.stack.conftest import Stack
 
@@ -24,7 +24,7 @@ def test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left(stack:
     assert sorted(path.name for path in saved.iterdir()) == ["latest", "rollout_0000004"], "older ones are removed"
     newest = CheckpointFolder(saved).latest()
     assert {path.name for path in newest.iterdir()} == {"progress.json", "actor"}
-    owed = {group["feed_index"] for group in progress_in(newest)["owed"]}
+    owed = {group["feed_index"] for group in read_progress(newest)["owed"]}
     assert owed, "a producer that runs on has prompts under way whenever a checkpoint is written"
 
     text = list(b"12 + 34 =")

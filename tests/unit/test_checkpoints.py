@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.adapters.storage.checkpoints import CheckpointFolder, progress_in
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import UserError
 from workers.preflight import checkpoint_to_resume
@@ -26,7 +26,7 @@ def test_the_newest_checkpoint_is_the_one_that_is_resumed(tmp_path: Path) -> Non
     save(tmp_path, 4)
     newest = save(tmp_path, 9)
     assert CheckpointFolder(tmp_path).latest() == newest
-    assert progress_in(newest) == {"rollout": 9}
+    assert read_progress(newest) == {"rollout": 9}
     assert (newest / "actor" / "__0_0.distcp").read_text() == "weights of 9"
 
 
@@ -67,7 +67,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
     assert CheckpointFolder(tmp_path).latest() == whole
-    assert progress_in(whole) == {"rollout": 1}
+    assert read_progress(whole) == {"rollout": 1}
 
 
 def test_a_resumed_run_may_write_the_same_rollout_again(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_cannot_be_resumed_is_said_before_anything_starts(tmp_path: Path) -
         return checkpoint_to_resume(RunConfig(learner=Learner(load=path), rollout=Rollout(num_rollout=num_rollout)))
 
     assert resumed(None) is None
-    with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start afresh"):
+    with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start a new run"):
         resumed(tmp_path)
     newest = save(tmp_path, 4)
     assert resumed(tmp_path, 6) == newest

@@ -86,7 +86,7 @@ def test_half_a_group_is_not_taken_back(rows: str) -> None:
     source = open_rows(rows)
     group = source.get_samples(1)[0]
     group.pop()
-    with pytest.raises(UserError, match="group sample_0_0 came back with 1 samples"):
+    with pytest.raises(UserError, match="group sample_0_0 was returned with 1 samples"):
         source.add_samples([group])
 
 
@@ -141,7 +141,7 @@ def test_holding_out_everything_says_what_to_set(rows: str) -> None:
     "line, complaint",
     [
         ('{"prompt": "q", "label"', r"data\.jsonl, line 2: not valid JSON"),
-        ("[1]", r"data\.jsonl, line 2: a list where a JSON object is expected"),
+        ("[1]", r"data\.jsonl, line 2: a list instead of a JSON object"),
         ('{"prompt": "q", "answer": 1}', r"data\.jsonl, line 2: no key 'label' \(label_key\).*'prompt', 'answer'"),
         ('{"prompt": [{"role": "user"}], "label": 1}', r"data\.jsonl, line 2: .*set apply_chat_template"),
         ('{"prompt": 3, "label": 1}', r"data\.jsonl, line 2: 'prompt' is a int"),
@@ -196,7 +196,7 @@ def test_a_part_of_a_file_can_be_named(rows: str, part: str, expected: list[str]
 
 
 def test_an_empty_part_is_refused(rows: str) -> None:
-    with pytest.raises(UserError, match=r"data\.jsonl@\[9:\] holds no rows"):
+    with pytest.raises(UserError, match=r"data\.jsonl@\[9:\] has no rows"):
         open_rows(rows + "@[9:]")
 
 
@@ -212,7 +212,7 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
     assert prompts(groups) == ["q1", "q2", "q3", "q4", "q5", "q1"]
     assert groups[0][0].metadata["level"] == 1
     path.write_bytes(b"no parquet")
-    with pytest.raises(UserError, match="is no Parquet file"):
+    with pytest.raises(UserError, match="is not a valid Parquet file"):
         open_data(RunConfig.model_validate(config | {"data": data}))
 
 
@@ -295,7 +295,7 @@ def test_a_buffer_filter_that_raises_or_throws_groups_away_is_reported(rows: str
     source, said = report_of(rows, buffer_filter_path=f"{filters}.throw_away")
     returned(source, None)
     assert prompts(source.get_samples(1)) == ["q1"]
-    assert said == [("buffer_filter_removed", "buffer_filter_path threw group sample_0_0 away")]
+    assert said == [("buffer_filter_removed", "buffer_filter_path removed group sample_0_0 without returning it")]
 
 
 class Template:

@@ -14,7 +14,7 @@ from workers import driver
 class Hung:
     """A cluster whose rollout worker takes calls and answers none."""
 
-    questions: dict[str, Any] = {}
+    probes: dict[str, Any] = {}
 
     def __init__(self) -> None:
         self.asked_to_stop = 0
@@ -58,7 +58,7 @@ def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monk
 class Ended:
     """A cluster whose run is over, and whose last event is on its way in the answer that was asked for before."""
 
-    questions: dict[str, Any] = {}
+    probes: dict[str, Any] = {}
 
     def __init__(self) -> None:
         self.answers = [["the last event"], []]

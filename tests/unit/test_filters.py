@@ -22,9 +22,13 @@ from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.events import SamplesRemoved
-from miles_async.filters.dynamic_sampling import check_no_aborted, check_no_truncated, check_reward_nonzero_std
-from miles_async.filters.over_sampling import sort_by_reward_std
-from miles_async.filters.samples import mask_truncated
+from miles_async.filters import (
+    check_no_aborted,
+    check_no_truncated,
+    check_reward_nonzero_std,
+    mask_truncated,
+    sort_by_reward_std,
+)
 from miles_async.pipeline.training import metadata_means
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
@@ -117,7 +121,7 @@ def test_a_dynamic_filter_in_the_seeds_words_reads_the_reward_by_its_key(mine: s
 
 
 def test_the_reason_of_a_verdict_reaches_the_pipeline() -> None:
-    settings = config(dynamic_sampling_filter_path="miles_async.filters.dynamic_sampling.check_reward_nonzero_std")
+    settings = config(dynamic_sampling_filter_path="miles_async.filters.check_reward_nonzero_std")
     assert dynamic_filter(settings, flat_args(settings))(group(1.0, 1.0)) == Verdict(False, "all_1.0")
 
 

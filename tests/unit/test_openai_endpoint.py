@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint
-from miles_async.adapters.agents.trajectories import Trajectories
+from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.errors import TrajectoryError, UserError
@@ -43,9 +43,9 @@ class Agent:
 def tell(story: Callable[[Agent], Awaitable[None]], *lines: str | None, capacity: int = 2, size: int = 1) -> None:
     async def told() -> None:
         engine = Script(*lines)
-        turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(Trajectories(capacity, size))
+        turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(TrajectoryBuffer(capacity, size))
         await endpoint.start()
-        endpoint.welcome(turns, PARAMS, live=lambda: True)
+        endpoint.accept_external(turns, PARAMS, live=lambda: True)
         try:
             async with aiohttp.ClientSession() as http:
                 await story(Agent(http, endpoint, engine, turns))
@@ -124,7 +124,7 @@ def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
     "request_, complaint",
     [
         ({"messages": []}, "at least one message"),
-        ({"messages": ["hello"]}, "not the shape of a chat message"),
+        ({"messages": ["hello"]}, "does not have the format of a chat message"),
         ({"messages": [USER], "n": 2}, "n must be 1"),
         (
             {
@@ -132,7 +132,7 @@ def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
                     {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
                 ]
             },
-            "not the shape of a chat message",
+            "does not have the format of a chat message",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_an_agent_that_goes_away_in_the_middle_of_a_turn_leaves_nothing_that_wri
                 await asyncio.sleep(0.05)
                 asking.cancel()
 
-        with pytest.raises(TrajectoryError, match="sample 5: its agent asked the model for nothing"):
+        with pytest.raises(TrajectoryError, match="sample 5: the agent sent no request to the model"):
             await leave()
         before = list(sample.tokens)
         agent.engine._ended.set()
@@ -191,11 +191,11 @@ def test_a_session_that_has_ended_is_not_found() -> None:
 def test_the_endpoint_listens_where_it_is_told_to() -> None:
     async def story() -> None:
         port = free_port()
-        one, other = AgentEndpoint(Trajectories(1, 1)), AgentEndpoint(Trajectories(1, 1))
+        one, other = AgentEndpoint(TrajectoryBuffer(1, 1)), AgentEndpoint(TrajectoryBuffer(1, 1))
         try:
             await one.start(port)
             assert one.url == f"http://127.0.0.1:{port}"
-            with pytest.raises(UserError, match=f"agent_port {port} cannot be had"):
+            with pytest.raises(UserError, match=f"agent_port {port} is not available"):
                 await other.start(port)
         finally:
             await one.close()
@@ -248,13 +248,13 @@ def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
     "samples, complaint",
     [
         ([], "n_samples_per_prompt=1 samples, not 0"),
-        ([{**OWN, "reward": None}], "no number as its reward"),
+        ([{**OWN, "reward": None}], "needs a number as reward"),
         ([{"session": "s", "reward": 1}], "session 's' is unknown"),
         ([{"reward": 1}], "lacks 'tokens'"),
-        ([{**OWN, "rollout_log_probs": []}], "0 rollout_log_probs: response_length is 2"),
+        ([{**OWN, "rollout_log_probs": []}], "0 rollout_log_probs, but response_length is 2"),
         ([{**OWN, "weight_versions": []}], "weight_versions for 0 of its 2 response tokens"),
         ([{**OWN, "metadata": [1]}], "metadata is a list, not an object"),
-        ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "both parts need one at least"),
+        ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "each need at least one"),
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_is_refused_with_a_sentence(samples: Any, complaint: str) -> None:
@@ -281,7 +281,7 @@ def test_a_session_with_a_request_under_way_is_not_posted() -> None:
         going_on = asyncio.create_task(agent.ask(body["base_url"], USER, answered, USER))
         await begun.wait()
         status, answer = await agent.trajectory([{"session": body["session"], "reward": 1}])
-        assert (status, "a request is under way" in answer["error"]["message"]) == (400, True)
+        assert (status, "a request is in progress" in answer["error"]["message"]) == (400, True)
         await agent.engine.abort()
         await going_on
 

@@ -32,5 +32,5 @@ def test_rows_land_everywhere() -> None:
 
 
 def test_a_place_outside_is_an_error() -> None:
-    with pytest.raises(IndexError, match="place 5 of 5"):
+    with pytest.raises(IndexError, match="position 5 is outside"):
         _ = Permutation(5, "k")[5]

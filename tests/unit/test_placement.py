@@ -53,7 +53,9 @@ def test_an_engine_larger_than_a_node_spans_nodes_evenly_and_answers_on_the_firs
 
 
 def test_an_engine_that_would_be_torn_unevenly_is_refused_in_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"engine 0 would get 1 of a and 3 of b: SGLang wants as many devices"):
+    with pytest.raises(
+        UserError, match=r"engine 0 would get 1 of a and 3 of b: SGLang needs the same number of devices"
+    ):
         plan(cluster(("a", 4), ("b", 4)), Demand(learner=3, engines=1, per_engine=4))
 
 

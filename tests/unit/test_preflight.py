@@ -27,7 +27,7 @@ from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
 from tests.unit.gym import CHAIN_SUM
-from workers.preflight import HTTP2_GREETING, HTTP2_SETTINGS, dynamic_filter, preflight, reachable_ray, rollout_function
+from workers.preflight import HTTP2_PREFACE, HTTP2_SETTINGS, check_ray, dynamic_filter, preflight, rollout_function
 
 RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
 
@@ -113,7 +113,9 @@ def test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named(tmp_path: Pa
     settings = config(hf_checkpoint=str(tmp_path))
     preflight(settings, "train_async.py")
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"hf_checkpoint {tmp_path}: model\.safetensors is broken: .*; copy it anew"):
+    with pytest.raises(
+        UserError, match=rf"hf_checkpoint {tmp_path}: model\.safetensors is broken: .*; copy the file again"
+    ):
         preflight(settings, "train_async.py")
     weights.unlink()
     with pytest.raises(UserError, match=r"holds no \*\.safetensors"):
@@ -162,16 +164,17 @@ def test_a_port_that_is_taken_is_named_before_anything_starts(setting: str) -> N
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(
-            UserError, match=rf"{setting} {port} cannot be had \(Address already in use\): set --.*-port to a free port"
+            UserError,
+            match=rf"{setting} {port} is not available \(Address already in use\): set --.*-port to a free port",
         ):
             preflight(config(**{setting: port}), "train_async.py")
 
 
 def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:
-    reachable_ray(None)
-    reachable_ray("auto")
+    check_ray(None)
+    check_ray("auto")
     with pytest.raises(UserError, match=r"no Ray cluster answers at ray_address 127\.0\.0\.1:9 .*refused"):
-        reachable_ray("127.0.0.1:9")
+        check_ray("127.0.0.1:9")
 
 
 @pytest.mark.parametrize("answer, ray", [(HTTP2_SETTINGS, True), (b"HTTP/1.1 505 HTTP Version Not Supported", False)])
@@ -181,11 +184,15 @@ def test_another_server_at_the_address_of_a_ray_cluster_is_found_out(answer: byt
     def serve(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.recv(len(HTTP2_GREETING))
+            connection.recv(len(HTTP2_PREFACE))
             connection.sendall(answer)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         pool.submit(serve, listener)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with nullcontext() if ray else pytest.raises(UserError, match=f"{address} is no Ray cluster: give the port"):
-            reachable_ray(address)
+        with (
+            nullcontext()
+            if ray
+            else pytest.raises(UserError, match=f"{address} is not the address of a Ray head node: set the port")
+        ):
+            check_ray(address)

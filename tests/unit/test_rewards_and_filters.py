@@ -15,9 +15,9 @@ import pytest
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.filters.dynamic_sampling import check_reward_nonzero_std
+from miles_async.filters import check_reward_nonzero_std
 from miles_async.rewards.factory import open_rewarder
-from miles_async.rewards.grader import graded
+from miles_async.rewards.grader import grade
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 
@@ -136,7 +136,7 @@ async def awaited_length(args: Any, sample: Sample) -> float:
     ],
 )
 def test_a_grader_process_answers_whatever_its_function_returns(function: Any, answer: dict[str, Any]) -> None:
-    [(key, value)] = json.loads(graded(function, None, group_of("ab")[0].to_dict())).items()
+    [(key, value)] = json.loads(grade(function, None, group_of("ab")[0].to_dict())).items()
     [(expected, start)] = answer.items()
     assert key == expected
     assert value == start or str(value).startswith(str(start))
@@ -187,7 +187,7 @@ def test_numpy_numbers_and_booleans_are_numbers() -> None:
 @pytest.mark.parametrize(
     "rollout, complaint",
     [
-        ({}, "rm_type None is unknown: set reasoning_gym or exact"),
+        ({}, "rm_type None is unknown: set one of reasoning_gym, exact, math"),
         ({"rm_type": "exakt"}, "rm_type 'exakt' is unknown"),
         ({"rm_type": "reasoning_gym"}, "needs reasoning_gym_task"),
         ({"custom_rm_path": "no_such_module.f"}, "custom_rm_path 'no_such_module.f' cannot be imported: .*No module"),

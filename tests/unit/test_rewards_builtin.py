@@ -14,7 +14,7 @@ from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
 from miles_async.rewards.builtin import f1, gpqa
 from miles_async.rewards.factory import open_rewarder
-from miles_async.rewards.instructions import ifeval, keeps
+from miles_async.rewards.instructions import follows, ifeval
 from miles_async.types import Group, Sample
 from tests.scoring import scored
 
@@ -118,8 +118,8 @@ def test_a_label_of_the_wrong_type_names_its_sample() -> None:
     ],
 )
 def test_an_instruction_is_kept_or_not(name: str, arguments: dict[str, Any], right: str, wrong: str) -> None:
-    assert keeps(right, name, arguments)
-    assert not keeps(wrong, name, arguments)
+    assert follows(right, name, arguments)
+    assert not follows(wrong, name, arguments)
 
 
 def test_ifeval_pays_the_share_of_instructions_kept_and_knows_no_unknown_ones() -> None:
@@ -176,7 +176,7 @@ class Judge:
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited before a second try is nobody's test time."""
-    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(remote, "FIRST_BACKOFF_SECONDS", 0.001)
 
 
 def test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx() -> None:

@@ -64,7 +64,7 @@ def test_a_file_that_is_cut_off_changed_or_something_else_is_refused(tmp_path: P
     with pytest.raises(UserError, match=r"rollout data .*0\.safetensors cannot be read"):
         load_groups(path)
     path.write_bytes(whole[:-3] + b"xyz")
-    with pytest.raises(UserError, match="is damaged: its checksum does not fit"):
+    with pytest.raises(UserError, match="is damaged: the checksum does not match"):
         load_groups(path)
     with pytest.raises(UserError, match="cannot be read"):
         load_groups(tmp_path / "nowhere")
@@ -72,7 +72,7 @@ def test_a_file_that_is_cut_off_changed_or_something_else_is_refused(tmp_path: P
 
 def test_the_file_name_may_hold_the_rollouts_number_and_nothing_else() -> None:
     assert rollout_path("d/{rollout_id}.st", 3) == Path("d/3.st")
-    with pytest.raises(UserError, match=r"names something else than \{rollout_id\} in braces"):
+    with pytest.raises(UserError, match=r"has a placeholder other than \{rollout_id\}"):
         rollout_path("d/{step}.st", 3)
 
 
@@ -91,4 +91,4 @@ def test_a_saved_batch_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFi
     assert "3 for [0, 1), 4 for [1, 2)" in shown
     assert "--- response\n2!" in shown
     assert main([str(path), "--sample", "9"]) == 2
-    assert "no sample 9 in it; it has 0 to 3" in capsys.readouterr().err
+    assert "no sample 9: choose one from 0 to 3" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.datasets.evaluation import eval_groups
+from miles_async.adapters.datasets.factory import eval_groups
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import Rendezvous

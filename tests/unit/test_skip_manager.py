@@ -16,7 +16,7 @@ from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.recording import Steps, choose_step, differences, feed_step
-from miles_async.skip import BaseSkip, SkipAction, SkipManager, SkipWorld, base, register_skip
+from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, base, register_skip
 from miles_async.skip.identity import identity_of
 from miles_async.types import Sample
 
@@ -171,7 +171,7 @@ def test_recordings_lie_where_the_seed_puts_them(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HOME", str(tmp_path))
     words = ["skip.rollout.dump_dir=~/dump", "skip.async_rollout.dump_dir=~/dump", "--rollout-max-prompt-len", "64"]
     sizes = ["--rollout-batch-size", "32", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"]
-    manager = SkipManager(SkipWorld(config=config(*words, *sizes, "--experiment-name", "e", "--project-name", "p")))
+    manager = SkipManager(SkipContext(config=config(*words, *sizes, "--experiment-name", "e", "--project-name", "p")))
     folders = {role: str(skip.store.folder.relative_to(tmp_path)) for role, skip in manager.roles.items()}
     assert folders == {
         "rollout": "dump/e_p/GBS32_N4_in64_out8",

@@ -129,7 +129,7 @@ def test_a_step_appears_in_one_stroke_after_all_of_it_is_on_the_disk(
     monkeypatch.setattr(Path, "rename", renamed)
     RecordingStore(tmp_path).save(3, recording(), IDENTITY)
     batch, meta, draft, *rest = strokes
-    assert (batch, meta, draft[:9]) == (BATCH, META, ".draft-3-")
+    assert (batch, meta, draft[:3]) == (BATCH, META, ".3.")
     assert rest == ["rename to 3", tmp_path.name]
 
 

@@ -16,7 +16,7 @@ from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.run_folder import RunFolder
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock, dumps_stacks
-from workers.heartbeats import Heartbeats, Question
+from workers.heartbeats import Heartbeats, Probe
 
 READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
 PULSE = Pulse(
@@ -103,7 +103,7 @@ class Process:
         return self.answer
 
 
-def looks(process: Question, *times: float) -> tuple[Heartbeats, list[tuple[float, float]]]:
+def looks(process: Probe, *times: float) -> tuple[Heartbeats, list[tuple[float, float]]]:
     """The heartbeats after looking at these times, and the time and seconds of every silence told."""
     beats = Heartbeats({"p": process})
     told: list[tuple[float, float]] = []
@@ -137,12 +137,12 @@ def test_a_process_that_hangs_is_told_of_every_second_until_it_answers_again() -
 
 
 def test_an_engine_that_was_removed_is_not_silent() -> None:
-    questions: dict[str, Question] = {"engine-1": Process(False).ask}
-    beats = Heartbeats(questions)
+    probes: dict[str, Probe] = {"engine-1": Process(False).ask}
+    beats = Heartbeats(probes)
 
     async def look() -> list[float]:
         told = [silent.seconds for now in (100.0, 103.0) for silent in beats.look(now)]
-        del questions["engine-1"]
+        del probes["engine-1"]
         return told + [silent.seconds for now in (104.0, 105.0) for silent in beats.look(now)]
 
     assert asyncio.run(look()) == [0.0, 3.0, 0.0]

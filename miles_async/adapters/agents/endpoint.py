@@ -1,10 +1,11 @@
-"""`/v1/chat/completions` in front of the engines, on loopback: any agent that speaks it can be trained.
+"""An OpenAI-compatible endpoint (`/v1/chat/completions`) in front of the engines, so that any agent can be trained.
 
     async with args.agents.session(sample, sampling_params) as base_url:
         client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
 
-Each session is one conversation and one sample; its address names it, so that an agent needs no header and may be
-another process. `stream` is understood: the answer then comes in one piece.
+Each session is one conversation and produces one sample. The session name is part of the URL, so an agent needs no
+extra header and may run in another process. The endpoint listens on 127.0.0.1 only. Requests with `stream` are
+accepted; the whole answer is then sent as one chunk.
 """
 
 from __future__ import annotations
@@ -20,46 +21,49 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from miles_async.adapters.agents.conversation import Completion, Conversation, RequestRefusedError, SessionGoneError
-from miles_async.adapters.agents.trajectories import Trajectories, TrajectoriesFullError
+from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
+from miles_async.adapters.agents.trajectories import BufferFullError, TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.types import Sample
 
 MODEL = "policy"
-"""The name that the model being trained goes by; requests may name any."""
-MOST_VISITS = 8192
-"""Sessions of external generators open at once; with one more, the oldest is closed."""
-LARGEST_REQUEST_BYTES = 64 * 2**20
+"""Name of the trained model in answers; requests may use any model name."""
+MAX_EXTERNAL_SESSIONS = 8192
+"""Limit for the open sessions of external generators; the oldest session is closed when it is exceeded."""
+MAX_REQUEST_BYTES = 64 * 2**20
 
 
 class AgentEndpoint:
-    def __init__(self, trajectories: Trajectories) -> None:
-        """`trajectories` takes what external generators post."""
+    def __init__(self, trajectories: TrajectoryBuffer) -> None:
+        """`trajectories` receives the groups that external generators post."""
         self._trajectories = trajectories
-        self._visitors: tuple[MultiTurnSampler, Mapping[str, Any], Callable[[], bool]] | None = None
-        self._visits: dict[str, None] = {}
-        """Sessions that external generators opened, the oldest first."""
+        self._external: tuple[MultiTurnSampler, Mapping[str, Any], Callable[[], bool]] | None = None
+        self._external_sessions: dict[str, None] = {}
+        """Names of the sessions that external generators opened, the oldest first (a dict keeps insertion order)."""
         self._conversations: dict[str, tuple[Conversation, set[asyncio.Task[Completion]]]] = {}
+        """Open sessions by name: the conversation, and its requests in progress."""
         self._runner: web.AppRunner | None = None
         self.url = ""
 
     async def start(self, port: int = 0) -> None:
-        """Listen on `port` of 127.0.0.1, on a free one if it is 0; `url` then says where.
+        """Listen on `port` of 127.0.0.1, or on any free port if `port` is 0, and set `url`.
 
-        Raises UserError where somebody else listens there.
+        Raises UserError if the port is in use.
         """
-        app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
-        app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
-        app.router.add_get("/sessions/{session}/v1/models", self._models)
-        app.router.add_post("/sessions", self._open)
-        app.router.add_post("/trajectories", self._trajectory)
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete_chat)
+        app.router.add_get("/sessions/{session}/v1/models", self._list_models)
+        app.router.add_post("/sessions", self._open_session)
+        app.router.add_post("/trajectories", self._post_trajectory)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, "127.0.0.1", port).start()
         except OSError as error:
-            raise UserError(f"agent_port {port} cannot be had: {error.strerror}; set another, or 0 for any") from error
+            raise UserError(
+                f"agent_port {port} is not available ({error.strerror}): set --agent-port to a free port, or to 0"
+            ) from error
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
 
@@ -69,18 +73,20 @@ class AgentEndpoint:
 
     @asynccontextmanager
     async def session(
-        self, sample: Sample, turns: MultiTurnSampler, sampling_params: Mapping[str, Any]
+        self, sample: Sample, sampler: MultiTurnSampler, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[str]:
-        """The base url of a new conversation that becomes `sample`.
+        """Open a conversation that fills `sample`, and yield its base URL for an OpenAI client.
 
-        At the end, requests still under way are ended: nothing writes into the sample afterwards. Raises what broke
-        the conversation (TrajectoryError, EngineLostError), which says more than what the agent made of it, and
-        TrajectoryError where the agent asked for nothing.
+        When the block ends, requests in progress are cancelled, so nothing changes the sample afterwards. Raises the
+        error that ended the conversation (TrajectoryError or EngineLostError), and TrajectoryError if the agent sent no
+        request.
         """
-        name, conversation = self._begin(sample, turns, sampling_params)
+        name, conversation = self._begin(sample, sampler, sampling_params)
         try:
             yield self._base_url(name)
         except Exception:
+            # The client of the agent turned the failure into an HTTP error. The original error, raised below, says
+            # more.
             if conversation.failure is None:
                 raise
         finally:
@@ -91,111 +97,119 @@ class AgentEndpoint:
         if conversation.failure is not None:
             raise conversation.failure
         if not sample.response_length:
-            raise TrajectoryError(f"sample {sample.index}: its agent asked the model for nothing")
+            raise TrajectoryError(f"sample {sample.index}: the agent sent no request to the model")
 
-    def welcome(self, turns: MultiTurnSampler, sampling_params: Mapping[str, Any], *, live: Callable[[], bool]) -> None:
-        """Let external generators open sessions, which draw from these turns, as soon as the run's weights are `live`.
+    def accept_external(
+        self, sampler: MultiTurnSampler, sampling_params: Mapping[str, Any], *, live: Callable[[], bool]
+    ) -> None:
+        """Let external generators open sessions as soon as `live()` returns true (the engines hold this run's weights).
 
-        Before that an engine that served another run would still answer for that run's versions.
+        Before that, an engine that served another run would answer with the weight versions of that run.
         """
-        self._visitors = turns, sampling_params, live
+        self._external = sampler, sampling_params, live
 
-    def _begin(self, sample: Sample, turns: MultiTurnSampler, params: Mapping[str, Any]) -> tuple[str, Conversation]:
-        name, conversation = uuid.uuid4().hex, Conversation(sample, turns, params)
+    def _begin(self, sample: Sample, sampler: MultiTurnSampler, params: Mapping[str, Any]) -> tuple[str, Conversation]:
+        name, conversation = uuid.uuid4().hex, Conversation(sample, sampler, params)
         self._conversations[name] = conversation, set()
         return name, conversation
 
     def _base_url(self, session: str) -> str:
         return f"{self.url}/sessions/{session}/v1"
 
-    async def _open(self, http: web.Request) -> web.Response:
-        if self._visitors is None:
-            return _error(409, "this run has no external generator: set rollout_function_path to external_rollout")
-        turns, params, live = self._visitors
+    async def _open_session(self, http: web.Request) -> web.Response:
+        if self._external is None:
+            return _error(
+                409,
+                "this run has no external generator: set rollout_function_path to "
+                "miles_async.rollout.external_rollout.generate_rollout",
+            )
+        sampler, params, live = self._external
         if not live():
-            return _error(503, "the run's weights are not live yet: ask again in a moment")
-        name, _ = self._begin(Sample(), turns, params)
-        self._visits[name] = None
-        if len(self._visits) > MOST_VISITS:
-            # Of a generator that died, perhaps; one that lives keeps to a few.
-            self._claim(next(iter(self._visits)))
+            return _error(503, "the engines do not hold the weights of this run yet: try again in a moment")
+        name, _ = self._begin(Sample(), sampler, params)
+        self._external_sessions[name] = None
+        if len(self._external_sessions) > MAX_EXTERNAL_SESSIONS:
+            # The oldest session probably belongs to a generator that died: a live generator needs only a few.
+            self._claim(next(iter(self._external_sessions)))
         return _json(200, {"session": name, "base_url": self._base_url(name)})
 
-    async def _trajectory(self, http: web.Request) -> web.Response:
+    async def _post_trajectory(self, http: web.Request) -> web.Response:
         try:
             posted = msgspec.json.decode(await http.read(), type=dict[str, Any]).get("samples")
-            self._finished(posted)
+            self._check_sessions(posted)
             return _json(200, {"group": self._trajectories.add(posted, self._claim)})
-        except (RequestRefusedError, msgspec.DecodeError) as error:
+        except (InvalidRequestError, msgspec.DecodeError) as error:
             return _error(400, str(error))
-        except TrajectoriesFullError as full:
+        except BufferFullError as full:
             return _error(429, str(full))
 
-    def _finished(self, posted: Any) -> None:
-        """Raises Refused where a posted sample's session is unknown, busy, broken or empty."""
+    def _check_sessions(self, posted: Any) -> None:
+        """Raises InvalidRequestError if the session of a posted sample is unknown, busy, failed or empty."""
         names = [entry["session"] for entry in posted or () if isinstance(entry, dict) and "session" in entry]
         if len(set(names)) < len(names):
-            raise RequestRefusedError("a session is posted twice: each sample has its own")
+            raise InvalidRequestError("a session is posted twice: each sample needs its own session")
         for name in names:
-            if name not in self._visits:
-                raise RequestRefusedError(
-                    f"session {name!r} is unknown, was posted already, or was closed after {MOST_VISITS} others"
+            if name not in self._external_sessions:
+                raise InvalidRequestError(
+                    f"session {name!r} is unknown, was posted already, or was closed because "
+                    f"{MAX_EXTERNAL_SESSIONS} newer sessions are open"
                 )
             conversation, tasks = self._conversations[name]
             if tasks or conversation.failure is not None or not conversation.sample.response_length:
-                cause = conversation.failure or ("a request is under way" if tasks else "nothing was sampled in it")
-                raise RequestRefusedError(f"session {name!r} cannot be trained: {cause}")
+                cause = conversation.failure or ("a request is in progress" if tasks else "it has no response tokens")
+                raise InvalidRequestError(f"session {name!r} cannot be trained: {cause}")
 
     def _claim(self, session: str) -> Sample:
-        del self._visits[session]
+        del self._external_sessions[session]
         conversation, tasks = self._conversations.pop(session)
         for task in tasks:
             task.cancel()
         return conversation.sample
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        held = self._conversations.get(http.match_info["session"])
-        if held is None:
-            return _error(404, "this session has ended, or never was: open one for each sample")
-        conversation, tasks = held
+    async def _complete_chat(self, http: web.Request) -> web.StreamResponse:
+        session = self._conversations.get(http.match_info["session"])
+        if session is None:
+            return _error(404, "this session does not exist or has ended: open one session per sample")
+        conversation, tasks = session
         try:
             request = msgspec.json.decode(await http.read(), type=dict[str, Any])
         except msgspec.DecodeError as error:
-            return _error(400, f"the request is no JSON object: {error}")
+            return _error(400, f"the request is not a JSON object: {error}")
         task = asyncio.ensure_future(conversation.complete(request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         try:
-            # An agent that disconnects does not end the turn: it may come back and ask again.
+            # The request continues if the agent disconnects: the agent may reconnect and repeat the request.
             completion = await asyncio.shield(task)
-        except RequestRefusedError as refusal:
-            return _error(400, str(refusal))
-        except SessionGoneError as gone:
-            return _error(410, str(gone))
+        except InvalidRequestError as error:
+            return _error(400, str(error))
+        except SessionClosedError as error:
+            return _error(410, str(error))
         except asyncio.CancelledError:
             if task.cancelled():
                 return _error(410, "the session was closed")
             raise
-        return await _streamed(http, completion) if request.get("stream") else _json(200, _body(completion))
+        return await _stream(http, completion) if request.get("stream") else _json(200, _body(completion))
 
-    async def _models(self, http: web.Request) -> web.Response:
+    async def _list_models(self, http: web.Request) -> web.Response:
         return _json(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": ""}]})
 
 
 class Agents:
-    """The endpoint as generate functions see it, `args.agents`: its sessions draw from one engine's turns."""
+    """The endpoint as generate functions see it (`args.agents`); `sampler` generates the answers of its sessions."""
 
-    def __init__(self, endpoint: AgentEndpoint, turns: MultiTurnSampler) -> None:
+    def __init__(self, endpoint: AgentEndpoint, sampler: MultiTurnSampler) -> None:
         self._endpoint = endpoint
-        self._turns = turns
+        self._sampler = sampler
 
     def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> AbstractAsyncContextManager[str]:
-        """`async with` gives the base url for an OpenAI client; the conversation becomes `sample`."""
-        return self._endpoint.session(sample, self._turns, sampling_params)
+        """Use as `async with agents.session(...) as base_url`; the conversation fills `sample`."""
+        return self._endpoint.session(sample, self._sampler, sampling_params)
 
 
 def _body(completion: Completion) -> dict[str, Any]:
-    said: list[dict[str, Any]] = [
+    # Tokens are given as the decimal text of their ID: an ID identifies a token exactly, its text may not.
+    logprobs: list[dict[str, Any]] = [
         {"token": str(token), "logprob": log_prob, "bytes": None, "top_logprobs": []}
         for token, log_prob in zip(completion.tokens, completion.log_probs, strict=True)
     ]
@@ -203,7 +217,7 @@ def _body(completion: Completion) -> dict[str, Any]:
         "index": 0,
         "message": completion.message,
         "finish_reason": completion.finish_reason,
-        "logprobs": {"content": said},
+        "logprobs": {"content": logprobs},
     }
     before, new = completion.context, len(completion.tokens)
     usage = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
@@ -214,12 +228,12 @@ def _head(kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-async def _streamed(http: web.Request, completion: Completion) -> web.StreamResponse:
+async def _stream(http: web.Request, completion: Completion) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await response.prepare(http)
     head, message = _head("chat.completion.chunk"), dict(completion.message)
     if "tool_calls" in message:
-        message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
+        message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
     for delta, reason in ((message, None), ({}, completion.finish_reason)):
         chunk = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
         await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")

@@ -1,4 +1,4 @@
-"""Chat messages: one shape to compare them in, and the tool calls that a model writes into its text."""
+"""Chat messages: a normal form for comparison, and parsing of the tool calls in the text of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 Message = dict[str, Any]
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""As Hermes and Qwen models are trained to call."""
+"""The format of tool calls of Hermes and Qwen models."""
 
 
 class _Call(msgspec.Struct):
@@ -19,11 +19,11 @@ class _Call(msgspec.Struct):
     arguments: dict[str, Any] = {}
 
 
-_CALL_SHAPE = msgspec.json.Decoder(_Call)
+_CALL_DECODER = msgspec.json.Decoder(_Call)
 
 
 def plain(message: Mapping[str, Any]) -> Message:
-    """A message as agents send it, without what does not change its meaning: empty fields, parts, unknown keys."""
+    """Normalize a message of an agent: join content parts, and drop empty fields and unknown keys."""
     kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
     content = message.get("content")
     if isinstance(content, list):
@@ -36,7 +36,10 @@ def plain(message: Mapping[str, Any]) -> Message:
 
 
 def for_template(message: Message) -> Message:
-    """Chat templates want the arguments of calls as objects. Raises DecodeError where they are none."""
+    """Decode the arguments of tool calls, which chat templates expect as objects.
+
+    Raises msgspec.DecodeError if the arguments are not valid JSON.
+    """
     if "tool_calls" not in message:
         return message
     calls = []
@@ -47,14 +50,15 @@ def for_template(message: Message) -> Message:
 
 
 def reply(text: str, tools: Sequence[Mapping[str, Any]] | None) -> Message:
-    """What the model said, with its tool calls taken out of the text where the request offered tools.
+    """Convert generated text to a message. If the request offered tools, tool calls are moved out of the text.
 
-    A call that is no JSON object with a name and an object of arguments stays text, for the agent to judge.
+    If a tool call is not a JSON object with a name and an object of arguments, the whole text is left unchanged: the
+    agent decides what to do about it.
     """
     calls = []
     for match in _CALL.finditer(text) if tools else ():
         try:
-            call = _CALL_SHAPE.decode(match[1])
+            call = _CALL_DECODER.decode(match[1])
         except msgspec.DecodeError:
             return {"role": "assistant", "content": text}
         function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}

@@ -1,8 +1,9 @@
-"""Finished trajectories that an external generator posts (the seed's rollout buffer), waiting to be trained.
+"""The buffer of groups that external generators post (slime calls it the rollout buffer).
 
-A group is a list of `n_samples_per_prompt` samples. Each names the `session` it was sampled in, which has its tokens,
-versions and log-probabilities, or brings them itself: `tokens`, `response_length`, `rollout_log_probs`,
-`weight_versions` as SGLang reports them, and perhaps a `loss_mask`. All bring a `reward`.
+A posted group is a list of `n_samples_per_prompt` samples, each with a `reward`. A sample names the `session` in which
+it was generated; the session holds its tokens, log-probabilities and weight versions. Alternatively, the sample holds
+them itself: `tokens`, `response_length`, `rollout_log_probs`, `weight_versions` as SGLang reports them, and an optional
+`loss_mask`.
 """
 
 from __future__ import annotations
@@ -12,52 +13,56 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miles_async.adapters.agents.conversation import RequestRefusedError
+from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 
-class TrajectoriesFullError(Exception):
-    """There is no room for another group; try again when a batch was taken."""
+class BufferFullError(Exception):
+    """The buffer has no room for another group; the generator should try again after the next batch."""
 
 
-class Trajectories:
+class TrajectoryBuffer:
+    """Holds at most `capacity` groups of `group_size` samples until they are trained."""
+
     def __init__(self, capacity: int, group_size: int) -> None:
         self._groups: asyncio.Queue[Group] = asyncio.Queue(capacity)
-        self._size = group_size
+        self._group_size = group_size
         self._numbers = itertools.count()
 
     def add(self, posted: Any, claim: Callable[[str], Sample]) -> str:
-        """Take a group in and return its name; `claim` ends a session and gives its sample.
+        """Add a posted group and return its name. `claim` closes a session and returns its sample.
 
-        Raises Full, and Refused with what is wrong; then no session was ended.
+        Raises InvalidRequestError if the group is invalid, and BufferFullError if there is no room. No session is
+        closed in either case.
         """
-        if not isinstance(posted, list) or len(posted) != self._size:
+        if not isinstance(posted, list) or len(posted) != self._group_size:
             count = len(posted) if isinstance(posted, list) else 0
-            raise RequestRefusedError(f"a group has n_samples_per_prompt={self._size} samples, not {count}")
+            raise InvalidRequestError(f"a group has n_samples_per_prompt={self._group_size} samples, not {count}")
         if self._groups.full():
-            raise TrajectoriesFullError("the buffer is full: try again after the next batch")
-        for place, entry in enumerate(posted):
-            _check(entry, place)
+            raise BufferFullError("the buffer is full: try again after the next batch")
+        # All samples are checked before the first session is closed: the generator can correct and repeat the request.
+        for index, entry in enumerate(posted):
+            _check(entry, index)
         number = next(self._numbers)
         name = f"external_{number}"
         samples = [claim(entry["session"]) if "session" in entry else _sample(entry) for entry in posted]
-        for place, (sample, entry) in enumerate(zip(samples, posted, strict=True)):
-            sample.index = number * self._size + place
+        for index, (sample, entry) in enumerate(zip(samples, posted, strict=True)):
+            sample.index = number * self._group_size + index
             sample.reward = float(entry["reward"])
             sample.metadata |= {**entry.get("metadata", {}), "feed_index": name}
         self._groups.put_nowait(Group(samples, feed_index=name))
         return name
 
     async def take(self) -> Group:
-        """The group that waits longest; waits for one where there is none."""
+        """Remove and return the oldest group; wait if the buffer is empty."""
         return await self._groups.get()
 
 
-def _check(entry: Any, place: int) -> None:
+def _check(entry: Any, index: int) -> None:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("reward"), int | float):
-        raise RequestRefusedError(f"sample {place} has no number as its reward")
+        raise InvalidRequestError(f"sample {index} needs a number as reward")
     if not isinstance(metadata := entry.get("metadata", {}), Mapping):
-        raise RequestRefusedError(f"sample {place}: its metadata is a {type(metadata).__name__}, not an object")
+        raise InvalidRequestError(f"sample {index}: metadata is a {type(metadata).__name__}, not an object")
     if "session" in entry:
         return
     try:
@@ -66,18 +71,18 @@ def _check(entry: Any, place: int) -> None:
         covered = sum(int(span["end"]) - int(span["start"]) for span in entry["weight_versions"])
         versions = [int(span["version"]) for span in entry["weight_versions"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise RequestRefusedError(
-            f"sample {place} names no session, and as a sample of its own lacks {error}"
+        raise InvalidRequestError(
+            f"sample {index} has neither a session nor the fields of a complete sample: it lacks {error}"
         ) from error
     for name, column in columns.items():
         if len(column) != length:
-            raise RequestRefusedError(f"sample {place} has {len(column)} {name}: response_length is {length}")
+            raise InvalidRequestError(f"sample {index} has {len(column)} {name}, but response_length is {length}")
     if not 0 < length < tokens:
-        raise RequestRefusedError(
-            f"sample {place} has {tokens} tokens, {length} of them response: both parts need one at least"
+        raise InvalidRequestError(
+            f"sample {index} has {tokens} tokens, {length} of them response: prompt and response each need at least one"
         )
     if not versions or not 0 < covered <= length:
-        raise RequestRefusedError(f"sample {place} has weight_versions for {covered} of its {length} response tokens")
+        raise InvalidRequestError(f"sample {index} has weight_versions for {covered} of its {length} response tokens")
 
 
 def _sample(entry: Mapping[str, Any]) -> Sample:

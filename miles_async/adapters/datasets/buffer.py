@@ -1,4 +1,4 @@
-"""Groups that came back and go out again before anything new (slime's `RolloutDataSourceWithBuffer`)."""
+"""The buffer of returned groups, which are fed again before new data (slime's `RolloutDataSourceWithBuffer`)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from typing import Any
 from miles_async.types import Group, Sample
 
 BufferFilter = Callable[[Any, Any, list[Group], int], Sequence[list[Sample]]]
-"""`fn(args, rollout_id, buffer, num_samples)` picks groups; slime's own leave `rollout_id` None."""
+"""`fn(args, rollout_id, buffer, num_samples)` returns groups of `buffer`; `rollout_id` is None, as in slime."""
 Report = Callable[[str, str], None]
-"""`(reason, sentence)`."""
+"""`report(reason, sentence)` is called for each row or group that is skipped, so that nothing is lost silently."""
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: list[Group], num_samples: int) -> list[Group]:
-    """First in, first out."""
+    """Remove and return the oldest groups: the default buffer filter."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
 
 
 class Buffer:
-    """What `choose` picks is removed by identity, whether or not `choose` removed it from the list itself."""
+    """Holds returned groups; `choose` is the user's buffer filter or `pop_first`.
+
+    A filter may or may not remove the groups that it returns from the list: the buffer removes them in either case, by
+    identity.
+    """
 
     def __init__(self, choose: BufferFilter, args: Any, report: Report) -> None:
         self._choose = choose
@@ -36,51 +40,52 @@ class Buffer:
         self._groups += groups
 
     def take(self, num_samples: int) -> list[Group]:
-        """At most `num_samples` groups, fewer where the buffer or the filter gives fewer.
+        """Remove and return at most `num_samples` groups; fewer if the buffer or the filter returns fewer.
 
-        A filter that raises is reported and passed over for this once; so are groups that it took out of the buffer
-        and did not return, which are gone, and groups that it made up.
+        If the filter raises, this call falls back to `pop_first`. Groups that the filter removed without returning them
+        are dropped, and groups that were not in the buffer are ignored. Each of these cases is reported.
         """
         if not self._groups or not num_samples:
             return []
-        before = {_identity(group): group for group in self._groups}
+        # A filter may remove groups from the list in place, so the contents are remembered before it runs.
+        before = {_key(group): group for group in self._groups}
         try:
-            picked = [_identity(group) for group in self._choose(self._args, None, self._groups, num_samples)]
+            picked = [_key(group) for group in self._choose(self._args, None, self._groups, num_samples)]
         except Exception as error:
-            # The user's code may raise anything. Nothing it did to the list counts.
-            self._report("buffer_filter_raised", f"buffer_filter_path raised {error!r}: first in, first out this time")
+            # User code can raise any exception. Its changes to the list are undone.
+            self._report(
+                "buffer_filter_raised", f"buffer_filter_path raised {error!r}: the oldest groups are used instead"
+            )
             self._groups = list(before.values())
             return pop_first(self._args, None, self._groups, num_samples)
         if unknown := [key for key in picked if key not in before]:
             self._report(
-                "buffer_filter_unknown", f"buffer_filter_path returned {len(unknown)} groups of its own making"
+                "buffer_filter_unknown", f"buffer_filter_path returned {len(unknown)} groups that are not in the buffer"
             )
         chosen = [key for key in dict.fromkeys(picked) if key in before]
-        left = {_identity(group) for group in self._groups}
+        left = {_key(group) for group in self._groups}
         for key, group in before.items():
             if key not in left and key not in chosen:
-                self._report("buffer_filter_removed", f"buffer_filter_path threw group {group.feed_index} away")
+                self._report(
+                    "buffer_filter_removed", f"buffer_filter_path removed group {group.feed_index} without returning it"
+                )
+        # Groups beyond `num_samples` stay in the buffer, even if the filter removed them from the list.
         surplus = chosen[num_samples:]
         kept = left.difference(chosen).union(surplus)
         self._groups = [group for key, group in before.items() if key in kept]
         return [before[key] for key in chosen[:num_samples]]
 
     def state(self) -> list[dict[str, Any]]:
-        return [
-            {"feed_index": group.feed_index, "attempt": group.attempt, "samples": [s.to_dict() for s in group]}
-            for group in self._groups
-        ]
+        return [group.to_dict() for group in self._groups]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
-        """Its groups begin afresh: they may hold tokens of weight versions that another run counted."""
-        self._groups = [
-            Group(map(Sample.from_dict, group["samples"]), feed_index=group["feed_index"], attempt=group["attempt"])
-            for group in state
-        ]
+        """Load the result of `state`. Generated tokens are discarded."""
+        self._groups = [Group.from_dict(group) for group in state]
         for group in self._groups:
+            # The weight versions of the tokens were counted by the earlier run, so their staleness is unknown here.
             group.reset()
 
 
-def _identity(group: list[Sample]) -> int:
-    """A filter may return copies of the lists, but the samples in them are the buffer's own."""
+def _key(group: list[Sample]) -> int:
+    """Identify a group by its first sample: a filter may copy the list, as slime code does, but not the samples."""
     return id(group[0])

@@ -1,35 +1,44 @@
-"""The data source that the configuration asks for."""
+"""Builds the data source and the evaluation data sets that the configuration selects."""
 
 from __future__ import annotations
 
+import itertools
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from miles_async.adapters.datasets.buffer import Buffer, pop_first
+from miles_async.adapters.datasets.buffer import Buffer, Report, pop_first
 from miles_async.adapters.datasets.gym import WARM_START_SEED, GymProblems, hold_out
 from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Keys, Problem, Problems
 from miles_async.adapters.datasets.rows import open_rows
-from miles_async.adapters.datasets.source import BufferedSource, Render, Report
+from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.config.derived import trains_only
-from miles_async.config.schema import Data, RunConfig
+from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, UserError
+from miles_async.types import Group
 
 SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
-"""Takes conversations as they are, and renders them itself."""
+"""The supervised rollout function: it renders conversations itself, so chats are allowed without a chat template."""
 
 
-def _unheard(reason: str, sentence: str) -> None:
-    """Where nobody listens yet: before the run."""
+def _ignore(reason: str, sentence: str) -> None:
+    """Discard reports: before the run starts, there are no events to report to."""
 
 
 def open_data(
-    config: RunConfig, *, checkpoint: str | None = None, args: Any = None, report: Report = _unheard
+    config: RunConfig, *, checkpoint: str | None = None, args: Any = None, report: Report = _ignore
 ) -> BufferedSource:
-    """`checkpoint` is the folder whose tokenizer renders chats; only `apply_chat_template` needs it.
+    """Open the training data.
 
-    `args` is what a buffer filter is called with, `report` is told of what is passed over. Raises UserError for a file
-    that cannot be read, a broken row among the first, an unknown task, settings that do not fit.
+    Args:
+        config: the configuration of the run.
+        checkpoint: folder of the tokenizer that renders chats; required only with `apply_chat_template`.
+        args: the flat configuration that a buffer filter receives.
+        report: is called for each row or group that is skipped.
+
+    Raises UserError if a file cannot be read, one of the first rows is invalid, the task is unknown, or settings do not
+    fit together.
     """
     data = config.data
     problems, warm_start, held_out = _problems(config)
@@ -43,17 +52,46 @@ def open_data(
         n_samples_per_prompt=config.rollout.n_samples_per_prompt,
         shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
         seed=data.rollout_seed,
-        render=_chat_renderer(checkpoint, data.apply_chat_template_kwargs) if data.apply_chat_template else _as_it_is,
+        render=_chat_renderer(checkpoint, data.apply_chat_template_kwargs)
+        if data.apply_chat_template
+        else _plain_prompt,
         buffer=Buffer(choose, args, report),
         report=report,
     )
 
 
+def eval_groups(config: RunConfig, name: str, dataset: EvalDataset, *, checkpoint: str | None = None) -> list[Group]:
+    """Return the first `size` rows of a data set, in file order, with `n_samples` samples each.
+
+    Feed indices start with `name`. `checkpoint` is the folder of the tokenizer for chat templates. Raises UserError as
+    `open_data` does.
+    """
+    data = config.data.model_copy(
+        update={
+            "prompt_data": dataset.path,
+            "input_key": dataset.input_key,
+            "label_key": dataset.label_key,
+            "reasoning_gym_task": None,
+            "rollout_shuffle": False,
+            "eval_size": 0,
+        }
+    )
+    rollout = config.rollout.model_copy(update={"n_samples_per_prompt": dataset.n_samples})
+    source = open_data(config.model_copy(update={"data": data, "rollout": rollout}), checkpoint=checkpoint)
+    # The source feeds forever: the first group of the second epoch marks the end of the data.
+    fed = (source.get_samples(1)[0] for _ in itertools.count())
+    first_epoch = takewhile(lambda group: group.feed_index.startswith("sample_0_"), fed)
+    groups = list(islice(first_epoch, dataset.size))
+    for group in groups:
+        group.feed_index = f"{name}_{group.feed_index}"
+    return groups
+
+
 def _problems(config: RunConfig) -> tuple[Problems, Problems, list[Problem]]:
-    """To train on, to warm-start on, and held out."""
+    """Return the problems for training, those for the warm start, and the held-out problems."""
     data = config.data
     if data.prompt_data is None:
-        # A run that only trains brings its batches along, so it may do without.
+        # A run that trains saved batches, or whose rollout function provides its own data, needs no problems.
         blank = data.reasoning_gym_task is None and (data.disable_rollout_global_dataset or trains_only(config))
         return (BlankProblems(), BlankProblems(), []) if blank else _gym(data)
     rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir)
@@ -68,26 +106,26 @@ def _gym(data: Data) -> tuple[Problems, Problems, list[Problem]]:
     if task is None:
         raise UserError(
             "no data: set prompt_data to a JSONL or Parquet file, reasoning_gym_task to a task such as chain_sum, or "
-            "disable_rollout_global_dataset"
+            "disable_rollout_global_dataset if the rollout function provides its own data"
         )
     problems = GymProblems(task, settings, template, seed=data.rollout_seed, size=data.reasoning_gym_size)
     warm_start = GymProblems(task, settings, template, seed=WARM_START_SEED, size=data.reasoning_gym_size)
     return problems, warm_start, hold_out(task, settings, template, data.eval_size) if data.eval_size else []
 
 
-def _as_it_is(problem: Problem) -> Any:
+def _plain_prompt(problem: Problem) -> Any:
     return problem.prompt
 
 
 def chat_tokenizer(checkpoint: str) -> Any:
-    """The checkpoint's tokenizer with a chat template. Raises UserError when it has none."""
-    # Importing transformers takes seconds: only runs that render chats pay.
+    """Load the tokenizer of a checkpoint. Raises UserError if it cannot be loaded or has no chat template."""
+    # Importing transformers takes seconds, so only runs that render chats import it.
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UserError(f"hf_checkpoint {checkpoint} has no tokenizer that can be loaded: {error}") from error
+        raise UserError(f"the tokenizer of hf_checkpoint {checkpoint} cannot be loaded: {error}") from error
     if tokenizer.chat_template is None:
         raise UserError(f"apply_chat_template is set, but the tokenizer in {checkpoint} has no chat template: unset it")
     return tokenizer
@@ -106,7 +144,7 @@ def _chat_renderer(checkpoint: str | None, kwargs: dict[str, Any]) -> Render:
                 messages, tools=problem.tools, tokenize=False, add_generation_prompt=True, **kwargs
             )
         except Exception as error:
-            # A template is a program of the checkpoint's: it may raise anything over a row it does not understand.
+            # A chat template is a program in the checkpoint: it can raise any exception for an unexpected row.
             raise DataRowError(f"the chat template cannot render {problem.question[:200]!r}: {error}") from error
         return str(text)
 
@@ -114,7 +152,7 @@ def _chat_renderer(checkpoint: str | None, kwargs: dict[str, Any]) -> Render:
 
 
 def save_tokenizer(checkpoint: str, folder: str) -> None:
-    """Copy the checkpoint's tokenizer files, so that dumped tokens can be read wherever the dump goes."""
+    """Copy the tokenizer of a checkpoint to `folder`/tokenizer, so that dumped tokens can be decoded anywhere."""
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(checkpoint, local_files_only=True).save_pretrained(

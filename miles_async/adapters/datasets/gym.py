@@ -1,8 +1,9 @@
-"""Problems from any of reasoning-gym's tasks, made on demand and never stored.
+"""Problems of the reasoning-gym tasks, generated on demand and never stored.
 
-reasoning-gym seeds problem i with `seed + i`, so datasets whose seeds are close share problems. The three sets below
-start far apart, and held-out questions are kept out of the others by their text, which is what settles it: small tasks
-repeat themselves (chain_sum with one and two digits has 16,400 questions, 200 of which are half of what it draws).
+reasoning-gym generates problem i from the seed `seed + i`, so data sets with similar seeds share problems. Training,
+warm start and evaluation therefore use seeds that are far apart. In addition, held-out questions are excluded from
+training by their text, because small tasks repeat questions: chain_sum with one and two digits has 16,400 different
+questions, and 200 of them make up half of the questions it draws.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from miles_async.errors import UserError
 
 HELD_OUT_SEED = 3_000_000_000
 WARM_START_SEED = 2_000_000_000
-_MOST_DRAWS_PER_HELD_OUT = 200
+_MAX_DRAWS_PER_HELD_OUT = 200
+"""How many problems are drawn at most for each problem that is held out."""
 
 
 class GymDataset(Protocol):
-    """What is used of a reasoning-gym dataset."""
+    """The part of the interface of a reasoning-gym data set that is used here."""
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
@@ -29,8 +31,8 @@ class GymDataset(Protocol):
 
 
 def create_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, size: int) -> GymDataset:
-    """Raises UserError when the task is unknown (naming the nearest) or its settings do not fit it."""
-    # Importing reasoning_gym takes seconds: only runs that use it pay.
+    """Create a data set. Raises UserError if the task is unknown or does not accept the settings."""
+    # Importing reasoning_gym takes seconds, so only runs that use it import it.
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -51,14 +53,17 @@ def create_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, siz
 
 
 class GymProblems:
-    """The prompt is the template with `{question}`, and `{expression}`: what follows the question's last colon.
+    """Problems of one task. In the prompt template, `{question}` is replaced by the question, and `{expression}` by the
+    text after the last colon of the question.
 
-    The whole reasoning-gym entry travels in the metadata, because scoring needs it.
+    The metadata holds the complete reasoning-gym entry, because scoring a response needs it.
     """
 
     def __init__(self, task: str, settings: Mapping[str, Any], template: str, *, seed: int, size: int) -> None:
         if "{question}" not in template and "{expression}" not in template:
-            raise UserError(f"prompt_template {template!r} names neither {{question}} nor {{expression}}")
+            raise UserError(
+                f"prompt_template {template!r} has neither {{question}} nor {{expression}}: add one of them"
+            )
         self._dataset = create_gym_dataset(task, settings, seed=seed, size=size)
         self._task = task
         self._template = template
@@ -76,19 +81,20 @@ class GymProblems:
 
 
 def hold_out(task: str, settings: Mapping[str, Any], template: str, size: int) -> list[Problem]:
-    """`size` problems with different questions, the same whatever the seed of the run.
+    """Return `size` problems with different questions; they do not depend on the seed of the run.
 
-    Where the task repeats itself, only a quarter of its questions, chosen by hash, may be held out: the questions of
-    its small strata would otherwise all be held out and the training mix would be another one. Raises UserError when
-    that leaves too few.
+    Raises UserError if the task has too few different questions.
     """
-    most_draws = _MOST_DRAWS_PER_HELD_OUT * size
-    draws = GymProblems(task, settings, template, seed=HELD_OUT_SEED, size=most_draws)
+    max_draws = _MAX_DRAWS_PER_HELD_OUT * size
+    draws = GymProblems(task, settings, template, seed=HELD_OUT_SEED, size=max_draws)
     first = {problem.question: problem for problem in map(draws.__getitem__, range(size))}
     if len(first) == size:
         return list(first.values())
+    # The task repeats questions, so the held-out set may take a large fraction of all questions. It takes at most a
+    # quarter of them, chosen by hash: otherwise all questions of the rarer kinds (for example sums of one-digit
+    # numbers) would be held out, and training would see another mix of questions.
     held_out: dict[str, Problem] = {}
-    for row in range(most_draws):
+    for row in range(max_draws):
         problem = draws[row]
         if crc32(problem.question.encode()) % 4 == 0:
             held_out.setdefault(problem.question, problem)

@@ -1,25 +1,25 @@
-"""The rows of a Parquet file, at random and in bounded memory.
+"""Random access to the rows of a Parquet file in bounded memory.
 
-Parquet can only be read by whole row groups, a million rows each by default, so the file is once written out as an
-Arrow file, batch by batch, and memory-mapped from then on. The copy lies in the cache, under a name made of the file's
-path, size and time of change.
+A Parquet file can only be read in row groups, of a million rows each by default. The file is therefore converted once,
+batch by batch, to an Arrow file, which is memory-mapped. The Arrow file is stored in the cache folder; its name is
+derived from the path, the size and the modification time of the Parquet file.
 """
 
 from __future__ import annotations
 
-import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from miles_async.atomic_files import atomic_file
 from miles_async.errors import UserError
 
 
 class ParquetRows:
-    """Raises UserError for a file that is no Parquet, OSError for one that cannot be opened."""
+    """Rows of a Parquet file. Raises UserError if it is not a Parquet file, and OSError if it cannot be opened."""
 
     def __init__(self, path: Path, cache: Path) -> None:
-        # Importing pyarrow takes a while: only runs that read Parquet pay.
+        # Importing pyarrow is slow, so only runs that read Parquet files import it.
         import pyarrow as pa
 
         self._path = path
@@ -27,7 +27,7 @@ class ParquetRows:
         name = blake2b(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=16).hexdigest()
         copy = cache / "data" / f"{name}.arrow"
         if not copy.exists():
-            _write_out(path, copy)
+            _convert_to_arrow(path, copy)
         self._table = pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
 
     def __len__(self) -> int:
@@ -41,17 +41,15 @@ class ParquetRows:
         return f"{self._path}, row {row}"
 
 
-def _write_out(path: Path, copy: Path) -> None:
+def _convert_to_arrow(path: Path, copy: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
     copy.parent.mkdir(parents=True, exist_ok=True)
-    draft = copy.with_suffix(f".{os.getpid()}")
     try:
         source = parquet.ParquetFile(path)
-        with pa.ipc.new_file(str(draft), source.schema_arrow) as file:
+        with atomic_file(copy) as temporary, pa.ipc.new_file(str(temporary), source.schema_arrow) as file:
             for batch in source.iter_batches(batch_size=4096):
                 file.write_batch(batch)
     except pa.ArrowInvalid as error:
-        raise UserError(f"prompt_data {path} is no Parquet file: {error}") from error
-    draft.replace(copy)
+        raise UserError(f"prompt_data {path} is not a valid Parquet file: {error}") from error

@@ -1,4 +1,4 @@
-"""What the source feeds from: rows made into problems, and what is held out of them."""
+"""Problems: the rows of a data file in a common form, and the problems that are held out of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_async.errors import DataRowError, UserError
 
 Prompt = str | list[dict[str, Any]]
 CHECKED_AT_START = 1000
-"""Rows that are parsed before anything starts, so that a file of the wrong shape is known then."""
+"""How many rows are parsed before the run starts, so that a file with the wrong format fails early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +22,27 @@ class Problem:
     """One row of the data."""
 
     question: str
-    """What tells problems apart: two rows with one question are the same problem."""
+    """Identifies the problem: two rows with the same question are the same problem."""
     prompt: Prompt
     label: Any
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
-    """Descriptions of the tools that the model may call, as the chat template wants them."""
+    """Descriptions of the tools that the model may call, in the format of the chat template."""
 
 
 class Problems(Protocol):
-    """Problems that can be read in any order."""
+    """A sequence of problems with random access."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> Problem:
-        """Raises DataRowError for one that cannot be used."""
+        """Raises DataRowError if the row is invalid."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Where a row has what. `label` None: rows have no answers. Metadata and tools may be absent from a row."""
+    """The keys of a row. With `label=None`, rows have no answers. A row may lack the metadata and tools keys."""
 
     prompt: str
     label: str | None
@@ -51,10 +51,13 @@ class Keys:
 
 
 class FileProblems:
-    """`rows` as problems; `chats` says that prompts which are lists of messages are understood."""
+    """The rows of a data file as problems. With `chats=True`, a prompt may be a list of messages."""
 
     def __init__(self, rows: Rows, keys: Keys, *, chats: bool) -> None:
-        """Raises UserError for a broken row among the first; a later one is DataRowError when it is met."""
+        """Raises UserError if one of the first `CHECKED_AT_START` rows is invalid.
+
+        A later invalid row raises DataRowError when it is read.
+        """
         self._rows = rows
         self._keys = keys
         self._chats = chats
@@ -74,16 +77,16 @@ class FileProblems:
         metadata, tools = values.get(keys.metadata), values.get(keys.tools)
         for key, value, kind in ((keys.metadata, metadata, dict), (keys.tools, tools, list)):
             if not isinstance(value, (kind, type(None))):
-                raise self._bad(row, f"{key!r} is a {type(value).__name__}, not a {kind.__name__}")
+                raise self._invalid(row, f"{key!r} is a {type(value).__name__}, not a {kind.__name__}")
         return Problem(self._question(prompt, row), prompt, label, metadata or {}, tools)
 
     def hold_out(self, size: int) -> list[Problem]:
-        """`size` problems with different questions, the same whatever the seed of the run.
+        """Return `size` problems with different questions; they do not depend on the seed of the run.
 
-        Raises UserError when the file has no more different questions than that, so that none would be left to train.
+        Raises UserError if the file has at most `size` different questions, because none would be left for training.
         """
         held_out: dict[str, Problem] = {}
-        for problem in self._sound(Permutation(len(self), "held out")):
+        for problem in self._valid_problems(Permutation(len(self), "held out")):
             if len(held_out) == size and problem.question not in held_out:
                 return list(held_out.values())
             held_out.setdefault(problem.question, problem)
@@ -92,17 +95,17 @@ class FileProblems:
             f"and train on the rest: set eval_size below {len(held_out)}"
         )
 
-    def _sound(self, order: Permutation) -> Iterator[Problem]:
+    def _valid_problems(self, order: Permutation) -> Iterator[Problem]:
         for row in order:
             try:
                 yield self[row]
             except DataRowError:
-                # It is counted when the feed meets it.
+                # The source reports the row when it is fed.
                 continue
 
     def _required(self, values: dict[str, Any], key: str, setting: str, row: int) -> Any:
         if key not in values:
-            raise self._bad(row, f"no key {key!r} ({setting}); the line has {', '.join(map(repr, values))}")
+            raise self._invalid(row, f"no key {key!r} ({setting}); the row has {', '.join(map(repr, values))}")
         return values[key]
 
     def _question(self, prompt: Any, row: int) -> str:
@@ -110,17 +113,17 @@ class FileProblems:
             return prompt
         if not isinstance(prompt, list):
             kind = type(prompt).__name__
-            raise self._bad(row, f"{self._keys.prompt!r} is a {kind}, not a text or a list of messages")
+            raise self._invalid(row, f"{self._keys.prompt!r} is a {kind}, not a string or a list of messages")
         if not self._chats:
-            raise self._bad(row, f"{self._keys.prompt!r} is a list of messages: set apply_chat_template")
+            raise self._invalid(row, f"{self._keys.prompt!r} is a list of messages: set apply_chat_template")
         return msgspec.json.encode(prompt).decode()
 
-    def _bad(self, row: int, complaint: str) -> DataRowError:
+    def _invalid(self, row: int, complaint: str) -> DataRowError:
         return DataRowError(f"{self._rows.where(row)}: {complaint}")
 
 
 class BlankProblems:
-    """No data at all (`disable_rollout_global_dataset`): a rollout function that brings its own fills the samples."""
+    """Empty problems for `disable_rollout_global_dataset`: the rollout function fills the samples with its own data."""
 
     def __len__(self) -> int:
         return 1 << 62

@@ -1,7 +1,7 @@
-"""The rows of a data file, read one at a time: JSONL by byte offset, Parquet by memory map; `path@[a:b]` is a part.
+"""Random access to the rows of a data file: JSONL by byte offset, Parquet by memory map.
 
-Nothing is parsed at the start. A JSONL file is searched once for its line ends (about 1 GB/s); memory holds 8 bytes per
-row, whatever the rows hold.
+Opening a JSONL file parses nothing: it is scanned once for line ends (about 1 GB/s), and memory holds 8 bytes per row,
+regardless of the size of a row.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Raises DataRowError, which names file and line."""
+        """Raises DataRowError if the row is not valid JSON; the message names file and line."""
         ...
 
     def where(self, row: int) -> str:
-        """`data.jsonl, line 17`."""
+        """Return the position of the row for messages, such as `data.jsonl, line 17`."""
         ...
 
 
 def open_rows(prompt_data: str, *, cache_dir: str) -> Rows:
-    """`prompt_data` is a .jsonl or .parquet file, with `@[a:b]` behind it for rows a up to, not including, b.
+    """Open a .jsonl or .parquet file.
 
-    Raises UserError when it cannot be read or holds no rows.
+    `prompt_data` is a path, or `path@[a:b]` for the rows from a up to but excluding b. `cache_dir` stores converted
+    Parquet files. Raises UserError if the file cannot be read or has no rows.
     """
     path, part = split_slice(prompt_data)
     try:
@@ -49,14 +50,14 @@ def open_rows(prompt_data: str, *, cache_dir: str) -> Rows:
     except OSError as error:
         raise UserError(f"prompt_data {path} cannot be read: {error.strerror or error}") from error
     if part is not None:
-        rows = _Part(rows, range(*part.indices(len(rows))))
+        rows = _Slice(rows, range(*part.indices(len(rows))))
     if not len(rows):
-        raise UserError(f"prompt_data {prompt_data} holds no rows")
+        raise UserError(f"prompt_data {prompt_data} has no rows: name a file with data, or widen the slice")
     return rows
 
 
 def split_slice(prompt_data: str) -> tuple[str, slice | None]:
-    """`data.jsonl@[10:20]` as path and slice; open ends and negative numbers mean what they mean in Python."""
+    """Split `data.jsonl@[10:20]` into path and slice. Open ends and negative numbers work as in Python."""
     match = _SLICED.fullmatch(prompt_data)
     if match is None:
         return prompt_data, None
@@ -65,7 +66,7 @@ def split_slice(prompt_data: str) -> tuple[str, slice | None]:
 
 
 class JsonlRows:
-    """One JSON object per line; blank lines are skipped."""
+    """Rows of a file with one JSON object per line; blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,11 +84,11 @@ class JsonlRows:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DataRowError(f"{self.where(row)}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
-            raise DataRowError(f"{self.where(row)}: a {type(values).__name__} where a JSON object is expected")
+            raise DataRowError(f"{self.where(row)}: a {type(values).__name__} instead of a JSON object")
         return values
 
     def where(self, row: int) -> str:
-        """Counts the lines before the row, so it costs time; only messages need it."""
+        """Return file and line. Counting the lines before the row takes time, so this is for messages only."""
         lines, left = 1, int(self._offsets[row])
         with self._path.open("rb") as file:
             while left and (block := file.read(min(left, _BLOCK_BYTES))):
@@ -96,27 +97,29 @@ class JsonlRows:
         return f"{self._path}, line {lines}"
 
     def _index(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """The offset at which each line that is not blank begins."""
+        """Return the byte offset of each line that is not blank."""
         with self._path.open("rb") as file:
-            mark = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
-            begins, offset = [np.array([mark], np.uint64)], 0
+            # Files that were written on Windows may start with a byte-order mark, which is not part of the first row.
+            first = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+            starts_by_block, offset = [np.array([first], np.uint64)], 0
             file.seek(0)
             while block := file.read(_BLOCK_BYTES):
                 ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
-                begins.append((ends + (offset + 1)).astype(np.uint64))
+                starts_by_block.append((ends + (offset + 1)).astype(np.uint64))
                 offset += len(block)
-            begun = np.concatenate(begins)
-            lengths = np.diff(begun, append=np.uint64(offset))
-            # Only lines about as short as the shortest object can be blank: those are looked at.
+            starts = np.concatenate(starts_by_block)
+            lengths = np.diff(starts, append=np.uint64(offset))
+            # Checking every line would require a second pass over the file. Only short lines are checked: a longer line
+            # that is blank is reported as an invalid row.
             for line in np.flatnonzero(lengths <= 2 * _SHORTEST_ROW):
-                file.seek(int(begun[line]))
+                file.seek(int(starts[line]))
                 if not file.read(int(lengths[line])).strip():
                     lengths[line] = 0
-        return begun[lengths > 0]
+        return starts[lengths > 0]
 
 
-class _Part:
-    """Some of the rows."""
+class _Slice:
+    """A contiguous part of other rows."""
 
     def __init__(self, rows: Rows, chosen: range) -> None:
         self._rows = rows

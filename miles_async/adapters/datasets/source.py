@@ -1,4 +1,4 @@
-"""Feeds prompts to the pipeline, whatever the data: returned groups first, then the data, epoch after epoch."""
+"""The data source of the pipeline: returned groups are fed first, then the data, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from miles_async.adapters.datasets.buffer import Buffer
+from miles_async.adapters.datasets.buffer import Buffer, Report
 from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.problems import Problem, Problems
 from miles_async.errors import DataRowError, UserError
 from miles_async.types import Group, Sample
 
 Render = Callable[[Problem], Any]
-"""A problem's prompt as the text that is generated from. Raises DataRowError where it cannot be rendered."""
-Report = Callable[[str, str], None]
-"""`(reason, sentence)`: told of everything that is passed over, so that nothing is lost silently."""
+"""Converts the prompt of a problem to the text that is sent to the engine. Raises DataRowError if that fails."""
 
 
 class BufferedSource:
-    """Implements `ports.DataSource` over any `Problems`.
+    """Implements the `DataSource` port on top of `Problems`.
 
-    The n-th prompt fed has the feed index `sample_{epoch}_{n}`, counted on over epochs; each of its samples carries it
-    in `metadata["feed_index"]` too, so that it survives functions which return plain lists. No problem whose question
-    is held out is ever fed, and a broken row is passed over and reported. Batch functions call from their own thread,
-    hence the lock.
+    The n-th prompt has the feed index `sample_{epoch}_{n}`, where n continues across epochs. Each sample also carries
+    it in `metadata["feed_index"]`, because rollout functions written for slime return plain lists of samples. A problem
+    whose question is held out is never fed. An invalid row is skipped and reported. The methods are thread-safe,
+    because batch rollout functions call them from their own thread.
     """
 
     def __init__(
@@ -54,30 +52,34 @@ class BufferedSource:
         self._lock = threading.Lock()
         self.epoch_id = 0
         self.sample_offset = 0
-        """Rows of this epoch already read, in its order."""
+        """Number of rows of this epoch that were read, in the order of the epoch."""
         self.sample_index = 0
-        """The index of the next sample; samples are numbered on over epochs."""
+        """Index of the next sample; the numbering continues across epochs."""
         self._order = self._epoch_order()
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """Raises UserError when no row of the data can be fed."""
+        """Return `num_samples` groups: groups from the buffer first, then new ones.
+
+        Raises UserError if every row of the data is invalid or held out.
+        """
         with self._lock:
-            again = self._buffer.take(num_samples)
-            return again + [self._next_group() for _ in range(num_samples - len(again))]
+            returned = self._buffer.take(num_samples)
+            return returned + [self._next_group() for _ in range(num_samples - len(returned))]
 
     def add_samples(self, samples: Sequence[Group]) -> None:
+        """Return groups to the buffer. Raises UserError if a group is incomplete."""
         groups = [Group.of(group) for group in samples]
         for group in groups:
             if len(group) != self._n_samples_per_prompt:
                 raise UserError(
-                    f"group {group.feed_index} came back with {len(group)} samples: give back whole groups of "
-                    f"n_samples_per_prompt={self._n_samples_per_prompt}"
+                    f"group {group.feed_index} was returned with {len(group)} samples: return complete groups of "
+                    f"n_samples_per_prompt={self._n_samples_per_prompt} samples"
                 )
         with self._lock:
             self._buffer.add(groups)
 
     def eval_problems(self) -> list[Group]:
-        """The held-out problems that can be rendered, one sample each; fresh ones at every call."""
+        """Return new groups of one sample each, one for every held-out problem that can be rendered."""
         groups = []
         for index, problem in enumerate(self._held_out):
             try:
@@ -89,10 +91,11 @@ class BufferedSource:
         return groups
 
     def warm_start_problems(self) -> Iterator[Sample]:
-        """Endless samples with labels, none of them held out, in an order that no setting changes.
+        """Yield labelled samples without end, none of them held out. The order does not depend on any setting.
 
-        Raises UserError at a problem without an answer, which cannot be learned from.
+        Raises UserError if a problem has no answer.
         """
+        # The cache of warm-started checkpoints hashes these samples: the same data must give the same samples.
         rows = random.Random("warm start")
         index = 0
         while True:
@@ -100,17 +103,20 @@ class BufferedSource:
                 problem = self._warm_start[rows.randrange(len(self._warm_start))]
                 prompt = self._render(problem)
             except DataRowError:
-                # It is counted when the feed meets it.
+                # `get_samples` reports the row when it is fed.
                 continue
             if problem.question in self._held_out_questions:
                 continue
             if problem.label is None:
-                raise UserError("the data names no answers to warm-start on: set warm_start_max_steps to 0")
+                raise UserError("the warm start needs answers, and the data has none: set warm_start_max_steps to 0")
             yield self._sample(index, problem, prompt, f"warm_start_{index}")
             index += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the feed stands; as JSON-ready as the metadata of returned samples. The order follows from the seed."""
+        """Return the position in the data and the buffer, as JSON values if the metadata of samples is JSON.
+
+        The order of the rows is not stored, because it follows from the seed.
+        """
         with self._lock:
             return {
                 "epoch_id": self.epoch_id,
@@ -121,11 +127,14 @@ class BufferedSource:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises UserError when the state is of other data or another order: places in it would mean other rows."""
+        """Restore the result of `state_dict`.
+
+        Raises UserError if the data or its order differ: the saved position would then refer to other rows.
+        """
         if state["order"] != self._order_of_data:
             raise UserError(
-                f"the saved data position is of {_order_words(state['order'])}, this run has "
-                f"{_order_words(self._order_of_data)}: set rollout_seed, rollout_shuffle and the data as they were"
+                f"the saved data position is of {_describe(state['order'])}, this run has "
+                f"{_describe(self._order_of_data)}: use the data, rollout_seed and rollout_shuffle of the saved run"
             )
         with self._lock:
             self.epoch_id, self.sample_offset = state["epoch_id"], state["sample_offset"]
@@ -146,6 +155,7 @@ class BufferedSource:
         return Group(samples, feed_index=feed_index)
 
     def _next_problem(self) -> tuple[Problem, Any]:
+        # Two epochs visit every row at least once, wherever this epoch began.
         for _ in range(2 * len(self._order)):
             if self.sample_offset == len(self._order):
                 self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
@@ -159,8 +169,8 @@ class BufferedSource:
             except DataRowError as error:
                 self._report("bad_row", str(error))
         raise UserError(
-            f"none of the {len(self._order)} rows of the data can be fed: all are broken, or held out for evaluation; "
-            "lower eval_size or give more data"
+            f"none of the {len(self._order)} rows of the data can be used: all are invalid or held out for evaluation; "
+            "lower eval_size or provide more data"
         )
 
     def _sample(self, index: int, problem: Problem, prompt: Any, feed_index: str) -> Sample:
@@ -174,5 +184,5 @@ class BufferedSource:
         return Permutation(rows, f"{self._seed} {self.epoch_id}") if self._shuffle else range(rows)
 
 
-def _order_words(order: Mapping[str, Any]) -> str:
+def _describe(order: Mapping[str, Any]) -> str:
     return f"{order['rows']} rows " + (f"shuffled by seed {order['seed']}" if order["shuffle"] else "in file order")

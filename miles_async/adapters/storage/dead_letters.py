@@ -1,4 +1,4 @@
-"""The dead-letter file: prompts that failed or aged in every attempt, one JSON object per line, with the reason."""
+"""The dead-letter file: groups that failed or became too stale in every attempt, as one JSON object per line."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from miles_async.types import DropReason, Group
 
 
 class DeadLetterFile:
-    """The `DeadLetters` port. A line is flushed when it is written: what killed the run may be in it."""
+    """Implements the `DeadLetters` port by appending to `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
-        line = orjson.dumps(
-            {
-                "feed_index": group.feed_index,
-                "attempts": group.attempt + 1,
-                "reason": reason,
-                "error": error,
-                "samples": [sample.to_dict() for sample in group],
-            },
-            default=str,
-        )
+        """Append the group with the reason and the error of its last attempt.
+
+        The file is opened and closed for each line, so that the line is complete even if this group kills the run.
+        """
+        values = group.to_dict()
+        line = {
+            "feed_index": values["feed_index"],
+            "attempts": values["attempt"] + 1,
+            "reason": reason,
+            "error": error,
+            "samples": values["samples"],
+        }
         with self._path.open("ab") as file:
-            file.write(line + b"\n")
+            # Metadata comes from the user and may hold any object: what JSON cannot express is written as text.
+            file.write(orjson.dumps(line, default=str) + b"\n")

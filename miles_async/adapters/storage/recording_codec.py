@@ -1,4 +1,12 @@
-"""A recording as arrays and JSON. The numbers go to safetensors, one array per kind; the rest to `meta.json`."""
+"""The file format of a recording: numbers and response texts as safetensors arrays, everything else as JSON.
+
+Each array holds one field of all samples, concatenated in order. The JSON of a sample (its header) holds the length of
+the sample's slice of each array.
+
+The format differs from the one of `rollout_file.py` because it has another purpose. A recording is written and read
+while a run is going on, so neither may hold the GIL for long, and samples are created lazily. A rollout file is written
+in one call and is self-contained.
+"""
 
 from __future__ import annotations
 
@@ -14,71 +22,74 @@ from safetensors import safe_open
 from miles_async.recording import GroupRecord, Recording
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
-_KINDS: dict[str, Any] = {
-    "log_probs": np.float64,  # as the engine's JSON gave them, so that a replay is exact
+_ARRAYS: dict[str, Any] = {
+    "log_probs": np.float64,  # the precision of the JSON that engines answer, so that a replay is exact
     "spans": np.int64,
     "tokens": np.int32,
     "loss_mask": np.int32,
     "text": np.uint8,
 }
-"""The arrays of a file, widest first, so that each begins at a multiple of its own width."""
-_SAFETENSORS = {np.float64: "F64", np.int64: "I64", np.int32: "I32", np.uint8: "U8"}
-"""What that format calls the types above."""
+"""The arrays of a file and their types, widest first, so that every array is aligned to its item size."""
+_DTYPE_NAMES = {np.float64: "F64", np.int64: "I64", np.int32: "I32", np.uint8: "U8"}
+"""The names of these types in the safetensors format."""
 
 
 def describe(recording: Recording) -> dict[str, Any]:
-    """All but the arrays, and how long each sample's part of each of them is."""
+    """Return everything but the arrays as JSON values, with the array lengths of each sample."""
     groups = [
         {
             "feed_index": group.feed_index,
             "prompt": group.prompt,
             "version": group.version,
             "seconds": group.seconds,
-            "samples": [_note(sample) | {"lengths": _lengths(sample)} for sample in group.samples],
+            "samples": [_sample_header(sample) | {"lengths": _lengths(sample)} for sample in group.samples],
         }
         for group in recording.groups
     ]
     return {"seconds": recording.seconds, "groups": groups}
 
 
-def size_of(content: dict[str, Any]) -> int:
-    """Bytes of the arrays that `describe` speaks of."""
-    return sum(size * np.dtype(_KINDS[kind]).itemsize for kind, size in _totals(content).items())
+def array_bytes(content: dict[str, Any]) -> int:
+    """Return the size in bytes of all arrays; `content` is the result of `describe`."""
+    return sum(size * np.dtype(_ARRAYS[kind]).itemsize for kind, size in _total_lengths(content).items())
 
 
 def write(recording: Recording, content: dict[str, Any], path: Path) -> None:
-    """A safetensors file: 8 bytes of length, a header in JSON, the arrays, each written sample by sample.
+    """Write the arrays as a safetensors file; `content` is the result of `describe`. Raises OSError.
 
-    Its library copies and writes all arrays in calls that hold the interpreter, and so would the freeing of all pieces
-    at once: with 100 MB the event loop would stand still for a tenth of a second. Raises OSError.
+    The file is 8 bytes with the length of the header, the header as JSON, and the arrays. It is written sample by
+    sample instead of with `safetensors.numpy.save_file`, which copies and writes all arrays while it holds the GIL:
+    with 100 MB the event loop would not run for a tenth of a second.
     """
-    header, at = {}, 0
-    for kind, length in _totals(content).items():
-        end = at + length * np.dtype(_KINDS[kind]).itemsize
-        header[kind] = {"dtype": _SAFETENSORS[_KINDS[kind]], "shape": [length], "data_offsets": [at, end]}
-        at = end
+    header, offset = {}, 0
+    for kind, length in _total_lengths(content).items():
+        end = offset + length * np.dtype(_ARRAYS[kind]).itemsize
+        header[kind] = {"dtype": _DTYPE_NAMES[_ARRAYS[kind]], "shape": [length], "data_offsets": [offset, end]}
+        offset = end
     text = orjson.dumps(header)
+    # The format pads the header with spaces to a multiple of 8 bytes, which aligns the arrays.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for kind, dtype in _KINDS.items():
+        for kind, dtype in _ARRAYS.items():
             for group in recording.groups:
                 for sample in group.samples:
                     file.write(np.asarray(_values(sample, kind), dtype).data)
 
 
-def decode(path: Path, meta: dict[str, Any], step: int) -> Recording:
-    """The recording of a verified file."""
-    at = dict.fromkeys(_KINDS, 0)
+def read(path: Path, meta: dict[str, Any], step: int) -> Recording:
+    """Read a file whose checksum was verified; `meta` contains the result of `describe`."""
+    offsets = dict.fromkeys(_ARRAYS, 0)
     with safe_open(path, framework="numpy") as file:
-        columns = {kind: file.get_slice(kind) for kind in _KINDS}
+        columns = {kind: file.get_slice(kind) for kind in _ARRAYS}
 
-        def read(lengths: dict[str, int]) -> dict[str, NDArray[Any]]:
-            parts = {}
+        def next_slices(lengths: dict[str, int]) -> dict[str, NDArray[Any]]:
+            slices = {}
             for kind, length in lengths.items():
-                parts[kind] = columns[kind][at[kind] : at[kind] + length] if length else np.empty(0, _KINDS[kind])
-                at[kind] += length
-            return parts
+                start, offsets[kind] = offsets[kind], offsets[kind] + length
+                # safetensors refuses an empty slice at the end of an array.
+                slices[kind] = columns[kind][start : start + length] if length else np.empty(0, _ARRAYS[kind])
+            return slices
 
         groups = [
             GroupRecord(
@@ -86,35 +97,35 @@ def decode(path: Path, meta: dict[str, Any], step: int) -> Recording:
                 prompt=group["prompt"],
                 version=group["version"],
                 seconds=group["seconds"],
-                samples=_Samples(group["samples"], [read(note["lengths"]) for note in group["samples"]]),
+                samples=_LazySamples(group["samples"], [next_slices(header["lengths"]) for header in group["samples"]]),
             )
             for group in meta["groups"]
         ]
     return Recording(groups=groups, seconds=meta["seconds"], replayed_from=step)
 
 
-class _Samples(Sequence[Sample]):
-    """Samples made when they are asked for.
+class _LazySamples(Sequence[Sample]):
+    """A sequence that creates each sample when it is accessed.
 
-    Lists of a whole batch's tokens, made at once, would be walked by one garbage collection after the other, each of
-    which stops the event loop; arrays are not walked.
+    The garbage collector traverses Python lists but not numpy arrays. Keeping a whole batch as arrays until it is
+    replayed saves the event loop the pauses of many collections over millions of list items.
     """
 
-    def __init__(self, notes: Sequence[dict[str, Any]], parts: Sequence[dict[str, NDArray[Any]]]) -> None:
-        self._notes = notes
-        self._parts = parts
+    def __init__(self, headers: Sequence[dict[str, Any]], arrays: Sequence[dict[str, NDArray[Any]]]) -> None:
+        self._headers = headers
+        self._arrays = arrays
 
     def __len__(self) -> int:
-        return len(self._notes)
+        return len(self._headers)
 
     @overload
-    def __getitem__(self, place: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Sample: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Sample]: ...
-    def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(len(self))[place]]
-        return _sample(self._notes[place], self._parts[place])
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return _sample(self._headers[index], self._arrays[index])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -131,7 +142,7 @@ def _values(sample: Sample, kind: str) -> Any:
         case "loss_mask":
             return sample.loss_mask or ()
         case "spans":
-            return list(_flat(sample.spans))
+            return list(_flatten(sample.spans))
         case _:
             return np.frombuffer(_text(sample), np.uint8)
 
@@ -143,29 +154,30 @@ def _lengths(sample: Sample) -> dict[str, int]:
         "spans": 3 * len(sample.spans),
         "text": len(_text(sample)),
     }
-    # A mask that is absent is not one that is empty.
+    # A missing mask (train on all tokens) differs from an empty mask (no response tokens).
     return lengths if sample.loss_mask is None else lengths | {"loss_mask": len(sample.loss_mask)}
 
 
-def _totals(content: dict[str, Any]) -> dict[str, int]:
-    totals = dict.fromkeys(_KINDS, 0)
+def _total_lengths(content: dict[str, Any]) -> dict[str, int]:
+    totals = dict.fromkeys(_ARRAYS, 0)
     for group in content["groups"]:
-        for note in group["samples"]:
-            for kind, length in note["lengths"].items():
+        for header in group["samples"]:
+            for kind, length in header["lengths"].items():
                 totals[kind] += length
     return totals
 
 
 def _text(sample: Sample) -> bytes:
+    # A response that ends within a character decodes to a lone surrogate, which plain UTF-8 cannot encode.
     return sample.response.encode("utf-8", "surrogatepass")
 
 
-def _flat(spans: Iterable[VersionSpan]) -> Iterator[int]:
+def _flatten(spans: Iterable[VersionSpan]) -> Iterator[int]:
     for span in spans:
         yield from (span.version, span.start, span.end)
 
 
-def _note(sample: Sample) -> dict[str, Any]:
+def _sample_header(sample: Sample) -> dict[str, Any]:
     return {
         "index": sample.index,
         "prompt": sample.prompt,
@@ -176,18 +188,18 @@ def _note(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _sample(note: dict[str, Any], parts: dict[str, NDArray[Any]]) -> Sample:
-    spans = parts["spans"].reshape(-1, 3).tolist()
+def _sample(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sample:
+    spans = arrays["spans"].reshape(-1, 3).tolist()
     return Sample(
-        index=note["index"],
-        prompt=note["prompt"],
-        label=note["label"],
-        metadata=note["metadata"],
-        tokens=parts["tokens"].tolist(),
-        response=parts["text"].tobytes().decode("utf-8", "surrogatepass"),
-        response_length=note["response_length"],
-        loss_mask=parts["loss_mask"].tolist() if "loss_mask" in parts else None,
-        rollout_log_probs=parts["log_probs"].tolist(),
+        index=header["index"],
+        prompt=header["prompt"],
+        label=header["label"],
+        metadata=header["metadata"],
+        tokens=arrays["tokens"].tolist(),
+        response=arrays["text"].tobytes().decode("utf-8", "surrogatepass"),
+        response_length=header["response_length"],
+        loss_mask=arrays["loss_mask"].tolist() if "loss_mask" in arrays else None,
+        rollout_log_probs=arrays["log_probs"].tolist(),
         spans=[VersionSpan(*span) for span in spans],
-        status=SampleStatus(note["status"]),
+        status=SampleStatus(header["status"]),
     )

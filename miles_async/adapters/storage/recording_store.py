@@ -1,13 +1,13 @@
-"""Recordings in a folder, one folder per step: `{step}/gen_batch.safetensors` and `{step}/meta.json`.
+"""A folder of recordings, one sub-folder per step: `{step}/gen_batch.safetensors` and `{step}/meta.json`.
 
-A step appears whole or not at all: both files are written under another name and fsynced, then the folder is renamed.
-`meta.json` carries checksums of itself and of the batch, so that whatever happened to an entry since is noticed before
-anything of it is used. No pickle. Everything here blocks; call it off the event loop.
+An entry appears complete or not at all: both files are written to a temporary folder, flushed to disk, and the folder
+is renamed. `meta.json` carries a checksum of itself and one of the batch file, so damage is detected before an entry is
+used. No pickle is involved. All functions block; call them outside the event loop.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import os
 import shutil
 import time
@@ -21,36 +21,42 @@ from typing import Any
 import orjson
 
 from miles_async.adapters.storage import recording_codec as codec
-from miles_async.adapters.storage.recording_codec import decode, describe
+from miles_async.adapters.storage.checksum import checksum, file_chunks
+from miles_async.atomic_files import atomic_folder
 from miles_async.recording import Recording
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
 FORMAT = 1
 DRAFT_LIFETIME_SECONDS = 3600.0
-"""A draft that old belongs to a writer that was killed."""
-_CHUNK = 1 << 20
+"""A temporary folder older than this belongs to a writer that was killed."""
 
 
 class RecordingDamagedError(Exception):
-    """An entry that cannot be trusted, and why."""
+    """An entry fails its checks; the message states the reason."""
 
 
 class StoreFullError(Exception):
-    """The entry would exceed the size limit."""
+    """The entry would exceed the size limit of the store."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedRecording:
     recording: Recording
     identity: dict[str, Any]
-    """What it was recorded under."""
+    """The conditions under which it was recorded (`skip/identity.py`)."""
 
 
 class RecordingStore:
-    """The recordings of one role in one folder. Several processes may write to it: the first whole entry stays."""
+    """The recordings of one role in one folder.
+
+    Several processes may write to the folder at the same time: the first complete entry of a step stays.
+    """
 
     def __init__(self, folder: Path, *, max_bytes: int | None = None) -> None:
-        """Looks up what is there. Creates nothing; a missing folder is an empty one."""
+        """List the existing entries. A missing folder counts as empty and is created by the first `save`.
+
+        `max_bytes` limits the total size of the entries; None means no limit.
+        """
         self.folder = folder
         self._max_bytes = max_bytes
         self._lock = Lock()
@@ -59,69 +65,63 @@ class RecordingStore:
 
     @property
     def steps(self) -> frozenset[int]:
-        """Steps with an entry, as far as known here."""
+        """Steps with an entry: those found when the store was opened, and those saved since."""
         return self._steps
 
     def path(self, step: int) -> Path:
         return self.folder / str(step)
 
     def save(self, step: int, recording: Recording, identity: Mapping[str, Any]) -> None:
-        """Write an entry; where another writer was first, theirs stays.
+        """Write an entry. If the step has an entry already, the existing entry stays.
 
-        Raises OSError when the folder cannot be written, StoreFullError beyond the limit, TypeError for metadata
-        that JSON has no form for.
+        Raises OSError if the folder is not writable, StoreFullError if the entry exceeds the size limit, and TypeError
+        if metadata cannot be expressed in JSON.
         """
-        content = describe(recording)
-        self._refuse_beyond_limit(codec.size_of(content))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_old_drafts()
-        draft = self.folder / f".draft-{step}-{uuid.uuid4().hex}"
+        content = codec.describe(recording)
+        # The first check avoids writing an entry that is too large; the second one knows the exact size.
+        self._check_limit(codec.array_bytes(content))
+        self._delete_old_drafts()
         try:
-            draft.mkdir()
-            codec.write(recording, content, draft / BATCH)
-            meta = {
-                "format": FORMAT,
-                "step": step,
-                "identity": dict(identity),
-                "batch": {"bytes": (draft / BATCH).stat().st_size, "blake2b": _digest_of(draft / BATCH)},
-                **content,
-            }
-            (draft / META).write_bytes(orjson.dumps(meta | {"checksum": _checksum(meta)}))
-            size = size_of(draft)
-            self._refuse_beyond_limit(size)
-            for path in (draft / BATCH, draft / META, draft):
-                _sync(path)
-            self._install(draft, step)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            with atomic_folder(self.path(step)) as draft:
+                codec.write(recording, content, draft / BATCH)
+                meta = {
+                    "format": FORMAT,
+                    "step": step,
+                    "identity": dict(identity),
+                    "batch": {"bytes": (draft / BATCH).stat().st_size, "blake2b": checksum(file_chunks(draft / BATCH))},
+                    **content,
+                }
+                (draft / META).write_bytes(orjson.dumps(meta | {"checksum": _meta_checksum(meta)}))
+                size = size_of(draft)
+                self._check_limit(size)
+        except OSError as error:
+            # A rename cannot replace a folder that has contents: another writer was first, and its entry stays.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
         with self._lock:
             self._bytes += size
             self._steps |= {step}
 
-    def load(self, step: int) -> Loaded:
-        """Raises Damaged, after setting the entry aside so that the step can be recorded anew."""
+    def load(self, step: int) -> LoadedRecording:
+        """Verify and load an entry.
+
+        Raises RecordingDamagedError if the entry fails its checks. The entry is renamed first, so that the step can be
+        recorded again.
+        """
         path = self.path(step)
         try:
-            meta = _verified(path)
-            # Bytes that match their checksum are those that were written.
-            return Loaded(decode(path / BATCH, meta, step), meta["identity"])
-        except (RecordingDamagedError, OSError) as damage:
-            raise RecordingDamagedError(f"{path} is damaged ({damage}) and {self._set_aside(step)}") from damage
+            meta = _verified_meta(path)
+            # No further checks are needed: a file that matches its checksum is the file that `save` wrote.
+            return LoadedRecording(codec.read(path / BATCH, meta, step), meta["identity"])
+        except (RecordingDamagedError, OSError) as error:
+            raise RecordingDamagedError(f"{path} is damaged ({error}) and {self._set_aside(step)}") from error
 
-    def _refuse_beyond_limit(self, size: int) -> None:
+    def _check_limit(self, size: int) -> None:
         if self._max_bytes is not None and self._bytes + size > self._max_bytes:
             raise StoreFullError(f"{self.folder} holds {self._bytes} bytes of at most {self._max_bytes}")
 
-    def _install(self, draft: Path, step: int) -> None:
-        try:
-            draft.rename(self.path(step))
-        except OSError:
-            # A folder that holds something cannot be replaced by a rename: another writer was first.
-            if not self.path(step).is_dir():
-                raise
-        _sync(self.folder)
-
     def _set_aside(self, step: int) -> str:
+        """Rename a damaged entry, and return what was done as the end of a sentence."""
         with self._lock:
             self._steps -= {step}
         aside = self.folder / f"{step}.damaged-{uuid.uuid4().hex[:8]}"
@@ -131,58 +131,43 @@ class RecordingStore:
             return f"could not be set aside: {error.strerror}"
         return f"was set aside as {aside.name}"
 
-    def _remove_old_drafts(self) -> None:
-        for draft in self.folder.glob(".draft-*"):
+    def _delete_old_drafts(self) -> None:
+        for draft in self.folder.glob(".*.tmp"):
             try:
                 if time.time() - draft.stat().st_mtime > DRAFT_LIFETIME_SECONDS:
                     shutil.rmtree(draft, ignore_errors=True)
             except FileNotFoundError:
-                continue  # its writer has just renamed it
+                continue  # another writer renamed its draft after the listing
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a folder there, in order."""
+    """Return the steps that have an entry in `folder`, in ascending order."""
     if not folder.is_dir():
         return []
     return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdecimal() and entry.is_dir())
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below."""
+    """Return the total size in bytes of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _verified(path: Path) -> dict[str, Any]:
-    """The entry's meta, once both files are what was written. Raises Damaged or OSError."""
+def _verified_meta(path: Path) -> dict[str, Any]:
+    """Return the meta data of an entry whose files match their checksums. Raises RecordingDamagedError or OSError."""
     try:
         meta = orjson.loads((path / META).read_bytes())
     except orjson.JSONDecodeError:
-        raise RecordingDamagedError(f"{META} is no JSON") from None
-    if not isinstance(meta, dict) or meta.pop("checksum", None) != _checksum(meta):
+        raise RecordingDamagedError(f"{META} is not valid JSON") from None
+    if not isinstance(meta, dict) or meta.pop("checksum", None) != _meta_checksum(meta):
         raise RecordingDamagedError(f"the checksum of {META} does not match")
     if meta["format"] != FORMAT:
-        raise RecordingDamagedError(f"its format is {meta['format']}, this version reads {FORMAT}")
-    if (path / BATCH).stat().st_size != meta["batch"]["bytes"] or _digest_of(path / BATCH) != meta["batch"]["blake2b"]:
+        raise RecordingDamagedError(f"the format is {meta['format']}, this version reads {FORMAT}")
+    batch, expected = path / BATCH, meta["batch"]
+    # The size is compared first: it is cheap, and it differs if a file was cut off.
+    if batch.stat().st_size != expected["bytes"] or checksum(file_chunks(batch)) != expected["blake2b"]:
         raise RecordingDamagedError(f"the checksum of {BATCH} does not match")
     return meta
 
 
-def _checksum(meta: dict[str, Any]) -> str:
-    return hashlib.blake2b(orjson.dumps(meta, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Down to the disk: the data of a file, the entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _meta_checksum(meta: dict[str, Any]) -> str:
+    return checksum([orjson.dumps(meta, option=orjson.OPT_SORT_KEYS)])

@@ -1,18 +1,16 @@
-"""A batch of groups as one file: safetensors for what is numbers, JSON inside it for what is text. No pickle.
+"""The rollout file: one batch of groups as a safetensors file, with JSON inside it. No pickle is involved.
 
-    tokens, rollout_log_probs, loss_masks   all samples' columns, one behind the other
+    tokens, rollout_log_probs, loss_masks   one array per field, all samples concatenated
     lengths                                 (samples, 3): tokens, log-probabilities, mask entries (-1: no mask)
-    spans                                   (spans, 4): sample, version, start, end
-    groups                                  JSON as bytes: what else a group and its samples hold
+    spans                                   (spans, 4): sample number, version, start, end
+    groups                                  all other fields of groups and samples, as the bytes of a JSON text
 
-The header carries the rollout's number and a checksum over all columns. Written under a temporary name, then renamed.
+The metadata of the file holds the rollout number and a checksum over all arrays. The file is written atomically.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,44 +21,50 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from miles_async.adapters.storage.checksum import checksum
+from miles_async.atomic_files import atomic_file
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 
 FORMAT = "miles_async rollout 1"
-_COLUMNS = frozenset({"tokens", "rollout_log_probs", "loss_mask", "spans"})
+_COLUMNS = "tokens", "rollout_log_probs", "loss_mask", "spans"
+"""Fields of a sample that are stored as arrays."""
 _NO_MASK = -1
 
 
 def rollout_path(template: str, rollout_id: int) -> Path:
-    """`debug/{rollout_id}.safetensors` for one batch. Raises UserError for any other name in braces."""
+    """Fill in a template such as `debug/{rollout_id}.safetensors`. Raises UserError if it has other placeholders."""
     try:
         return Path(template.format(rollout_id=rollout_id)).expanduser()
     except (KeyError, IndexError, ValueError) as error:
-        raise UserError(f"{template!r} names something else than {{rollout_id}} in braces: {error}") from error
+        raise UserError(f"{template!r} has a placeholder other than {{rollout_id}}: {error}; remove it") from error
 
 
 def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
-    """Raises OSError when the file cannot be written; what was there before stays whole."""
+    """Write a batch to `path`; missing folders are created.
+
+    Metadata that JSON cannot express is written as text. Raises OSError if the file cannot be written; an existing file
+    is then unchanged.
+    """
     samples = [sample for group in groups for sample in group]
     columns: dict[str, NDArray[Any]] = {
-        "tokens": _joined([sample.tokens for sample in samples], np.int64),
-        "rollout_log_probs": _joined([sample.rollout_log_probs for sample in samples], np.float64),
-        "loss_masks": _joined([sample.loss_mask or [] for sample in samples], np.int8),
+        "tokens": _concatenate([sample.tokens for sample in samples], np.int64),
+        "rollout_log_probs": _concatenate([sample.rollout_log_probs for sample in samples], np.float64),
+        "loss_masks": _concatenate([sample.loss_mask or [] for sample in samples], np.int8),
         "lengths": np.array([_lengths(sample) for sample in samples], np.int64).reshape(-1, 3),
         "spans": np.array(
             [(i, s.version, s.start, s.end) for i, sample in enumerate(samples) for s in sample.spans], np.int64
         ).reshape(-1, 4),
-        "groups": np.frombuffer(orjson.dumps([_words(group) for group in groups], default=str), np.uint8),
+        "groups": np.frombuffer(orjson.dumps([_json_fields(group) for group in groups], default=str), np.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     header = {"format": FORMAT, "rollout_id": str(rollout_id), "checksum": _checksum(columns)}
-    save_file(columns, draft, metadata=header)
-    draft.replace(path)
+    with atomic_file(path) as temporary:
+        save_file(columns, temporary, metadata=header)
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:
-    """The rollout's number and its groups. Raises UserError for a file that is missing, cut off or something else."""
+    """Return the rollout number and the groups. Raises UserError if the file is missing, damaged or another file."""
     try:
         with safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}
@@ -68,9 +72,9 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
     except (SafetensorError, OSError) as error:
         raise UserError(f"rollout data {path} cannot be read: {error}") from error
     if header.get("format") != FORMAT:
-        raise UserError(f"{path} holds no rollout data: it is not a file that save_debug_rollout_data wrote")
+        raise UserError(f"{path} is not a rollout file: name a file that save_debug_rollout_data wrote")
     if header["checksum"] != _checksum(columns):
-        raise UserError(f"rollout data {path} is damaged: its checksum does not fit; save it anew")
+        raise UserError(f"rollout data {path} is damaged: the checksum does not match; save the batch again")
     return int(header["rollout_id"]), _groups(columns)
 
 
@@ -79,33 +83,25 @@ def _groups(columns: Mapping[str, NDArray[Any]]) -> list[Group]:
     spans: dict[int, list[dict[str, int]]] = {}
     for sample, version, start, end in columns["spans"].tolist():
         spans.setdefault(sample, []).append({"version": version, "start": start, "end": end})
-    tokens = _parts(columns["tokens"], lengths[:, 0])
-    log_probs = _parts(columns["rollout_log_probs"], lengths[:, 1])
-    masks = _parts(columns["loss_masks"], np.maximum(lengths[:, 2], 0))
-    groups, place = [], 0
-    for words in orjson.loads(columns["groups"].tobytes()):
-        samples = []
-        for values in words["samples"]:
-            mask = None if lengths[place, 2] == _NO_MASK else masks[place]
-            samples.append(
-                Sample.from_dict(
-                    {
-                        **values,
-                        "tokens": tokens[place],
-                        "rollout_log_probs": log_probs[place],
-                        "loss_mask": mask,
-                        "spans": spans.get(place, []),
-                    }
-                )
-            )
-            place += 1
-        groups.append(Group(samples, feed_index=words["feed_index"], attempt=words["attempt"]))
-    return groups
+    tokens = _split(columns["tokens"], lengths[:, 0])
+    log_probs = _split(columns["rollout_log_probs"], lengths[:, 1])
+    masks = _split(columns["loss_masks"], np.maximum(lengths[:, 2], 0))
+    groups = orjson.loads(columns["groups"].tobytes())
+    # The fields are put back into the JSON values in the order in which `save_groups` took them out.
+    for number, sample in enumerate(sample for group in groups for sample in group["samples"]):
+        sample["tokens"] = tokens[number]
+        sample["rollout_log_probs"] = log_probs[number]
+        sample["loss_mask"] = None if lengths[number, 2] == _NO_MASK else masks[number]
+        sample["spans"] = spans.get(number, [])
+    return [Group.from_dict(group) for group in groups]
 
 
-def _words(group: Group) -> dict[str, Any]:
-    samples = [{key: value for key, value in sample.to_dict().items() if key not in _COLUMNS} for sample in group]
-    return {"feed_index": group.feed_index, "attempt": group.attempt, "samples": samples}
+def _json_fields(group: Group) -> dict[str, Any]:
+    values = group.to_dict()
+    for sample in values["samples"]:
+        for name in _COLUMNS:
+            del sample[name]
+    return values
 
 
 def _lengths(sample: Sample) -> tuple[int, int, int]:
@@ -113,19 +109,15 @@ def _lengths(sample: Sample) -> tuple[int, int, int]:
     return len(sample.tokens), len(sample.rollout_log_probs), masked
 
 
-def _joined(lists: Sequence[Sequence[Any]], kind: Any) -> NDArray[Any]:
+def _concatenate(lists: Sequence[Sequence[Any]], kind: Any) -> NDArray[Any]:
     return np.array([value for values in lists for value in values], kind)
 
 
-def _parts(joined: NDArray[Any], lengths: NDArray[Any]) -> list[list[Any]]:
+def _split(joined: NDArray[Any], lengths: NDArray[Any]) -> list[list[Any]]:
     ends = list(accumulate(lengths.tolist()))
     values = joined.tolist()
     return [values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
 
 
 def _checksum(columns: Mapping[str, NDArray[Any]]) -> str:
-    digest = blake2b(digest_size=16)
-    for name in sorted(columns):
-        digest.update(name.encode())
-        digest.update(columns[name].tobytes())
-    return digest.hexdigest()
+    return checksum(chunk for name in sorted(columns) for chunk in (name.encode(), columns[name].tobytes()))

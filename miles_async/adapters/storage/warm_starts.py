@@ -1,4 +1,4 @@
-"""Where warm-started checkpoints lie. The driver looks here too, so nothing heavy is imported."""
+"""The cache of warm-started checkpoints. The driver searches the cache too, so this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,50 +13,53 @@ from pathlib import Path
 from miles_async.config.schema import RunConfig
 
 Problems = Sequence[tuple[str, str]]
-"""Prompts and their answers."""
+"""Pairs of prompt and answer."""
 
 NOTE = "warm_start.json"
-"""Beside the weights: how they came about. A checkpoint is moved into the cache whole, with its note."""
+"""File next to the weights with the accuracy and the number of steps of the warm start."""
 
 _RECIPE = 4
-"""Raise when a change in how models are taught makes other models from the same settings."""
+"""Part of the cache key. Increase it if a code change makes the same settings produce a different model."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStarted:
+    """The checkpoint that a run starts from."""
+
     path: str
     """Folder of the Hugging Face checkpoint."""
     cached: bool
-    """It was made before; nothing was trained now."""
+    """True if the checkpoint existed already and nothing was trained."""
     accuracy: float | None
-    """Greedy accuracy on the check problems when it was made; None where nothing was taught."""
+    """Greedy accuracy on the check problems after the warm start, 0 to 1; None without a warm start."""
     steps: int
+    """Optimizer steps of the warm start."""
     seconds: float
-    """Spent now: next to nothing when cached."""
+    """Seconds that this run spent; close to 0 if the checkpoint was cached."""
 
 
-def place_of(config: RunConfig, problems: Problems, check: Problems) -> Path:
-    """The cache's folder for what these settings, versions and problems make."""
-    what = {
+def cached_checkpoint(config: RunConfig, problems: Problems, check: Problems) -> Path:
+    """Return the cache folder for these settings, library versions and problems, whether or not it exists."""
+    key_values = {
         "recipe": _RECIPE,
         "model": config.model.model_dump(mode="json"),
-        # What the template makes of the problems is in them.
+        # The problems already contain the text that the template produces.
         "warm_start": config.warm_start.model_dump(mode="json", exclude={"cache_dir", "warm_start_template"}),
         "learner": config.learner.model_dump(include={"adam_beta1", "adam_beta2", "weight_decay", "clip_grad", "seed"}),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "mbridge", "transformers")},
         "problems": [list(problems), list(check)],
     }
-    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
+    key = hashlib.sha256(json.dumps(key_values, sort_keys=True).encode()).hexdigest()[:20]
     return Path(config.warm_start.cache_dir).expanduser() / key
 
 
-def found(config: RunConfig, problems: Problems, check: Problems) -> WarmStarted | None:
-    """The checkpoint to start from, where nothing has to be taught for it any more."""
+def find_warm_start(config: RunConfig, problems: Problems, check: Problems) -> WarmStarted | None:
+    """Return the checkpoint to start from if it needs no training; None if a warm start has to be run."""
     started = time.monotonic()
     if config.model.hf_checkpoint is not None and config.warm_start.warm_start_max_steps == 0:
         return WarmStarted(config.model.hf_checkpoint, True, None, 0, 0.0)
-    place = place_of(config, problems, check)
-    if not place.exists():
+    path = cached_checkpoint(config, problems, check)
+    if not path.exists():
         return None
-    made = json.loads((place / NOTE).read_text())
-    return WarmStarted(str(place), True, made["accuracy"], made["steps"], time.monotonic() - started)
+    note = json.loads((path / NOTE).read_text())
+    return WarmStarted(str(path), True, note["accuracy"], note["steps"], time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""Real time."""
+"""The system clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class SystemClock:
-    """The `Clock` port: wall-clock seconds, and the event loop's sleep."""
+    """Implements the `Clock` port with wall-clock time in seconds and the sleep of the event loop."""
 
     def now(self) -> float:
         return time.time()

@@ -1,9 +1,9 @@
-"""Ports that no two processes of ours are given at once.
+"""Free network ports that are given to one process at a time.
 
-Looking for a free port and binding it later leaves seconds in which somebody else may take it. So each port is also
-claimed by a name that the kernel gives out only once per network namespace, as it does ports themselves, and takes back
-when the claiming process ends, however it ends: an abstract Unix socket. Against strangers there is the second attempt
-of `EngineServer` and `RouterServer`.
+Seconds pass between the search for a free port and the moment a server binds it, and another process may take the port
+in between. To protect against other processes of this project, each port is claimed with an abstract Unix socket named
+after it: the kernel allows each name once per network namespace, and releases it when the claiming process ends. To
+protect against unrelated processes, `EngineServer` and `RouterServer` try again with another port.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import socket
 from contextlib import suppress
 
 FIRST, LAST = 20_000, 32_000
-"""Outside the range that the kernel and Ray hand out by themselves."""
+"""Range of ports that neither the kernel nor Ray assigns automatically."""
 
 
 class ClaimedPort:
-    """`number` is ours until `release`, or until this process ends."""
+    """A port that no other process of this project uses until `release` is called or this process ends."""
 
     def __init__(self, number: int) -> None:
-        """Raises OSError when another process has claimed it."""
+        """Raises OSError if another process has claimed the port."""
         self.number = number
         self._claim = socket.socket(socket.AF_UNIX)
         try:
@@ -34,24 +34,25 @@ class ClaimedPort:
 
 
 def claim_port(host: str = "127.0.0.1") -> ClaimedPort:
-    """A port on which nobody listens at `host` and that nobody else of ours has claimed."""
+    """Claim a random port that is free at the address `host`."""
     while True:
         with suppress(OSError):
             port = ClaimedPort(random.SystemRandom().randrange(FIRST, LAST))
-            if _bindable(host, port.number):
+            if _is_free(host, port.number):
                 return port
             port.release()
 
 
 def free_port() -> int:
-    """Such a port, for someone who binds it in a moment and needs no claim."""
+    """Return a free port without a claim, for a caller that binds it immediately."""
     port = claim_port()
     port.release()
     return port.number
 
 
-def _bindable(host: str, port: int) -> bool:
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
+        # As servers do: a port whose last connection is in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

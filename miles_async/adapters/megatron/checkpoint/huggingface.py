@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
+from miles_async.atomic_files import atomic_folder, replace_folder, temporary_path
+
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
-
-
-@contextmanager
-def appears_complete(path: Path) -> Iterator[Path]:
-    """A folder to fill that takes the name `path` at the end, so that nobody finds half of it.
-
-    Raises OSError when a folder with anything in it has that name already.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    try:
-        yield draft
-        draft.rename(path)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) -> None:
@@ -40,13 +23,11 @@ def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) ->
     if not (path / "config.json").is_file():
         write_checkpoint(path, tensors, like=like, notes={})
         return
-    new, old = (path.with_name(f".{path.name}.{which}") for which in ("new", "old"))
-    for left_over in (new, old):
-        shutil.rmtree(left_over, ignore_errors=True)
+    for leftover in path.parent.glob(f".*{path.name}.*.tmp"):  # from a run that was killed while it wrote
+        shutil.rmtree(leftover, ignore_errors=True)
+    new = temporary_path(path)
     write_checkpoint(new, tensors, like=like, notes={})
-    path.rename(old)
-    new.rename(path)
-    shutil.rmtree(old)
+    replace_folder(new, path)
 
 
 def _set_dtype(config: Path, tensor: Tensor) -> None:
@@ -65,7 +46,7 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, note
     The dtype in the configuration is that of `tensors`. `notes` are the contents of further files by name. Raises
     OSError if `path` exists and is not empty.
     """
-    with appears_complete(path) as draft:
+    with atomic_folder(path) as draft:
         save_torch_state_dict(tensors, draft)
         for pattern in _BESIDE_WEIGHTS:
             for file in like.glob(pattern):

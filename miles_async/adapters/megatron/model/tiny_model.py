@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from miles_async.adapters.megatron.checkpoint.huggingface import appears_complete
+from miles_async.atomic_files import atomic_folder
 from miles_async.config.schema import TinyModel
 
 EOS_ID = 256
@@ -52,7 +52,7 @@ def create_tiny_model(shape: TinyModel, path: Path, *, seed: int) -> None:
         torch.nn.init.normal_(
             model.get_parameter("model.embed_tokens.weight").data[PAD_ID], std=config.initializer_range
         )
-    with appears_complete(path) as draft:
+    with atomic_folder(path) as draft:
         model.save_pretrained(draft)
         byte_tokenizer().save_pretrained(draft)
 

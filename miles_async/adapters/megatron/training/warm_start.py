@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.adapters.storage.warm_starts import NOTE, Problems, WarmStarted, found, place_of
+from miles_async.adapters.storage.warm_starts import NOTE, Problems, WarmStarted, cached_checkpoint, find_warm_start
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.errors import UserError
@@ -44,11 +44,11 @@ def warm_start(config: RunConfig, problems: Problems, check: Problems, report: R
 
     Raises UserError if the accuracy skips the range or does not reach it.
     """
-    cached = found(config, problems, check)
+    cached = find_warm_start(config, problems, check)
     if cached is not None:
         return cached
     started = time.monotonic()
-    path = place_of(config, problems, check)
+    path = cached_checkpoint(config, problems, check)
     steps, accuracy = _create_checkpoint(config, problems, check, path, report)
     return WarmStarted(str(path), False, accuracy, steps, time.monotonic() - started)
 

@@ -6,7 +6,6 @@ the engine's memory must have afterwards.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from miles_async.adapters.sglang.engine_weights import DELTA_FILE, DELTA_FORMAT
 from miles_async.adapters.weights.engine import Engine, call_engine
 from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.delta import Base, changes
+from miles_async.atomic_files import atomic_folder
 from miles_async.errors import FatalError
 
 File = tuple[str, dict[str, torch.Tensor], dict[str, str]]
@@ -58,16 +58,14 @@ class DiskTransport:
             yield f"model-{number:05}.safetensors", tensors, {"format": "pt"}
 
     def _save(self, staging: Staging, form: str, files: Iterator[File]) -> None:
-        draft, final = self._folder / ".draft", self._path(staging, form)
         try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            for file, tensors, notes in files:
-                save_file(tensors, draft / file, metadata=notes)
+            # The files need not survive a power failure: the next version replaces them.
+            with atomic_folder(self._path(staging, form), durable=False) as draft:
+                for file, tensors, notes in files:
+                    save_file(tensors, draft / file, metadata=notes)
             for leftover in self._folder.glob("*_version_*"):
                 if not leftover.name.startswith(f"{staging.fills}_"):
                     shutil.rmtree(leftover)
-            os.replace(draft, final)
         except OSError as error:
             raise FatalError(f"the weights could not be written to {self._folder}: {error}") from error
 
