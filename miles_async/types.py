@@ -225,7 +225,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOutcome:
+class SendOutcome:
     """What became of one engine's part of a weight write."""
 
     engine: str

@@ -9,10 +9,15 @@ from typing import Self
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.trajectories import Trajectories
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SampledAs, SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import (
+    EVALUATION_PRIORITY,
+    GeneratorWithSampling,
+    SamplingParams,
+    SGLangGenerator,
+)
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_places
+from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_concurrency
 from miles_async.config.schema import RunConfig
 from miles_async.events import EventSink
 from miles_async.ports import Generator
@@ -52,10 +57,10 @@ class Generators:
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=events.emit if config.observability.trace else None,
         )
-        self.frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        self.frontend = engines(sampling_of(config), max_prompt_tokens=config.rollout.rollout_max_prompt_len)
         """The engines themselves, as training samples from them."""
         self._evaluation = engines(greedy_of(config))
-        if beside := evaluation_places(config):
+        if beside := evaluation_concurrency(config):
             room = partial(self._room, beside)
             self._evaluation = engines(greedy_of(config), limit=room, priority=EVALUATION_PRIORITY)
 
@@ -81,7 +86,7 @@ class Generators:
         """Whole groups by the engines themselves, or each sample by the user's own function on top of them."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:
-            return SampledAs(engine, sampling)
+            return GeneratorWithSampling(engine, sampling)
         turns = MultiTurnSampler(engine, self._tokenizer)
         return FunctionGenerator(
             load_generate_function(path),

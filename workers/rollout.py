@@ -13,9 +13,8 @@ from typing import Any
 from miles_async.adapters.datasets.evaluation import eval_groups
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import Report
-from miles_async.adapters.ray.learner import RayLearner
+from miles_async.adapters.ray.learner import RayLearner, RayWeightSources
 from miles_async.adapters.ray.servers import RayServers
-from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -143,7 +142,7 @@ class RolloutWorker:
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
                 learner=RayLearner(config, around.learner_ranks),
-                channel=Channel(around.weight_transports, RaySources(around.learner_ranks), fleet.address),
+                channel=Channel(around.weight_transports, RayWeightSources(around.learner_ranks), fleet.address),
                 fleet=fleet,
                 dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                 keep=dynamic_filter(config, args),
@@ -175,7 +174,7 @@ class RolloutWorker:
                 args,
                 self._outbox,
                 trainer_version=lambda: run_state.trainer_version,
-                rate=generators.frontend.rate,
+                rate=generators.frontend.score_logprobs,
                 skipping=skipping,
             )
             spare_the_loop()
@@ -187,13 +186,13 @@ class RolloutWorker:
         self._servers = RayServers(around.engine_actors, around.router_actor, engine.engine_start_timeout_seconds)
         self._fleet = SGLangFleet(
             around.router_url,
-            processes=self._servers,
-            tell=self._outbox.emit,
+            servers=self._servers,
+            emit=self._outbox.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
         )
         for info in around.engines:
-            self._fleet.introduce(info)
+            self._fleet.register_engine(info)
             await self._fleet.admit(info.name)
         return self._fleet
 
@@ -234,7 +233,7 @@ class RolloutWorker:
     async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
         """Start another engine in the background; it serves once it holds the current weights."""
         self._servers.add(name, actors)
-        self._fleet.enlist(name)
+        self._fleet.expect_engine(name)
 
     async def remove_engine(self, name: str) -> None:
         """Send it no more requests; what it still holds fails when it ends, and is generated elsewhere."""

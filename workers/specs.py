@@ -12,7 +12,7 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
-from miles_async.config.derived import evaluation_places
+from miles_async.config.derived import evaluation_concurrency
 from miles_async.config.schema import EvalDataset, RunConfig
 
 ENVIRONMENT = {
@@ -70,7 +70,7 @@ def engine_spec(
         tp=engine.rollout_num_gpus_per_engine,
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
-        evaluation_places=evaluation_places(config),
+        evaluation_concurrency=evaluation_concurrency(config),
         seed=config.data.rollout_seed,
         # Weights of the learner's bfloat16 may be too large, or too small, for the float16 of a float32 checkpoint.
         dtype="bfloat16" if config.learner.precision == "bf16" else "auto",

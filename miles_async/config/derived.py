@@ -176,7 +176,7 @@ def engines(config: RunConfig) -> int:
     return config.engine.rollout_num_gpus // config.engine.rollout_num_gpus_per_engine
 
 
-def evaluation_places(config: RunConfig) -> int:
+def evaluation_concurrency(config: RunConfig) -> int:
     """Samples of evaluations that each engine runs beside those of training; 0 where training never runs meanwhile."""
     return 0 if config.rollout.eval_interval is None else max(1, config.engine.sglang_server_concurrency // 4)
 

@@ -123,7 +123,7 @@ class FunctionGenerator:
         if result.status is SampleStatus.PENDING:
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if result.status is not SampleStatus.ABORTED:
-            await complete(result, born, self._engine.rate)
+            await complete(result, born, self._engine.score_logprobs)
             check_lengths(result, "the generate function returned")
         group[place] = result
 

@@ -76,7 +76,7 @@ class Stack:
                 limit=lambda: limit,
                 engine_urls=fleet.urls,
             )
-            fleet.introduce(self.engine)
+            fleet.register_engine(self.engine)
             try:
                 await fleet.commit(self.engine.name, next(self.versions))
                 await fleet.admit(self.engine.name)

@@ -130,7 +130,10 @@ def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
     assert external_router(config()) is None
     url = external_router(config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
     assert url == "http://127.0.0.1:9"
-    with pytest.raises(UserError, match=r"name no sglang-router: http://127\.0\.0\.1:9/workers: .*refused"):
+    with pytest.raises(
+        UserError,
+        match=r"^no sglang-router answers at sglang_router_ip .*: http://127\.0\.0\.1:9/workers: .*refused",
+    ):
         router.require_router(url)
 
 
