@@ -33,7 +33,7 @@ MAX_PARALLEL_SENDS = 16
 
 
 class LearnerRank:
-    """One rank of the learner: Megatron, a weight source and a checkpoint writer, each in threads of its own.
+    """One rank of the learner: Megatron, a weight source and a checkpoint writer, each with its own threads.
 
     All calls that touch the model run in one thread, one after the other. Sending weights and writing checkpoints run
     in other threads, beside the next optimizer steps. Each rank sends its own part of the weights. Methods marked "all

@@ -32,8 +32,10 @@ def ray_arguments(config: RunConfig) -> dict[str, Any]:
         # That Ray's processes were started by somebody else, elsewhere: not our environment, not our folder.
         ours = {"env_vars": dict(ENVIRONMENT), "worker_process_setup_hook": _in_our_folder(Path.cwd())}
         return {"address": config.cluster.ray_address, "runtime_env": ours, **quiet}
-    # Named all the same: without an address Ray joins any cluster that RAY_ADDRESS or a file of its own points to.
-    return {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST, **quiet}
+    # Without an address Ray would join any cluster that RAY_ADDRESS or a file of Ray's own points to.
+    local = {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST}
+    # Ray starts its workers at nice 15 by default: they would starve beside any other program on the machine.
+    return {**local, "_system_config": {"worker_niceness": 0}, **quiet}
 
 
 def _in_our_folder(folder: Path) -> Callable[[], None]:

@@ -22,7 +22,7 @@ MAX_BACKOFF_SECONDS = 60.0
 class Repair:
     """Runs one loop per engine. A routed engine is checked at a fixed interval and fenced if the check fails.
 
-    An engine that is not routed, whoever fenced it, is restarted and joins with the current weights
+    An engine that is not routed, for whatever reason, is restarted and joins with the current weights
     (`Publisher.join`). Requests that it held fail when its process ends, and their groups return to the data source.
     """
 

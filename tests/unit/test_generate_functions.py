@@ -316,7 +316,7 @@ def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
         try:
             with pytest.raises(TrajectoryError, match="sample 3 of group sample_0_0: its prompt has no tokens"):
                 await engine.generate(one(""))
-            with pytest.raises(TrajectoryError, match="sample 4: its tokens hold no prompt"):
+            with pytest.raises(TrajectoryError, match="sample 4: its tokens contain no prompt"):
                 await engine.score_logprobs(Sample(index=4, tokens=[65], response_length=1))
         finally:
             await engine.close()

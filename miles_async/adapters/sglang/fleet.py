@@ -225,7 +225,7 @@ class SGLangFleet:
         except EngineLostError as lost:
             if not self._paused and pauses == self._pauses:
                 raise EngineLostError(f"it generated no token: {lost}") from lost
-            # A publish paused the engine during the check. A paused engine generates nothing, but its scheduler answers.
+            # A publish paused the engine during the check. Its scheduler still has to answer.
             await self._load_of(info)
 
     async def restart(self, engine: str) -> None:

@@ -143,7 +143,7 @@ class EngineServer:
 
     def stop(self) -> None:
         if self._process is not None:
-            # On SIGTERM, SGLang finishes its requests for several seconds, and nobody waits for them any more.
+            # On SIGTERM, SGLang would spend seconds on requests whose clients have given up.
             self._process.stop(grace=0.0)
         _release(self._ports)
 

@@ -80,7 +80,7 @@ def plan_tensors(tensors: Iterable[tuple[str, Shape]], ranks: Sequence[Mapping[s
         columns, copies = _copies(name, shape, target, ranks, rows)
         plans.append(TensorPlan(name, shape, columns, tuple(copies)))
         covered[target] += sum(copy.numel for copy in copies if copy.rank == 0)
-    # Rank 0 stands for all ranks. The padding of a vocabulary is the only memory that may stay unwritten.
+    # Rank 0 represents all ranks. Only the padding of a vocabulary may remain unwritten.
     for target, filled in covered.items():
         whole = math.prod(ranks[0][target])
         if filled == 0:
