@@ -151,12 +151,6 @@ class LearnerRank:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def close(self) -> None:
-        """Disconnect from engines and other ranks. Only after `start`."""
-        if self._source is not None:
-            await self._run(self._send_threads, self._source.close)
-        await self._run(self._model_thread, self._learner.close)
-
     def _train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         from miles_async.adapters.megatron.training.profiler import profiled
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from miles_async.adapters.sglang.multi_turn import observations
+from miles_async.adapters.sglang.multi_turn import count_observations
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.types import Sample, SampleStatus
@@ -24,16 +24,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """At most `tool_max_turns` turns; `metadata["tool_calls"]` counts the calls that were answered."""
     params = {**sampling_params, "stop": [*(sampling_params["stop"] or ()), *ENDS], "no_stop_trim": True}
     longest = sampling_params["max_new_tokens"]
-    while (calls := observations(sample)) < args.tool_max_turns:
+    while (calls := count_observations(sample)) < args.tool_max_turns:
         sample.metadata["tool_calls"] = calls
         await args.turns.sample(sample, params)
-        call = called(args.turns.said(sample))
+        call = called(args.turns.latest_text(sample))
         if sample.status is not SampleStatus.COMPLETED or call is None:
             return sample
         result = f"<result>{answer(*call, args.tool_search_corpus)}</result>"
         if args.turns.observe(sample, result, room=longest - sample.response_length):
             break
-    sample.metadata["tool_calls"] = observations(sample)
+    sample.metadata["tool_calls"] = count_observations(sample)
     sample.status = SampleStatus.TRUNCATED
     return sample
 

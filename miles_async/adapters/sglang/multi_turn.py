@@ -68,7 +68,7 @@ class MultiTurnSampler:
         sample.rollout_log_probs += [0.0] * len(ids)
         sample.response = self.tokenizer.decode(sample.tokens[sample.prompt_length :])
 
-    def said(self, sample: Sample) -> str:
+    def latest_text(self, sample: Sample) -> str:
         """Return the text that the model has sampled since the last observation, across aborts and continuations."""
         return self.tokenizer.decode(sample.tokens[len(sample.tokens) - _sampled_at_end(sample) :])
 
@@ -92,7 +92,7 @@ class MultiTurnSampler:
         self._stopped.difference_update(map(id, samples))
 
 
-def observations(sample: Sample) -> int:
+def count_observations(sample: Sample) -> int:
     """Return the number of observations in a sample: turns that the model did not sample."""
     return sum(not turn.sampled for turn in sample.turns)
 

@@ -18,7 +18,7 @@ class CheckpointTokenizer:
         self._folder = Path(model_path)
         file = self._folder / "tokenizer.json"
         if not file.is_file():
-            raise UserError(f"{file} is missing; save the tokenizer to the folder of the model (tokenizer.save_pretrained)")
+            raise UserError(f"{file} is missing; save the tokenizer there (tokenizer.save_pretrained)")
         self._tokenizer = Tokenizer.from_file(str(file))
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:

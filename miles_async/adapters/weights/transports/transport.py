@@ -22,7 +22,10 @@ class Transport(Protocol):
         ...
 
     def prepare(self, staging: Staging) -> None:
-        """Do the work on a newly staged version that needs no paused engine. Raises FatalError if that fails."""
+        """Do the work on a newly staged version that needs no paused engine.
+
+        Raises EngineLostError if another transport may work, and FatalError if none can.
+        """
         ...
 
     def send(self, staging: Staging, engine: EngineMemory) -> int:
