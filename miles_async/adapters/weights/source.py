@@ -106,13 +106,13 @@ class WeightSource:
         `transports` do the work now that they can do before the engines are paused. Another transport does that work in
         `send`. Raises FatalError if a tensor is missing.
         """
-        self._staged().fill(version, named_tensors)
+        self._require_staging().fill(version, named_tensors)
         for transport in transports:
             self._prepare(transport)
 
     def send(self, version: int, name: str, transport: str) -> SendOutcome:
         """Send the staged version to the engine `name` and verify it. Failures of the engine are in the outcome."""
-        staging = self._staged()
+        staging = self._require_staging()
         started, size = time.perf_counter(), 0
         error = None
         try:
@@ -136,7 +136,7 @@ class WeightSource:
             transport.close()
         self._transports, self._connections, self._prepared = {}, set(), {}
 
-    def _staged(self) -> Staging:
+    def _require_staging(self) -> Staging:
         assert self._staging is not None, "connect() comes first"
         return self._staging
 
@@ -160,7 +160,7 @@ class WeightSource:
 
     def _prepare(self, transport: str) -> None:
         """Let a transport that is in use prepare what is staged, once per fill of the buffer."""
-        staging = self._staged()
+        staging = self._require_staging()
         with self._lock:
             if transport in self._transports and self._prepared.get(transport) != staging.fill_count:
                 self._transports[transport].prepare(staging)
@@ -193,7 +193,7 @@ class WeightSource:
 
     def _verify(self, engine: EngineMemory) -> None:
         """Compare the engine's memory with the staging buffer. Raises EngineLostError if a checksum differs."""
-        windows, expected = self._staged().checksums(len(engine.ranks), verify_all=self.verify_all)
+        windows, expected = self._require_staging().checksums(len(engine.ranks), verify_all=self.verify_all)
         actual = read_checksums(engine, windows, timeout=self.timeout)
         for rank, (ours, theirs) in enumerate(zip(expected, actual, strict=True)):
             for (parameter, _, _), sent, received in zip(windows[rank], ours, theirs, strict=True):
