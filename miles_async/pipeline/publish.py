@@ -117,6 +117,7 @@ class Publisher:
         """Remove an engine for good, between two publishes, and disconnect it."""
         async with self._buffer_lease.held_by(f"{engine}, which leaves"):
             await self._fleet.dismiss(engine)
+            # Without a routed engine there is nothing to connect to; the next engine that joins connects.
             if routed := self._fleet.routed():
                 await self._channel.connect(routed)
 
@@ -131,6 +132,7 @@ class Publisher:
             sends = [self._send_and_commit(version, engine) for engine in self._fleet.routed()]
             outcomes = await asyncio.gather(*sends)
         finally:
+            # Engines that stayed paused would never answer the requests that they hold.
             written_at = run_state.clock.now()
             await self._fleet.resume()
         resumed_at = run_state.clock.now()
@@ -152,6 +154,7 @@ class Publisher:
         )
         if not live:
             return
+        # From here on new requests are answered by this version, so the groups that it was trained on free their slots.
         self._staged = None
         run_state.live_version = version
         run_state.advance(staged.trained, GroupState.PUBLISHED)

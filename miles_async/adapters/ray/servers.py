@@ -22,6 +22,7 @@ async def start_engine(parts: Sequence[Actor], *, restart: bool = False) -> Engi
 
     `restart` stops servers that still run before.
     """
+    # Servers on several nodes have to agree on ports of the first node before they start.
     rendezvous = await parts[0].rendezvous.remote() if len(parts) > 1 else None
     calls = [(part.restart if restart else part.start).remote(rendezvous) for part in parts]
     infos: list[EngineInfo] = await asyncio.gather(*calls)

@@ -190,6 +190,7 @@ class SGLangFleet:
 
     async def fence(self, engine: str, reason: str) -> None:
         """See `ports.Fleet.fence`. Returns when the router has removed the engine."""
+        # Off the list first: whatever happens to the router's answer, nothing here uses the engine any more.
         info = self._routed.pop(engine, None)
         if info is None:
             return
@@ -233,6 +234,7 @@ class SGLangFleet:
         self._versions.pop(engine, None)
         try:
             info = await self._servers.restart_engine(engine)
+            # The engine may have been dismissed while it started.
             if engine in self._members:
                 self.register_engine(info)
         except EngineLostError as lost:

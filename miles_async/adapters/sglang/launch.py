@@ -107,6 +107,7 @@ class EngineServer:
         """
         _require_checkpoint(self.spec.model_path)
         for _ in range(PORT_ATTEMPTS):
+            # A claim protects a port from other runs only; any other program may still take it.
             _release(self._ports)
             port = self._claim(self._ports)
             url = f"http://{self.spec.host}:{port}"

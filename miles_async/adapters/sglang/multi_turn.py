@@ -44,6 +44,7 @@ class MultiTurnSampler:
         if id(sample) in self._stopped:
             sample.status = SampleStatus.ABORTED
             return sample
+        # A turn is generated as a separate group, so that it can be aborted alone.
         sample.status = SampleStatus.PENDING
         turn = self._turns[id(sample)] = Group([sample], feed_index=str(sample.metadata.get("feed_index", "")))
         try:
@@ -61,6 +62,7 @@ class MultiTurnSampler:
 
     def observe_ids(self, sample: Sample, ids: Sequence[int]) -> None:
         """Append an observation that is given as token ids."""
+        # A sample without a mask is trained on as a whole.
         mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
         sample.loss_mask = mask + [0] * len(ids)
         sample.tokens += ids
@@ -82,6 +84,7 @@ class MultiTurnSampler:
         if everything:
             await self._engine.abort()
             return
+        # A sample between two turns, such as one that waits for a tool, has nothing at the engines.
         turns = [turn for sample in stopped if (turn := self._turns.get(id(sample)))]
         await asyncio.gather(*map(self._engine.abort, turns))
 

@@ -65,12 +65,14 @@ def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache
         return original(scheduler, empty_cache)
     if scheduler.is_fully_idle():
         return original(scheduler, False)
+    # No batch holds KV cache: all requests were retracted or have not started.
     if scheduler.running_batch.is_empty() and scheduler.last_batch is None and scheduler.chunked_req is None:
         scheduler.tree_cache.reset()
         scheduler.req_to_token_pool.clear()
         scheduler.token_to_kv_pool_allocator.clear()
         scheduler.req_to_token_pool.reset_aux_cache_allocator()
         return True
+    # Requests that are paused in place hold KV cache. Waiting requests have an older tag, so tag them again.
     scheduler.tree_cache.miles_epoch = vars(scheduler.tree_cache).get("miles_epoch", 0) + 1
     for request in scheduler.waiting_queue:
         tag_prefix(scheduler, request)

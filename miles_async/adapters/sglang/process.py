@@ -49,10 +49,10 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 self._command,
                 env={**os.environ, "PYTHONPATH": _search_path(), **environment},
-                stdin=subprocess.PIPE,
+                stdin=subprocess.PIPE,  # `die_with_parent` watches this pipe
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True,  # a process group, so that `stop` reaches the server's own children
             )
         if cpus:
             os.sched_setaffinity(self._process.pid, cpus)
@@ -85,7 +85,7 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)
-        self._process.communicate()
+        self._process.communicate()  # closes the pipe and reaps the process
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -38,6 +38,7 @@ class RouterServer:
 
     def start(self) -> str:
         """Start the router and return its URL. Raises FatalError with the cause if it does not start."""
+        # A claim protects a port from other runs only; any other program may still take it.
         for _ in range(PORT_ATTEMPTS):
             self._release_ports()
             self._ports = [claim_port(), claim_port()]

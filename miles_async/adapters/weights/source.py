@@ -119,6 +119,7 @@ class WeightSource:
             if staging.version != version:
                 raise EngineLostError(f"version {version} is not staged (version {staging.version} is)")
             if staging.plans:  # there may be more sources than tensors
+                # A transport that became the fallback after staging is neither connected nor prepared yet.
                 self._connect_transport(transport, name)
                 self._prepare(transport)
                 size = self._transports[transport].send(staging, self._engines[name])
@@ -171,6 +172,7 @@ class WeightSource:
 
         Raises EngineLostError if engines are connected that have another layout.
         """
+        # There is one staging buffer, laid out and converted for the engines, so all engines must have the same layout.
         layout = [rank.shapes for rank in engine.ranks], engine.ranks[0].dtypes
         if layout == self._layout:
             return

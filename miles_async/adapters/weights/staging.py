@@ -56,6 +56,7 @@ class Staging:
 
         Raises FatalError if a planned tensor is missing or has another shape.
         """
+        # A fill that fails halfway must not leave a buffer that looks like a staged version.
         self.version = None
         self.fill_count += 1
         missing = set(self._by_name)
@@ -68,6 +69,7 @@ class Staging:
             if columns == 1:
                 self._views[name].view(tensor.shape).copy_(tensor)
             else:
+                # One block of columns after the other, so that each block is one contiguous copy.
                 for target, block in zip(self._views[name].chunk(columns), tensor.chunk(columns, dim=1), strict=True):
                     target.view(block.shape).copy_(block)
             missing.discard(name)

@@ -87,6 +87,7 @@ class BroadcastTransport:
         """Broadcast every bucket. The engine answers when all its ranks have received and loaded the bucket."""
         size = 0
         for bucket in staging.buckets(self._bucket):
+            # One collective per bucket instead of one per tensor.
             flat = staging.flat(bucket).to(self._device)
             try:
                 self._broadcast(self._groups[engine.name], engine.info.url, staging, bucket, flat)

@@ -88,6 +88,7 @@ def make_delta(staging: Staging, base: Snapshot) -> tuple[dict[str, torch.Tensor
             mask = zlib.compress(pack_bits(changed).numpy().data, level=1)
             tensors[f"{len(regions)}.mask"] = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
             tensors[f"{len(regions)}.bytes"] = new[changed]
+            # The checksum covers the unchanged bytes too, so that a wrong base is detected.
             regions.append((copy.rank, copy.parameter, copy.target * width, size, zlib.crc32(new.numpy().data)))
     return tensors, {"base": str(base.version), "version": str(staging.version), "regions": json.dumps(regions)}
 

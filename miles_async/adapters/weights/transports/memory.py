@@ -53,6 +53,7 @@ class MemoryTransport:
         local = staging.buffer.data_ptr()
         size = 0
         for rank, memory in enumerate(engine.ranks):
+            # All tensors at once: buckets would only add system calls.
             copies = [
                 (local + source, memory.regions[parameter].address + target, length)
                 for source, parameter, target, length in segments(staging, staging.plans, rank)
