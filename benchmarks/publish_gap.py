@@ -30,7 +30,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
-from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.source import WeightSource
 from miles_async.config.schema import TinyModel
 
 TRANSPORTS = ("memory", "p2p", "broadcast", "disk")
@@ -55,12 +55,12 @@ class Bench:
         self._fleet = SGLangFleet(router_url)
         model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
-        self._source = Source([(name, tuple(tensor.shape)) for name, tensor in self._weights], folder)
-        self._source.meet([engine])
+        self._source = WeightSource([(name, tuple(tensor.shape)) for name, tensor in self._weights], folder)
+        self._source.connect([engine], {})
         self._version = 0
 
     async def ready(self) -> None:
-        self._fleet.introduce(self._engine)
+        self._fleet.register_engine(self._engine)
         await self._fleet.commit(self._engine.name, 0)
         await self._fleet.admit(self._engine.name)
 
@@ -97,11 +97,10 @@ class Bench:
     async def _publish(self, transport: str) -> float:
         """Seconds in which the engine stood still."""
         self._version += 1
-        await asyncio.to_thread(self._source.stage, self._version, self._weights)
-        await asyncio.to_thread(self._source.prepare, transport)
+        await asyncio.to_thread(self._source.stage, self._version, self._weights, [transport])
         began = time.perf_counter()
         await self._fleet.pause(self._load.mode)
-        outcome = await asyncio.to_thread(self._source.write, self._version, self._engine.name, transport)
+        outcome = await asyncio.to_thread(self._source.send, self._version, self._engine.name, transport)
         if outcome.error is not None:
             raise SystemExit(outcome.error)
         await self._fleet.commit(self._engine.name, self._version)

@@ -44,7 +44,7 @@ from miles_async.pipeline.service import Service
 from miles_async.rewards.builtin import exact
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import DropReason, EngineLoad, Group, Sample, StepReport, WriteOutcome
+from miles_async.types import DropReason, EngineLoad, Group, Sample, SendOutcome, StepReport
 
 GROUP = 8
 BATCH = 32
@@ -99,8 +99,8 @@ class Instant:
 
     async def stage(self, version: int) -> None: ...
 
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        return [WriteOutcome(engine=engine, seconds=0, bytes=0) for engine in engines]
+    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+        return [SendOutcome(engine=engine, seconds=0, bytes=0) for engine in engines]
 
     def routed(self) -> Sequence[str]:
         return ("fake",)

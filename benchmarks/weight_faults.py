@@ -81,7 +81,7 @@ def main() -> None:
             return infos[engine]
 
         async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-            fleet.introduce(infos["e1"])
+            fleet.register_engine(infos["e1"])
             await fleet.commit("e1", 0)
             await fleet.admit("e1")
             results.append(

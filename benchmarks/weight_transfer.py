@@ -35,7 +35,7 @@ from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.weights.channel import by_preference
-from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.transports.p2p import P2PTransport
 from miles_async.adapters.weights.transports.transport import segments
 
@@ -82,25 +82,23 @@ class Bench:
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
         self._engines = engines
         self._rounds = rounds
-        self._source = Source([(name, tuple(tensor.shape)) for name, tensor in self._weights], folder, timeout=30.0)
-        self._source.meet(engines)
+        self._source = WeightSource(
+            [(name, tuple(tensor.shape)) for name, tensor in self._weights], folder, timeout=30.0
+        )
         self._version = 0
         for transport in TRANSPORTS:
-            for engine in engines:
-                self._source.reach(transport, engine.name)
+            self._source.connect(engines, {engine.name: transport for engine in engines})
         self._stage()
         self.bytes = self._source._staging.buffer.numel()
 
     def _stage(self) -> None:
         self._version += 1
-        self._source.stage(self._version, self._weights)
-        for transport in TRANSPORTS:
-            self._source.prepare(transport)
+        self._source.stage(self._version, self._weights, TRANSPORTS)
 
     def _write(self, transport: str, engines: Sequence[EngineInfo]) -> None:
         """Transfer to all engines at once and verify the result, like the learner."""
         with ThreadPoolExecutor(len(engines)) as pool:
-            outcomes = list(pool.map(lambda engine: self._source.write(self._version, engine.name, transport), engines))
+            outcomes = list(pool.map(lambda engine: self._source.send(self._version, engine.name, transport), engines))
         for outcome in outcomes:
             if outcome.error:
                 raise SystemExit(outcome.error)
@@ -110,7 +108,7 @@ class Bench:
         transport = self._source._transports["p2p"]
         assert isinstance(transport, P2PTransport)
         staging, engine = self._source._staging, self._source._engines[self._engines[0].name]
-        pieces = list(segments(staging, staging.placements, 0))
+        pieces = list(segments(staging, staging.plans, 0))
         regions, here = engine.ranks[0].regions, staging.buffer.data_ptr()
         arguments = (
             transport._sessions[engine.name][0],
@@ -120,7 +118,7 @@ class Bench:
         )
         calls: dict[str, Callable[[], Any]] = {
             "bare": lambda: transport._engine.batch_transfer_sync_write(*arguments),
-            "p2p": lambda: transport.write(staging, engine),
+            "p2p": lambda: transport.send(staging, engine),
             "p2p, checked": lambda: self._write("p2p", self._engines[:1]),
         }
         took: dict[str, list[float]] = {name: [] for name in calls}
@@ -155,7 +153,7 @@ class Bench:
     async def pauses(self, router_url: str) -> list[dict[str, Any]]:
         fleet = SGLangFleet(router_url)
         engine = self._engines[0]
-        fleet.introduce(engine)
+        fleet.register_engine(engine)
         await fleet.commit(engine.name, self._version)
         await fleet.admit(engine.name)
         rows = []
@@ -200,7 +198,7 @@ class Bench:
         began = time.perf_counter()
         await fleet.pause("retract")
         stopped = time.perf_counter()
-        outcome = await asyncio.to_thread(self._source.write, self._version, engine.name, transport)
+        outcome = await asyncio.to_thread(self._source.send, self._version, engine.name, transport)
         if outcome.error:
             raise SystemExit(outcome.error)
         written = time.perf_counter()

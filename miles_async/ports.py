@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from miles_async.types import DropReason, EngineLoad, Group, StepReport, WriteOutcome
+from miles_async.types import DropReason, EngineLoad, Group, SendOutcome, StepReport
 
 
 class Clock(Protocol):
@@ -117,59 +117,66 @@ class Learner(Protocol):
 
 
 class WeightChannel(Protocol):
-    """Moves weights from the learner to the engines. Two phases, so that only the write lies inside the pause."""
+    """Moves weights from the learner to the engines: connect once, then stage and send each version.
+
+    Staging and sending are two phases so that only sending has to happen while the engines are paused.
+    """
 
     @property
     def name(self) -> str:
-        """The way that is taken first, such as `p2p`."""
+        """Name of the preferred transport, such as `p2p`."""
+        ...
+
+    async def connect(self, engines: Sequence[str]) -> None:
+        """Connect to exactly these engines; all others are disconnected. The staged version stays staged.
+
+        An engine that was restarted is connected at its new address. Raises EngineLostError if an engine does not
+        answer, is out of reach of its transport or holds its weights in another layout than the others.
+        """
         ...
 
     async def stage(self, version: int) -> None:
-        """Copy the learner's present weights aside as `version`, in the layout the engines need.
+        """Copy the learner's current weights into the staging buffers as `version`, in the layout of the engines.
 
-        Called between optimizer steps; generation goes on. The next `train` may begin as soon as this returns.
+        Called between optimizer steps while engines generate. The next `train` may begin as soon as this returns.
         """
         ...
 
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        """Write the staged version to each engine and verify it; one outcome per engine, none raised."""
-        ...
-
-    async def meet(self, engines: Sequence[str]) -> None:
-        """These are the engines from now on; one that was started since is met anew. What is staged stays staged.
-
-        Raises EngineLostError when one of them cannot be reached this way.
-        """
+    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+        """Send the staged version to each engine and verify it there; return one outcome per engine, raise none."""
         ...
 
     async def fall_back(self, engine: str) -> str | None:
-        """Write to this engine by the next way from now on; its name, or None when there is no other left."""
+        """Use the next transport for this engine from now on; return its name, or None if there is no other one."""
         ...
 
 
 class Fleet(Protocol):
-    """The engines and the router in front of them."""
+    """The engines and the router in front of them. A routed engine receives requests; a fenced one does not."""
 
     def routed(self) -> Sequence[str]:
-        """The names of the engines that requests may reach now."""
+        """Return the names of the engines that receive requests."""
         ...
 
     def members(self) -> Sequence[str]:
-        """The names of all engines that belong to the run, those that are being replaced among them."""
+        """Return the names of all engines of the run, including those that are being restarted."""
         ...
 
     async def loads(self) -> Sequence[EngineLoad]:
-        """How full the routed engines are; one that does not answer is left out."""
+        """Return how full the routed engines are. An engine that does not answer is left out."""
         ...
 
     async def pause(self, mode: str) -> None:
-        """Stop decoding on every routed engine (`retract`, `in_place` or `abort`); returns when all have stopped."""
+        """Stop decoding on every routed engine; return when all have stopped.
+
+        `mode` is `retract` (requests lose their KV cache and continue later), `in_place` (requests keep it) or `abort`.
+        """
         ...
 
     async def commit(self, engine: str, version: int) -> None:
-        """Drop what was cached under older weights and announce `version` on a paused, freshly written engine.
+        """Make a paused engine drop everything it cached under older weights and report `version` from now on.
 
-        Raises EngineLostError when the engine does not then report that version.
+        Raises EngineLostError if the engine does not report that version afterwards.
         """
         ...
 
@@ -178,45 +185,46 @@ class Fleet(Protocol):
         ...
 
     async def fence(self, engine: str, reason: str) -> None:
-        """Take an engine out of the router: nothing reaches it until it holds the current version."""
+        """Take an engine out of the router: it receives no requests until it holds the current version."""
         ...
 
     async def admit(self, engine: str) -> None:
-        """Let requests reach an engine that holds the current version.
+        """Add an engine that holds the current version to the router.
 
-        Raises EngineLostError when the router refuses it.
+        Raises EngineLostError if the router does not take it.
         """
         ...
 
     async def dismiss(self, engine: str) -> None:
-        """Remove an engine for good: no requests, and it is not started anew."""
+        """Remove an engine for good: it receives no requests and is not restarted."""
         ...
 
     async def check(self, engine: str) -> None:
-        """Return once the engine has drawn a token since the call, for whoever it was; while paused, a sign of life.
+        """Return once the engine has generated a token after this call, for any request.
 
-        Raises EngineLostError when it is gone, or too slow.
+        A paused engine generates nothing; it only has to answer. Raises EngineLostError if the engine is gone or does
+        not answer in time.
         """
         ...
 
     async def restart(self, engine: str) -> None:
-        """End what is left of the engine and start it anew; nothing reaches it before `admit`.
+        """Stop the engine's processes, as far as they still run, and start them again.
 
-        Raises EngineLostError when it does not come up.
+        The engine receives no requests before `admit`. Raises EngineLostError if it does not start.
         """
         ...
 
     async def offload(self) -> None:
-        """Leave the devices' memory to the learner that shares them, until `onload`; no request may be under way."""
+        """Release the memory of devices that the learner shares, until `onload`. No request may be in flight."""
         ...
 
     async def onload(self) -> None:
-        """Take the memory back; weights and cache are then to be written anew."""
+        """Allocate the memory again. Its contents are undefined: a version has to be sent before the next request."""
         ...
 
     async def check_router(self) -> None:
-        """Bring a router that is gone back, and its list of engines in order.
+        """Restart a router that is gone, and correct its list of engines.
 
-        Raises EngineLostError when that cannot be done now.
+        Raises EngineLostError if that fails for now.
         """
         ...

@@ -280,7 +280,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOutcome:
+class SendOutcome:
     """The result of writing one weight version to one engine."""
 
     engine: str

@@ -24,11 +24,10 @@ import psutil
 import ray
 import structlog
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
 
-from miles_async.adapters.ray.actor_errors import death_of
+from miles_async.adapters.ray.actor_errors import actor_result
+from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
-from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.storage.warm_starts import find_warm_start
@@ -36,7 +35,7 @@ from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
 from miles_async.config.schema import RunConfig
-from miles_async.errors import FatalError, MilesError, UserError
+from miles_async.errors import FatalError, UserError
 from miles_async.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
 from workers.engine import Engine
@@ -291,12 +290,12 @@ class Cluster:
 
     async def _start_engine(self, name: str) -> EngineInfo:
         began = time.monotonic()
-        info = await _outcome(start_engine(self._engine_actors[name]))
+        info = await actor_result(start_engine(self._engine_actors[name]))
         log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
         return info
 
     async def _connect(self, ranks: Sequence[ActorHandle[Any]], engines: Sequence[EngineInfo]) -> Sequence[str]:
-        transports = await find_transports(RaySources(ranks), self._config.weights.weight_transfer, engines)
+        transports = await find_transports(RayWeightSources(ranks), self._config.weights.weight_transfer, engines)
         log.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports
 
@@ -329,19 +328,8 @@ def _executable(process: psutil.Process) -> str:
 
 
 async def _call(method: Any, *arguments: Any) -> Any:
-    """A remote call whose failure is the failure itself, not Ray's wrapping of it."""
-    return await _outcome(method.remote(*arguments))
-
-
-async def _outcome(call: Any) -> Any:
-    try:
-        return await call
-    except RayTaskError as error:
-        if isinstance(error.cause, MilesError):
-            raise error.cause from None
-        raise FatalError(f"{type(error.cause).__name__}: {error.cause}") from error
-    except RayActorError as error:
-        raise FatalError(death_of(error)) from error
+    """Call a method of an actor. Raises as `actor_result`."""
+    return await actor_result(method.remote(*arguments))
 
 
 async def _gather(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -8,33 +8,30 @@ from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineS
 
 
 class Engine:
-    """A Ray actor around one SGLang server. The server ends with the actor, however the actor ends."""
+    """A Ray actor that owns one SGLang server. The server ends when the actor ends, for whatever reason."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._server = EngineServer(spec)
 
     def rendezvous(self) -> Rendezvous:
-        """Where the servers of an engine that spans nodes meet: on the first one's."""
+        """See `EngineServer.rendezvous`. Only on the first node of an engine that spans nodes."""
         return self._server.rendezvous()
 
     def start(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
-        """Start the server and wait until it is healthy. Raises UserError or Fatal with one sentence."""
+        """Start the server and wait until it is healthy. Raises UserError or FatalError with one sentence."""
         return self._server.start(rendezvous)
 
     def restart(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
-        """End what is left of the server and start it anew. Raises as `start` does."""
+        """Stop the server if it still runs, then start it. Raises as `start`."""
         return self._server.restart(rendezvous)
 
     def answers(self) -> str | Literal[False] | None:
-        """Where the server serves its metrics, None where another node does; False where it does not answer."""
+        """See `EngineServer.answers`."""
         return self._server.answers()
 
     def info(self) -> EngineInfo:
-        """Where the server is now; after `start`."""
+        """Return the address of the server; only after `start`."""
         return self._server.info
-
-    def alive(self) -> bool:
-        return self._server.alive()
 
     def stop(self) -> None:
         self._server.stop()

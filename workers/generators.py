@@ -9,10 +9,15 @@ from typing import Self
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SampledAs, SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import (
+    EVALUATION_PRIORITY,
+    GeneratorWithSampling,
+    SamplingParams,
+    SGLangGenerator,
+)
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_places
+from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_concurrency
 from miles_async.config.schema import RunConfig
 from miles_async.events import EventSink
 from miles_async.ports import Generator
@@ -55,10 +60,10 @@ class Generators:
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=events.emit if config.observability.trace else None,
         )
-        self.frontend = engines(sampling_of(config), longest_prompt=config.rollout.rollout_max_prompt_len)
+        self.frontend = engines(sampling_of(config), max_prompt_tokens=config.rollout.rollout_max_prompt_len)
         """Samples from the engines with the settings of training."""
         self._evaluation = engines(greedy_of(config))
-        if extra_requests := evaluation_places(config):
+        if extra_requests := evaluation_concurrency(config):
             # Evaluations then run while training generates, so they get their own requests at a lower priority.
             limit = partial(self._max_requests, extra_requests)
             self._evaluation = engines(greedy_of(config), limit=limit, priority=EVALUATION_PRIORITY)
@@ -87,7 +92,7 @@ class Generators:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:
-            return SampledAs(engine, sampling)
+            return GeneratorWithSampling(engine, sampling)
         turns = MultiTurnSampler(engine, self._tokenizer)
         return FunctionGenerator(
             load_generate_function(path),

@@ -12,9 +12,8 @@ from typing import Any
 
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
-from miles_async.adapters.ray.learner import RayLearner
+from miles_async.adapters.ray.learner import RayLearner, RayWeightSources
 from miles_async.adapters.ray.servers import RayServers
-from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -143,7 +142,9 @@ class RolloutWorker:
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
                 learner=RayLearner(config, surroundings.learner_ranks),
-                channel=Channel(surroundings.weight_transports, RaySources(surroundings.learner_ranks), fleet.address),
+                channel=Channel(
+                    surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
+                ),
                 fleet=fleet,
                 dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                 keep=dynamic_filter(config, args),
@@ -184,7 +185,9 @@ class RolloutWorker:
         if takes_from_queue(config, self._entry):
             return None
         function = rollout_function(config, self._entry)
-        return RolloutFunctionAdapter(function, args, config, score_tokens=generators.frontend.rate, skipping=skipping)
+        return RolloutFunctionAdapter(
+            function, args, config, score_tokens=generators.frontend.score_logprobs, skipping=skipping
+        )
 
     async def _connect(self, surroundings: Surroundings) -> SGLangFleet:
         """Connect to the running engines and add them to the router."""
@@ -194,13 +197,13 @@ class RolloutWorker:
         )
         self._fleet = SGLangFleet(
             surroundings.router_url,
-            processes=self._servers,
-            tell=self._outbox.emit,
+            servers=self._servers,
+            emit=self._outbox.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
         )
         for info in surroundings.engines:
-            self._fleet.introduce(info)
+            self._fleet.register_engine(info)
             await self._fleet.admit(info.name)
         return self._fleet
 
@@ -241,7 +244,7 @@ class RolloutWorker:
     async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
         """Start another engine in the background. It receives requests once it holds the current weights."""
         self._servers.add(name, actors)
-        self._fleet.enlist(name)
+        self._fleet.expect_engine(name)
 
     async def remove_engine(self, name: str) -> None:
         """Stop sending requests to an engine. Its unfinished groups fail when it ends and are generated elsewhere."""

@@ -15,7 +15,7 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
-from miles_async.config.derived import evaluation_places
+from miles_async.config.derived import evaluation_concurrency
 from miles_async.config.schema import EvalDataset, RunConfig
 
 ENVIRONMENT = {
@@ -36,8 +36,10 @@ def ray_arguments(config: RunConfig) -> dict[str, Any]:
         # The processes of an existing cluster have neither the environment nor the working directory of this process.
         ours = {"env_vars": dict(ENVIRONMENT), "worker_process_setup_hook": _change_folder(Path.cwd())}
         return {"address": config.cluster.ray_address, "runtime_env": ours, **quiet}
-    # Named all the same: without an address Ray joins any cluster that RAY_ADDRESS or a file of its own points to.
-    return {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST, **quiet}
+    # Without an address Ray would join any cluster that RAY_ADDRESS or a file of Ray's own points to.
+    local = {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST}
+    # Ray starts its workers at nice 15 by default: they would starve beside any other program on the machine.
+    return {**local, "_system_config": {"worker_niceness": 0}, **quiet}
 
 
 def _change_folder(folder: Path) -> Callable[[], None]:
@@ -80,7 +82,7 @@ def engine_spec(
         tp=engine.rollout_num_gpus_per_engine,
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
-        evaluation_places=evaluation_places(config),
+        evaluation_concurrency=evaluation_concurrency(config),
         seed=config.data.rollout_seed,
         # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
         dtype="bfloat16" if config.learner.precision == "bf16" else "auto",

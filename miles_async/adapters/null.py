@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles_async.errors import FatalError
-from miles_async.types import EngineLoad, Group, StepReport, WriteOutcome
+from miles_async.types import EngineLoad, Group, SendOutcome, StepReport
 
 
 class NullLearner:
@@ -30,10 +30,10 @@ class NullLearner:
 
     async def stage(self, version: int) -> None: ...
 
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        return [WriteOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
+    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+        return [SendOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
 
-    async def meet(self, engines: Sequence[str]) -> None: ...
+    async def connect(self, engines: Sequence[str]) -> None: ...
 
     async def fall_back(self, engine: str) -> str | None:
         return None

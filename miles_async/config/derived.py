@@ -207,7 +207,7 @@ def engines(config: RunConfig) -> int:
     return config.engine.rollout_num_gpus // config.engine.rollout_num_gpus_per_engine
 
 
-def evaluation_places(config: RunConfig) -> int:
+def evaluation_concurrency(config: RunConfig) -> int:
     """Evaluation samples that an engine runs beside training samples; 0 if the run never evaluates during training."""
     return 0 if config.rollout.eval_interval is None else max(1, config.engine.sglang_server_concurrency // 4)
 

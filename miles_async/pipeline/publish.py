@@ -1,16 +1,10 @@
-"""New weights onto the engines, in two phases: stage while generation runs, then pause, write, commit, resume.
-
-A version is announced only on an engine whose every byte was written and verified. An engine that fails is fenced:
-the router sends it nothing until it holds the current version, which `join` gives it once it was started anew. `stage`
-waits for the publish before it (there is one staging buffer); it is unblocked by that publish ending, and a publish
-that finds no engine by one that joins. Nothing here waits for the next batch.
-"""
+"""Publishes new weights in two phases: stage while engines generate, then pause, send, commit and resume."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from miles_async.errors import EngineLostError
 from miles_async.events import PublishEnded, PublishStarted, WriteFailed
@@ -18,13 +12,43 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import Lease, TaskSupervisor
 from miles_async.ports import Fleet, WeightChannel
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import Group, WriteOutcome
+from miles_async.types import Group, SendOutcome
 
 LEASE_SECONDS = 900.0
-"""Longer than any use of the staging buffer takes: each write and each word to an engine has its own, shorter limit."""
+"""Longer than any use of the staging buffer: every send and every request to an engine has a shorter limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedVersion:
+    """The version in the staging buffer that is not live yet."""
+
+    version: int
+    trained: Sequence[Group]
+    """The groups of the steps that made this version."""
+    seconds: float
+    """Time that staging took."""
 
 
 class Publisher:
+    """Makes the learner's weights live on the engines.
+
+    Example:
+
+        await publisher.stage(version, trained)  # phase 1: copy the weights; engines generate, the learner waits
+        publisher.start()                   # phase 2, in the background; the next optimizer step may begin
+        ...
+        await publisher.idle()                   # optional: wait until phase 2 has ended
+
+    Phase 1, `stage`, copies the weights into the staging buffer. There is one buffer, so `stage` first waits for the
+    publish before it. Phase 2, `publish`, pauses all routed engines, sends and verifies the version, commits it (each
+    engine drops what it cached under older weights and reports the new version) and resumes.
+
+    A version is committed only on an engine whose bytes were verified. A failed send is repeated once, then tried by
+    each other transport; an engine that none of them reaches is fenced. A restarted engine gets the version in the
+    staging buffer from `join` before it receives requests. If no engine is routed, the version stays staged and
+    `publish` waits until one joins.
+    """
+
     def __init__(
         self,
         *,
@@ -36,6 +60,7 @@ class Publisher:
         queue_depth: Callable[[], int],
         on_live: Callable[[], None],
     ) -> None:
+        """`pause_mode` is that of `Fleet.pause`; `on_live` is called after each publish that reached an engine."""
         self._run_state = run_state
         self._tasks = tasks
         self._channel = channel
@@ -44,48 +69,46 @@ class Publisher:
         self._queue_depth = queue_depth
         self._on_live = on_live
         self._running: asyncio.Task[None] | None = None
-        self._buffer = Lease("the staging buffer", LEASE_SECONDS)
-        """Held by whoever uses it: fills it, publishes from it or brings an engine up to it."""
-        self._staged: tuple[int, Sequence[Group], float] | None = None
+        self._buffer_lease = Lease("the staging buffer", LEASE_SECONDS)
+        """Held while the buffer is filled or sent, so that no engine gets a mixture of two versions."""
+        self._staged: _StagedVersion | None = None
 
     async def stage(self, version: int, trained: Sequence[Group]) -> None:
-        """Set the learner's present weights aside as `version`; `trained` are the groups that helped make it."""
+        """Copy the learner's current weights as `version`. `trained` are the groups of the steps that made it."""
         await self.idle()
-        async with self._buffer.held_by(f"staging version {version}"):
+        async with self._buffer_lease.held_by(f"staging version {version}"):
             started = self._run_state.clock.now()
             await self._channel.stage(version)
             self._run_state.trainer_version = version
-            self._staged = (version, trained, self._run_state.clock.now() - started)
+            self._staged = _StagedVersion(version, trained, self._run_state.clock.now() - started)
 
     def start(self) -> None:
-        """Publish what is staged beside whatever else goes on."""
+        """Run `publish` in the background."""
         self._running = self._tasks.spawn("publish", self.publish())
 
     async def idle(self) -> None:
-        """Return when no publish is running. Its failure is the crew's to report."""
+        """Return when no publish runs in the background. A failed publish ends the run through its supervisor."""
         if self._running is not None:
             await asyncio.wait([self._running])
 
     async def publish(self) -> None:
-        """Make the staged version live on every routed engine; nothing staged, nothing done.
-
-        Where no engine takes it, it stays staged until one has joined.
-        """
+        """Make the staged version live on every routed engine; does nothing if no version is staged."""
+        # A publish that fences the last engine leaves the version staged: try again once an engine has joined.
         while self._staged is not None:
             await self._run_state.changed.until(lambda: bool(self._fleet.routed()))
-            async with self._buffer.held_by(f"the publish of version {self._staged[0]}"):
-                await self._publish(*self._staged)
+            async with self._buffer_lease.held_by(f"the publish of version {self._staged.version}"):
+                await self._publish(self._staged)
 
     async def join(self, engine: str) -> None:
-        """Write the weights that are staged or live to an engine that was started anew, then let requests reach it.
+        """Send the version in the staging buffer to a restarted or new engine, then let requests reach it.
 
-        Raises EngineLostError where any of it fails; nothing reaches the engine then.
+        Raises EngineLostError if any of this fails; the engine receives no requests then.
         """
-        async with self._buffer.held_by(f"{engine}, which joins"):
-            await self._channel.meet([*self._fleet.routed(), engine])
-            # Versions are counted as they are staged, and the buffer keeps the last one.
+        async with self._buffer_lease.held_by(f"{engine}, which joins"):
+            await self._channel.connect([*self._fleet.routed(), engine])
+            # The buffer holds the version that was staged last, whether it is live or waits for its publish.
             version = self._run_state.trainer_version
-            outcome = await self._send(version, engine)
+            outcome = await self._send_with_fallback(version, engine)
             if outcome.error is not None:
                 raise EngineLostError(outcome.error)
             await self._fleet.commit(engine, version)
@@ -93,21 +116,25 @@ class Publisher:
         self._run_state.changed.notify()
 
     async def leave(self, engine: str) -> None:
-        """Remove an engine for good, but not in the middle of a publish; the transfer is planned anew without it."""
-        async with self._buffer.held_by(f"{engine}, which leaves"):
+        """Remove an engine for good, between two publishes, and disconnect it."""
+        async with self._buffer_lease.held_by(f"{engine}, which leaves"):
             await self._fleet.dismiss(engine)
+            # Without a routed engine there is nothing to connect to; the next engine that joins connects.
             if routed := self._fleet.routed():
-                await self._channel.meet(routed)
+                await self._channel.connect(routed)
 
-    async def _publish(self, version: int, trained: Sequence[Group], staged_seconds: float) -> None:
-        run_state = self._run_state
+    async def _publish(self, staged: _StagedVersion) -> None:
+        """Pause, send, commit and resume; advance the state of the run if an engine holds the version afterwards."""
+        run_state, version = self._run_state, staged.version
         run_state.events.emit(PublishStarted(time=run_state.clock.now(), version=version, queue=self._queue_depth()))
         paused_at = run_state.clock.now()
         try:
             await self._fleet.pause(self._pause_mode)
             stopped_at = run_state.clock.now()
-            outcomes = await self._write(version)
+            sends = [self._send_and_commit(version, engine) for engine in self._fleet.routed()]
+            outcomes = await asyncio.gather(*sends)
         finally:
+            # Engines that stayed paused would never answer the requests that they hold.
             written_at = run_state.clock.now()
             await self._fleet.resume()
         resumed_at = run_state.clock.now()
@@ -117,7 +144,7 @@ class Publisher:
                 time=resumed_at,
                 version=version,
                 live=live,
-                staged_seconds=staged_seconds,
+                staged_seconds=staged.seconds,
                 paused_seconds=resumed_at - paused_at,
                 stopping_seconds=stopped_at - paused_at,
                 write_seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
@@ -129,42 +156,39 @@ class Publisher:
         )
         if not live:
             return
+        # From here on new requests are answered by this version, so the groups that it was trained on free their slots.
         self._staged = None
         run_state.live_version = version
-        run_state.advance(trained, GroupState.PUBLISHED)
+        run_state.advance(staged.trained, GroupState.PUBLISHED)
         run_state.mark_progress()
         self._on_live()
         run_state.changed.notify()
 
-    async def _write(self, version: int) -> list[WriteOutcome]:
-        """Bring `version` to every routed engine and announce it there; who it did not reach is fenced."""
-        return list(await asyncio.gather(*(self._deliver(version, engine) for engine in self._fleet.routed())))
-
-    async def _deliver(self, version: int, engine: str) -> WriteOutcome:
-        """Write and announce it, or fence the engine."""
-        outcome = await self._send(version, engine)
+    async def _send_and_commit(self, version: int, engine: str) -> SendOutcome:
+        """Send and commit the version on one engine; fence the engine if either fails."""
+        outcome = await self._send_with_fallback(version, engine)
         if outcome.error is None:
             try:
                 await self._fleet.commit(engine, version)
                 return outcome
             except EngineLostError as lost:
                 outcome = replace(outcome, error=str(lost))
-        self._tell(version, outcome, "fence")
+        self._report_failure(version, outcome, "fence")
         await self._fleet.fence(engine, outcome.error or "")
         return outcome
 
-    async def _send(self, version: int, engine: str) -> WriteOutcome:
-        """Write, once more where that failed, then by every other way there is."""
-        [outcome] = await self._channel.write(version, [engine])
+    async def _send_with_fallback(self, version: int, engine: str) -> SendOutcome:
+        """Send, repeat once after a failure, then try every other transport. A final failure is not repeated."""
+        [outcome] = await self._channel.send(version, [engine])
         if outcome.error is not None and not outcome.final:
-            self._tell(version, outcome, "retry")
-            [outcome] = await self._channel.write(version, [engine])
+            self._report_failure(version, outcome, "retry")
+            [outcome] = await self._channel.send(version, [engine])
         while outcome.error is not None and not outcome.final and (transport := await self._channel.fall_back(engine)):
-            self._tell(version, outcome, "fall_back", transport)
-            [outcome] = await self._channel.write(version, [engine])
+            self._report_failure(version, outcome, "fall_back", transport)
+            [outcome] = await self._channel.send(version, [engine])
         return outcome
 
-    def _tell(self, version: int, outcome: WriteOutcome, then: str, transport: str | None = None) -> None:
+    def _report_failure(self, version: int, outcome: SendOutcome, then: str, transport: str | None = None) -> None:
         self._run_state.events.emit(
             WriteFailed(
                 time=self._run_state.clock.now(),

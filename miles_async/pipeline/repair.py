@@ -1,9 +1,4 @@
-"""Keeps engines and router alive: watched while they serve, fenced when they do not, started anew in the background.
-
-One loop per engine. A routed engine is asked for a sign of life again and again; one that is out of the router, whoever
-took it out, is started anew and joins once it holds the current weights (`publish.py`). Requests that it held fail as
-its process ends, and their groups go back to the feed.
-"""
+"""Keeps engines and router alive: checks them, fences an engine that fails, and restarts it in the background."""
 
 from __future__ import annotations
 
@@ -17,13 +12,19 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import Fleet
 
-ATTEMPTS = 3
-"""Starts in a row that may fail while no other engine serves; then the run ends."""
-LONGEST_WAIT_SECONDS = 60.0
-"""Between two attempts to start an engine; they grow further and further apart."""
+MAX_FAILED_STARTS = 3
+"""Failed starts of an engine in a row that end the run, if no other engine is routed."""
+MAX_BACKOFF_SECONDS = 60.0
+"""Upper limit of the pause between two starts of an engine, which doubles after each failure."""
 
 
 class Repair:
+    """Runs one loop per engine. A routed engine is checked at a fixed interval and fenced if the check fails.
+
+    An engine that is not routed, for whatever reason, is restarted and joins with the current weights
+    (`Publisher.join`). Requests that it held fail when its process ends, and their groups return to the data source.
+    """
+
     def __init__(
         self,
         *,
@@ -34,53 +35,57 @@ class Repair:
         interval_seconds: float,
         devices: AbstractAsyncContextManager[None],
     ) -> None:
-        """`devices` are entered to start an engine on them."""
+        """`devices` is held while an engine starts: with colocation, the learner must not use the devices meanwhile."""
         self._run_state = run_state
         self._fleet = fleet
         self._publisher = publisher
         self._tasks = tasks
         self._interval = interval_seconds
         self._devices = devices
-        self._kept: dict[str, asyncio.Task[None]] = {}
+        self._loops: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Waits for time and the router's answers; a loop of its own per engine, ended when the engine is removed."""
-        trouble = ""
+        """Check the router at each interval, and keep one loop running per member of the fleet. Never returns."""
+        last_failure = ""
         while True:
             members = self._fleet.members()
             for engine in members:
-                if engine not in self._kept:
-                    self._kept[engine] = self._tasks.spawn(f"keep-{engine}", self._keep(engine))
-            for engine in self._kept.keys() - set(members):
-                self._kept.pop(engine).cancel()
+                if engine not in self._loops:
+                    self._loops[engine] = self._tasks.spawn(f"keep-{engine}", self._keep_alive(engine))
+            for engine in self._loops.keys() - set(members):
+                self._loops.pop(engine).cancel()
             await self._run_state.clock.sleep(self._interval)
             if not members:
                 continue
             try:
                 await self._fleet.check_router()
-                trouble = ""
+                last_failure = ""
             except EngineLostError as lost:
-                if str(lost) != trouble:
-                    trouble = str(lost)
-                    self._warn(trouble)
+                # Warn once per cause, not once per interval.
+                if str(lost) != last_failure:
+                    last_failure = str(lost)
+                    self._warn(last_failure)
 
-    async def _keep(self, engine: str) -> None:
-        """Waits for the engine's signs of life, or for its start; for a learner only on the same devices."""
+    async def _keep_alive(self, engine: str) -> None:
+        """Check or restart one engine until it is no member of the fleet."""
         while engine in self._fleet.members():
             if engine in self._fleet.routed():
                 await self._run_state.clock.sleep(self._interval)
-                await self._look_at(engine)
+                await self._check(engine)
             else:
                 await self._replace(engine)
 
-    async def _look_at(self, engine: str) -> None:
+    async def _check(self, engine: str) -> None:
         try:
             await self._fleet.check(engine)
         except EngineLostError as lost:
             await self._fleet.fence(engine, str(lost))
 
     async def _replace(self, engine: str) -> None:
-        """Raises Fatal when it fails again and again and no other engine serves."""
+        """Restart an engine until it joins.
+
+        Raises FatalError after `MAX_FAILED_STARTS` failures if no other engine is routed.
+        """
         failures = 0
         while engine in self._fleet.members():
             try:
@@ -91,10 +96,10 @@ class Repair:
             except EngineLostError as lost:
                 failures += 1
                 sentence = f"engine {engine} could not be replaced ({failures} attempts): {lost}"
-            if failures >= ATTEMPTS and not self._fleet.routed():
+            if failures >= MAX_FAILED_STARTS and not self._fleet.routed():
                 raise FatalError(f"no engine is left: {sentence}")
             self._warn(sentence)
-            await self._run_state.clock.sleep(min(LONGEST_WAIT_SECONDS, 2.0**failures))
+            await self._run_state.clock.sleep(min(MAX_BACKOFF_SECONDS, 2.0**failures))
 
     def _warn(self, text: str) -> None:
         self._run_state.events.emit(WarningRaised(time=self._run_state.clock.now(), text=text))

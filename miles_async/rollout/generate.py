@@ -132,7 +132,7 @@ class FunctionGenerator:
         if result.status is SampleStatus.PENDING:
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if result.status is not SampleStatus.ABORTED:
-            await complete(result, version, self._engine.rate)
+            await complete(result, version, self._engine.score_logprobs)
             check_lengths(result, "the generate function returned")
         group[index] = result
 

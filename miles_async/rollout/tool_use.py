@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from miles_async.adapters.sglang.multi_turn import observations
+from miles_async.adapters.sglang.multi_turn import count_observations
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.types import Sample, SampleStatus
@@ -25,16 +25,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """Generate a response with at most `tool_max_turns` tool calls; `metadata["tool_calls"]` counts them."""
     params = {**sampling_params, "stop": [*(sampling_params["stop"] or ()), *CALL_ENDS], "no_stop_trim": True}
     longest = sampling_params["max_new_tokens"]
-    while (calls := observations(sample)) < args.tool_max_turns:
+    while (calls := count_observations(sample)) < args.tool_max_turns:
         sample.metadata["tool_calls"] = calls
         await args.turns.sample(sample, params)
-        call = parse_call(args.turns.said(sample))
+        call = parse_call(args.turns.latest_text(sample))
         if sample.status is not SampleStatus.COMPLETED or call is None:
             return sample
         result = f"<result>{run_tool(*call, args.tool_search_corpus)}</result>"
         if args.turns.observe(sample, result, room=longest - sample.response_length):
             break
-    sample.metadata["tool_calls"] = observations(sample)
+    sample.metadata["tool_calls"] = count_observations(sample)
     sample.status = SampleStatus.TRUNCATED
     return sample
 

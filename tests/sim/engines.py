@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from miles_async.errors import EngineLostError, TrajectoryError
-from miles_async.types import EngineLoad, Group, SampleStatus, VersionSpan, WriteOutcome
+from miles_async.types import EngineLoad, Group, SampleStatus, SendOutcome, VersionSpan
 from tests.sim.virtual_time import VirtualClock
 
 Latency = Callable[[Group, random.Random], float]
@@ -206,11 +206,11 @@ class Engines:
     async def stage(self, version: int) -> None:
         await self._clock.sleep(self._model.stage_seconds)
 
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
+    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
         await self._clock.sleep(self._model.write_seconds)
-        return [WriteOutcome(engine=engine, seconds=self._model.write_seconds, bytes=1) for engine in engines]
+        return [SendOutcome(engine=engine, seconds=self._model.write_seconds, bytes=1) for engine in engines]
 
-    async def meet(self, engines: Sequence[str]) -> None: ...
+    async def connect(self, engines: Sequence[str]) -> None: ...
 
     async def fall_back(self, engine: str) -> str | None:
         raise AssertionError("nothing fails here")

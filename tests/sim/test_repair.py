@@ -13,7 +13,7 @@ from miles_async.config.schema import Cluster, Engine, Rollout, RunConfig
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import DropReason, Group, SampleStatus, WriteOutcome
+from miles_async.types import DropReason, Group, SampleStatus, SendOutcome
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
@@ -99,11 +99,11 @@ class MortalEngines(Engines):
         finally:
             server.holds.discard(id(group))
 
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        outcomes = await super().write(version, engines)
+    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+        outcomes = await super().send(version, engines)
         dead = [name for name in engines if not self.servers[name].alive]
         return [
-            WriteOutcome(engine=each.engine, seconds=1.0, bytes=0, error="broke off") if each.engine in dead else each
+            SendOutcome(engine=each.engine, seconds=1.0, bytes=0, error="broke off") if each.engine in dead else each
             for each in outcomes
         ]
 

@@ -11,7 +11,7 @@ from miles_async.config.schema import Rollout, RunConfig
 from miles_async.events import PublishEnded, WriteFailed
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import WriteOutcome
+from miles_async.types import SendOutcome
 from tests.sim.engines import Engines
 from tests.sim.world import World
 
@@ -38,13 +38,13 @@ def play(trouble: Trouble) -> World:
         def routed(self) -> Sequence[str]:
             return [engine for engine in ("good", "bad") if engine not in trouble.fenced]
 
-        async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-            outcomes = await super().write(version, engines)
+        async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+            outcomes = await super().send(version, engines)
             if version != VERSION or "bad" not in engines:
                 return outcomes
             trouble.attempts += 1
             error = "torn" if trouble.attempts <= trouble.failures else None
-            return [WriteOutcome(engine="bad", seconds=0.1, bytes=1, error=error, final=trouble.final)]
+            return [SendOutcome(engine="bad", seconds=0.1, bytes=1, error=error, final=trouble.final)]
 
         async def fall_back(self, engine: str) -> str | None:
             return trouble.transports.pop(0) if trouble.transports else None

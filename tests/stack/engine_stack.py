@@ -16,6 +16,7 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.weights.engine import call_engine
+from miles_async.errors import EngineLostError
 from miles_async.types import Group, Sample
 
 
@@ -76,9 +77,9 @@ class Stack:
                 limit=lambda: limit,
                 engine_urls=fleet.urls,
             )
-            fleet.introduce(self.engine)
+            fleet.register_engine(self.engine)
             try:
-                await fleet.commit(self.engine.name, next(self.versions))
+                await self.commit_when_idle(fleet)
                 await fleet.admit(self.engine.name)
                 await story(fleet, generator)
             finally:
@@ -86,6 +87,19 @@ class Stack:
                 await fleet.close()
 
         asyncio.run(told())
+
+    async def commit_when_idle(self, fleet: SGLangFleet) -> None:
+        """Commit the next version on the engine, which is not paused.
+
+        The engine answers an aborted request before its scheduler has removed it, and refuses to flush until then.
+        """
+        version = next(self.versions)
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    return await fleet.commit(self.engine.name, version)
+                except EngineLostError:
+                    await asyncio.sleep(0.05)
 
 
 def _in_files(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

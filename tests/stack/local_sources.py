@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import NamedTensors
-from miles_async.types import WriteOutcome
+from miles_async.types import SendOutcome
 
 
 class LocalSources:
-    """`adapters.weights.channel.Sources`; `weights` are those of now, and every source is a thread."""
+    """`adapters.weights.channel.WeightSources`; `weights` are those of now, and every source is a thread."""
 
     def __init__(
         self, weights: Callable[[], NamedTensors], folder: Path, *, sources: int = 1, timeout: float = 20.0
     ) -> None:
         self._weights = weights
         named = [(name, tuple(tensor.shape)) for name, tensor in weights()]
-        self.all = [Source(named, folder, rank=rank, sources=sources, timeout=timeout) for rank in range(sources)]
+        self.all = [WeightSource(named, folder, rank=rank, sources=sources, timeout=timeout) for rank in range(sources)]
 
-    async def meet(self, engines: Sequence[EngineInfo]) -> None:
+    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
         for source in self.all:
-            await asyncio.to_thread(source.meet, engines)
-
-    async def reach(self, transport: str, engine: str) -> None:
-        for source in self.all:
-            await asyncio.to_thread(source.reach, transport, engine)
+            await asyncio.to_thread(source.connect, engines, transports)
 
     async def stage(self, version: int, transports: Sequence[str]) -> None:
         for source in self.all:
-            await asyncio.to_thread(source.stage, version, self._weights())
-            for transport in transports:
-                await asyncio.to_thread(source.prepare, transport)
+            await asyncio.to_thread(source.stage, version, self._weights(), transports)
 
-    async def write(self, version: int, engine: str, transport: str) -> list[WriteOutcome]:
-        return await asyncio.gather(*(asyncio.to_thread(one.write, version, engine, transport) for one in self.all))
+    async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
+        return await asyncio.gather(*(asyncio.to_thread(one.send, version, engine, transport) for one in self.all))
 
     def close(self) -> None:
         for source in self.all:

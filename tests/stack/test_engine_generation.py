@@ -81,7 +81,7 @@ def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(serving
         before = [list(sample.tokens) for sample in cut]
         assert all(0 < sample.response_length < 380 for sample in cut)
 
-        await fleet.commit("e0", next(serving.versions))
+        await serving.commit_when_idle(fleet)
         await generator.generate(group, ENDLESS)
         for sample, tokens in zip(cut, before, strict=True):
             assert sample.status is not SampleStatus.ABORTED

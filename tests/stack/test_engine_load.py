@@ -10,7 +10,7 @@ import pytest
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.weights.engine import meet
+from miles_async.adapters.weights.engine import read_engine_memory
 from miles_async.errors import EngineLostError
 from tests.stack.engine_stack import Stack, group_of
 
@@ -44,14 +44,14 @@ def test_an_engine_tells_how_full_its_cache_is_while_it_generates(serving: Stack
 
 
 def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving: Stack) -> None:
-    scheduler = meet(serving.engine, timeout=5.0).ranks[0].pid
+    scheduler = read_engine_memory(serving.engine, timeout=5.0).ranks[0].pid
 
     async def story(*_: object) -> None:
         fleet = SGLangFleet(serving.router_url, health_timeout=2.0)
-        fleet.introduce(serving.engine)
+        fleet.register_engine(serving.engine)
         os.kill(scheduler, signal.SIGSTOP)
         try:
-            with pytest.raises(EngineLostError, match="it drew no token"):
+            with pytest.raises(EngineLostError, match="it generated no token"):
                 await fleet.check("e0")
         finally:
             os.kill(scheduler, signal.SIGCONT)

@@ -280,7 +280,7 @@ def test_the_steps_asked_for_are_profiled(tiny: Path, tmp_path: Path) -> None:
         assert torch.are_deterministic_algorithms_enabled()
         for rollout in range(3):
             await rank.train(rollout, rank_batches(batch(rollout), run, 1)[0])
-        await rank._in_step(rank._learner.close)
+        await rank._run(rank._model_thread, rank._learner.close)
 
     asyncio.run(train())
     torch.use_deterministic_algorithms(False)
@@ -307,16 +307,16 @@ def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads(tmp_path: Path)
 
     def threads_of(**settings: Any) -> int:
         rank = LearnerRank(config(**settings), 0, 1, tmp_path)
-        return asyncio.run(rank._in_step(torch.get_num_threads))
+        return asyncio.run(rank._run(rank._model_thread, torch.get_num_threads))
 
     assert threads_of(learner_threads=3) == 3
     assert threads_of(learner_cpus=[core]) == 1
     assert os.sched_getaffinity(0) == {core}
 
 
-def test_weights_take_their_buffers_checks_and_patience(tmp_path: Path) -> None:
+def test_weights_take_their_buffers_checks_and_timeout(tmp_path: Path) -> None:
     chosen = config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0)
     source = weight_source(chosen, [], tmp_path, rank=0, sources=1)
-    assert (source.bucket, source.everything, source.timeout) == (7, True, 3.0)
+    assert (source.bucket, source.verify_all, source.timeout) == (7, True, 3.0)
     usual = weight_source(config(), [], tmp_path, rank=0, sources=1)
-    assert (usual.bucket, usual.everything) == (512 << 20, False)
+    assert (usual.bucket, usual.verify_all) == (512 << 20, False)

@@ -15,8 +15,8 @@ from dataclasses import replace
 import pytest
 import ray
 
+from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
-from miles_async.adapters.ray.weights import RaySources
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.channel import find_transports
@@ -42,7 +42,7 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
         for rank, host in enumerate(NODES)
     ]
     parts = [ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(spec) for spec in specs]
-    sources = RaySources(before.learner_ranks)
+    sources = RayWeightSources(before.learner_ranks)
     try:
         first = stack.do(start_engine(parts))
         stack.do(withdrawn(before.router_url, usual))
@@ -55,13 +55,13 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
     finally:
         ray.get([part.stop.remote() for part in parts])
         stack.cluster.surroundings = before
-        stack.do(sources.meet([usual]))
+        stack.do(sources.connect([usual], {}))
 
 
 async def withdrawn(router_url: str, engine: EngineInfo) -> None:
     """The router outlives the runs that told it of their engines."""
     fleet = SGLangFleet(router_url)
-    fleet.introduce(engine)
+    fleet.register_engine(engine)
     await fleet.admit(engine.name)
     await fleet.fence(engine.name, "another one serves")
     await fleet.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ray
 
+from tests.stack.conftest import Stack
 from tests.stack.job import ROOT
 
 pytestmark = pytest.mark.stack
@@ -26,3 +29,14 @@ def test_a_run_is_placed_by_node_and_device_and_refused_where_it_cannot_be(tmp_p
     assert story["surroundings"] == [[str(tmp_path), "1"]] * 2, "processes on a Ray that was there find the run's own"
     assert "the run needs 8 GPUs (4 for the learner, 4 for 2 engines), but the Ray cluster has 6" in story["too_many"]
     assert "the run needs 1 GPUs (1 for the learner, 0 for 0 engines), but only 0 became free" in story["taken"]
+
+
+class Process:
+    def niceness(self) -> int:
+        return os.nice(0)
+
+
+def test_processes_of_a_run_have_the_priority_of_the_driver(stack: Stack) -> None:
+    """Ray's default niceness of 15 would let any other program on the machine starve them."""
+    process = ray.remote(Process).options(num_cpus=0).remote()
+    assert ray.get(process.niceness.remote()) == os.nice(0)

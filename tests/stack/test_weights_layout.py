@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from miles_async.adapters.sglang.engine_weights import apply_delta, machine, sums
+from miles_async.adapters.sglang.engine_weights import apply_delta, checksums, machine_id
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.engine import Engine, Memory, Region
-from miles_async.adapters.weights.layout import place
-from miles_async.adapters.weights.source import _advice
-from miles_async.adapters.weights.staging import Staging, share
-from miles_async.adapters.weights.transports.delta import Base, changes
-from miles_async.adapters.weights.transports.memory import MemoryTransport, _rest
+from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
+from miles_async.adapters.weights.layout import plan_tensors
+from miles_async.adapters.weights.source import _mooncake_advice
+from miles_async.adapters.weights.staging import Staging, plans_of_source
+from miles_async.adapters.weights.transports.disk_delta import Snapshot, make_delta
+from miles_async.adapters.weights.transports.memory import MemoryTransport, _remaining
 from miles_async.errors import EngineLostError, FatalError
 
 WIDTH, HEADS, VOCABULARY, EXPERTS = 8, 16, 10, 3
@@ -83,20 +83,20 @@ class Rank(nn.Module):
         return self.held[f"{name}.weight"].data
 
 
-def engine_of(ranks: list[Rank]) -> Engine:
+def engine_of(ranks: list[Rank]) -> EngineMemory:
     def regions(rank: Rank) -> dict[str, Region]:
         return {
             name: Region(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "cpu")
             for name, tensor in rank.held.items()
         }
 
-    memories = tuple(Memory(os.getpid(), machine(), regions(rank)) for rank in ranks)
-    return Engine(EngineInfo("e", "http://nowhere", os.getpid(), len(ranks)), memories)
+    memories = tuple(RankMemory(os.getpid(), machine_id(), regions(rank)) for rank in ranks)
+    return EngineMemory(EngineInfo("e", "http://nowhere", os.getpid(), len(ranks)), memories)
 
 
-def staged(tensors: dict[str, Tensor], engine: Engine, source: int = 0, sources: int = 1) -> Staging:
-    placements = place(named(tensors), [rank.shapes for rank in engine.ranks])
-    staging = Staging(share(placements, source, sources), engine.ranks[0].dtypes)
+def staged(tensors: dict[str, Tensor], engine: EngineMemory, source: int = 0, sources: int = 1) -> Staging:
+    plans = plan_tensors(named(tensors), [rank.shapes for rank in engine.ranks])
+    staging = Staging(plans_of_source(plans, source, sources), engine.ranks[0].dtypes)
     staging.fill(1, reversed(tensors.items()))
     return staging
 
@@ -105,7 +105,7 @@ def test_bfloat16_weights_reach_a_float32_engine_as_they_are() -> None:
     own = {name: tensor.bfloat16() for name, tensor in weights().items()}
     rank = Rank(engine_shapes(1), torch.float32)
     engine = engine_of([rank])
-    MemoryTransport().write(staged(own, engine), engine)
+    MemoryTransport().send(staged(own, engine), engine)
     name = f"{LAYER}.self_attn.o_proj"
     assert rank[name].dtype is torch.float32
     assert torch.equal(rank[name], own[f"{name}.weight"].float())
@@ -124,7 +124,7 @@ def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
     engine = engine_of(there)
     shares = [staged(tensors, engine, source, sources) for source in range(sources)]
     for staging in shares:
-        MemoryTransport().write(staging, engine)
+        MemoryTransport().send(staging, engine)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def part(name: str, dim: int, rank: int) -> Tensor:
@@ -155,7 +155,7 @@ def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
 def test_ranks_that_outnumber_the_key_heads_hold_the_same_ones() -> None:
     there = [Rank(engine_shapes(4, key_heads=2)) for _ in range(4)]
     tensors = weights()
-    MemoryTransport().write(staged(tensors, engine_of(there)), engine_of(there))
+    MemoryTransport().send(staged(tensors, engine_of(there)), engine_of(there))
     keys = tensors[f"{LAYER}.self_attn.k_proj.weight"]
     for rank, held in enumerate(there):
         assert torch.equal(held[f"{LAYER}.self_attn.qkv_proj"][4:6], keys[rank // 2 * 2 :][:2])
@@ -170,7 +170,7 @@ def test_a_staged_tensor_can_be_had_as_it_was_and_in_buckets_of_any_size() -> No
     assert len(buckets) > 2
     assert sum(len(bucket) for bucket in buckets) == len(tensors)
     for bucket in buckets:
-        flat = torch.cat([tensors[placement.name].flatten() for placement in bucket])
+        flat = torch.cat([tensors[plan.name].flatten() for plan in bucket])
         assert torch.equal(staging.flat(bucket).view(torch.float32), flat)
         assert len(bucket) == 1 or flat.numel() * 4 <= 1024
 
@@ -178,18 +178,18 @@ def test_a_staged_tensor_can_be_had_as_it_was_and_in_buckets_of_any_size() -> No
 def test_a_byte_that_did_not_arrive_is_found_where_everything_is_compared() -> None:
     there = [Rank(engine_shapes(2)) for _ in range(2)]
     staging = staged(weights(), engine_of(there))
-    MemoryTransport().write(staging, engine_of(there))
-    windows, expected = staging.windows(2, everything=True)
-    assert [sums(rank, windows[number]) for number, rank in enumerate(there)] == expected
+    MemoryTransport().send(staging, engine_of(there))
+    windows, expected = staging.checksums(2, verify_all=True)
+    assert [checksums(rank, windows[number]) for number, rank in enumerate(there)] == expected
     there[1][f"{LAYER}.mlp.down_proj"].view(torch.uint8)[3, 5] ^= 1
-    [differs] = [number for number, found in enumerate(sums(there[1], windows[1])) if found != expected[1][number]]
+    [differs] = [number for number, found in enumerate(checksums(there[1], windows[1])) if found != expected[1][number]]
     assert windows[1][differs][0] == f"{LAYER}.mlp.down_proj.weight"
 
 
 def test_a_tied_output_layer_is_left_out() -> None:
     tensors = weights()
     tied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    assert len(place(named(tied), [engine_shapes(1)])) == len(tensors)
+    assert len(plan_tensors(named(tied), [engine_shapes(1)])) == len(tensors)
 
 
 def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_differs() -> None:
@@ -202,10 +202,10 @@ def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_d
         (less, r"the learner has nothing for its parameter model\.layers\.0\.input_layernorm\.weight"),
         (more, r"it has no parameter model\.layers\.0\.mlp\.router\.weight"),
         (wider, r"down_proj\.weight has the shape \(8, 12\)"),
-        (half, r"gate_up_proj\.weight has 192 elements there, and 96 in the learner"),
+        (half, r"gate_up_proj\.weight has 192 elements in the engine, and 96 in the learner"),
     ]:
         with pytest.raises(FatalError, match=f"the engine serves another model: .*{sentence}"):
-            place(named(learner), [engine_shapes(1)])
+            plan_tensors(named(learner), [engine_shapes(1)])
 
 
 def test_a_share_that_is_no_longer_exported_whole_is_not_staged() -> None:
@@ -218,22 +218,22 @@ def test_a_share_that_is_no_longer_exported_whole_is_not_staged() -> None:
 
 
 def test_a_write_that_stopped_short_goes_on_where_it_did() -> None:
-    assert _rest([(0, 100, 10), (50, 200, 10)], 4) == [(4, 104, 6), (50, 200, 10)]
-    assert _rest([(0, 100, 10), (50, 200, 10)], 10) == [(50, 200, 10)]
-    assert _rest([(0, 100, 10), (50, 200, 10)], 20) == []
+    assert _remaining([(0, 100, 10), (50, 200, 10)], 4) == [(4, 104, 6), (50, 200, 10)]
+    assert _remaining([(0, 100, 10), (50, 200, 10)], 10) == [(50, 200, 10)]
+    assert _remaining([(0, 100, 10), (50, 200, 10)], 20) == []
 
 
 def test_a_process_that_is_gone_cannot_be_written() -> None:
     engine = engine_of([Rank(engine_shapes(1))])
     staging = staged(weights(), engine)
-    gone = Engine(engine.info, (Memory(2**22 - 1, machine(), engine.ranks[0].regions),))
+    gone = EngineMemory(engine.info, (RankMemory(2**22 - 1, machine_id(), engine.ranks[0].regions),))
     with pytest.raises(EngineLostError, match="its memory cannot be written: No such process"):
-        MemoryTransport().write(staging, gone)
+        MemoryTransport().send(staging, gone)
 
 
 def test_another_machines_memory_is_out_of_reach() -> None:
     engine = engine_of([Rank(engine_shapes(1))])
-    away = Engine(engine.info, (Memory(1, "another boot", engine.ranks[0].regions),))
+    away = EngineMemory(engine.info, (RankMemory(1, "another boot", engine.ranks[0].regions),))
     with pytest.raises(EngineLostError, match="is on another machine"):
         MemoryTransport().connect(away)
 
@@ -243,26 +243,26 @@ def test_changes_carry_the_bytes_that_changed_and_are_refused_by_another_base(tm
     engine = engine_of(there)
     tensors = weights()
     staging = staged(tensors, engine)
-    MemoryTransport().write(staging, engine)
-    base = Base(staging.fills, 1, staging.buffer.clone())
+    MemoryTransport().send(staging, engine)
+    base = Snapshot(staging.fill_count, 1, staging.buffer.clone())
     tensors[f"{LAYER}.mlp.down_proj.weight"][2, 7] *= 1.001
     staging.fill(2, tensors.items())
-    changed, notes = changes(staging, base)
+    changed, notes = make_delta(staging, base)
     carried = sum(tensor.numel() for name, tensor in changed.items() if name.endswith(".bytes"))
     assert 0 < carried <= 4
     save_file(changed, tmp_path / "delta", metadata=notes)
     for rank in range(2):
         apply_delta(there[rank], tmp_path / "delta", rank)
-    windows, expected = staging.windows(2, everything=True)
-    assert [sums(rank, windows[number]) for number, rank in enumerate(there)] == expected
+    windows, expected = staging.checksums(2, verify_all=True)
+    assert [checksums(rank, windows[number]) for number, rank in enumerate(there)] == expected
     there[1][f"{LAYER}.self_attn.o_proj"][0, 0] += 1
-    with pytest.raises(ValueError, match=r"o_proj\.weight is not what it was in version 1"):
+    with pytest.raises(ValueError, match=r"o_proj\.weight did not hold version 1"):
         apply_delta(there[1], tmp_path / "delta", 1)
     (tmp_path / "torn").write_bytes((tmp_path / "delta").read_bytes()[:-1])
-    with pytest.raises(ValueError, match="torn"):
+    with pytest.raises(ValueError, match="is damaged"):
         apply_delta(there[0], tmp_path / "torn", 0)
 
 
 def test_a_missing_library_is_answered_with_the_command_that_installs_it() -> None:
     missing = ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory")
-    assert "apt-get install libibverbs1" in _advice(missing)
+    assert "apt-get install libibverbs1" in _mooncake_advice(missing)

@@ -14,7 +14,7 @@ import torch
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
-from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, RunConfig
@@ -29,16 +29,18 @@ PROMPT = [(7 * i) % 250 for i in range(120)]
 
 
 def source_of(
-    serving: Stack, folder: Path, *, rank: int = 0, sources: int = 1, everything: bool = True, timeout: float = 20.0
-) -> Source:
+    serving: Stack, folder: Path, *, rank: int = 0, sources: int = 1, verify_all: bool = True, timeout: float = 20.0
+) -> WeightSource:
     named = [(name, tuple(tensor.shape)) for name, tensor in serving.named_tensors()]
-    source = Source(named, folder, rank=rank, sources=sources, bucket=1 << 20, everything=everything, timeout=timeout)
-    source.meet([serving.engine])
+    source = WeightSource(
+        named, folder, rank=rank, sources=sources, bucket=1 << 20, verify_all=verify_all, timeout=timeout
+    )
+    source.connect([serving.engine], {})
     return source
 
 
 @pytest.fixture
-def source(serving: Stack, tmp_path: Path) -> Iterator[Source]:
+def source(serving: Stack, tmp_path: Path) -> Iterator[WeightSource]:
     made = source_of(serving, tmp_path)
     yield made
     made.close()
@@ -47,22 +49,21 @@ def source(serving: Stack, tmp_path: Path) -> Iterator[Source]:
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 @pytest.mark.parametrize("transport", ["memory", "p2p", "broadcast", "disk"])
 def test_after_a_publish_nothing_is_drawn_from_old_weights(
-    serving: Stack, source: Source, transport: str, mode: str
+    serving: Stack, source: WeightSource, transport: str, mode: str
 ) -> None:
     """Cached prompts, requests in flight and new ones; under `in_place` running requests keep a mixed KV cache."""
 
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        source.reach(transport, "e0")
+        source.connect([serving.engine], {"e0": transport})
         await generator.generate(group_of(PROMPT), SamplingParams(max_new_tokens=8))
         serving.change_weights()
         version = next(serving.versions)
-        source.stage(version, serving.named_tensors())
-        source.prepare(transport)
+        source.stage(version, serving.named_tensors(), [transport])
         flying = group_of(PROMPT[:60], samples=16)
         running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=200)))
         await asyncio.sleep(0.2)
         await fleet.pause(mode)
-        outcome = await asyncio.to_thread(source.write, version, "e0", transport)
+        outcome = await asyncio.to_thread(source.send, version, "e0", transport)
         assert outcome.error is None
         await fleet.commit("e0", version)
         await fleet.resume()
@@ -86,15 +87,15 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: Source, transport: str) -> None:
+def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: WeightSource, transport: str) -> None:
     async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
         serving.change_weights()
         passing = [(name, tensor.clone()) for name, tensor in serving.named_tensors()]
         version = next(serving.versions)
-        source.stage(version, passing)
+        source.stage(version, passing, [])
         for _, tensor in passing:
             tensor.fill_(torch.nan)
-        assert source.write(version, "e0", transport).error is None
+        assert source.send(version, "e0", transport).error is None
         await fleet.commit("e0", version)
         group = group_of("2 + 2 =")
         await generator.generate(group)
@@ -103,15 +104,17 @@ def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: S
     serving.run(story)
 
 
-def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(serving: Stack, source: Source) -> None:
+def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(
+    serving: Stack, source: WeightSource
+) -> None:
     run = RunConfig(learner=Learner(precision="bf16", lr=1e-3))
     with learning(serving.checkpoint, run) as learner:
         for transport in TRANSPORTS:
             [steps] = rank_batches(uneven_groups(0), run, 1)
             assert learner.train(0, steps).finite
             version = next(serving.versions)
-            source.stage(version, learner.weights())
-            assert source.write(version, "e0", transport).error is None, transport
+            source.stage(version, learner.weights(), [])
+            assert source.send(version, "e0", transport).error is None, transport
             own = dict(learner.weights())
             with torch.no_grad():
                 for name, parameter in serving.named_tensors():
@@ -126,8 +129,8 @@ def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path
     version = next(serving.versions)
     for transport in TRANSPORTS:
         for one in sources:
-            one.stage(version, serving.named_tensors())
-        outcomes = [one.write(version, "e0", transport) for one in sources]
+            one.stage(version, serving.named_tensors(), [])
+        outcomes = [one.send(version, "e0", transport) for one in sources]
         assert [outcome.error for outcome in outcomes] == [None, None]
         shares = [outcome.bytes for outcome in outcomes]
         assert max(shares) < 1.2 * min(shares)
@@ -143,46 +146,46 @@ def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path
 
 
 def test_a_delta_carries_what_changed_and_whole_weights_where_the_base_is_another(
-    serving: Stack, source: Source
+    serving: Stack, source: WeightSource
 ) -> None:
     whole, few = [], []
     for version in (1, 2, 3):
         if version > 1:
             with torch.no_grad():
                 next(serving.model.parameters())[version].add_(0.1)
-        source.stage(version, serving.named_tensors())
-        outcome = source.write(version, "e0", "disk_delta")
+        source.stage(version, serving.named_tensors(), [])
+        outcome = source.send(version, "e0", "disk_delta")
         assert outcome.error is None
         (whole if version == 1 else few).append(outcome.bytes)
     assert max(few) < whole[0] / 50
     # Something else was written meanwhile: the sums tell, and what is written again is whole.
     other = [(name, tensor + 0.1) for name, tensor in serving.named_tensors()]
-    source.stage(4, other)
-    assert source.write(4, "e0", "memory").error is None
-    source.stage(5, serving.named_tensors())
-    torn = source.write(5, "e0", "disk_delta")
+    source.stage(4, other, [])
+    assert source.send(4, "e0", "memory").error is None
+    source.stage(5, serving.named_tensors(), [])
+    torn = source.send(5, "e0", "disk_delta")
     assert torn.error is not None
-    again = source.write(5, "e0", "disk_delta")
+    again = source.send(5, "e0", "disk_delta")
     assert again.error is None
     assert again.bytes == whole[0]
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("verify_all", [False, True])
 def test_a_torn_write_is_noticed(
-    serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything: bool
+    serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify_all: bool
 ) -> None:
     """A tensor that never arrived is seen in the samples; three bytes of one where everything is compared."""
-    source = source_of(serving, tmp_path, everything=everything)
+    source = source_of(serving, tmp_path, verify_all=verify_all)
     serving.change_weights()
-    source.stage(1, serving.named_tensors())
-    assert source.write(1, "e0", "memory").error is None
+    source.stage(1, serving.named_tensors(), [])
+    assert source.send(1, "e0", "memory").error is None
     serving.change_weights()
-    source.stage(2, serving.named_tensors())
+    source.stage(2, serving.named_tensors(), [])
     staging = source._staging
     write = MemoryTransport._copy
 
     def torn(transport: MemoryTransport, pid: int, copies: list[tuple[int, int, int]]) -> None:
-        if everything:
+        if verify_all:
             source, target, size = copies[3]
             copies = [*copies[:3], (source + 3, target + 3, size - 3), *copies[4:]]
         else:
@@ -191,11 +194,11 @@ def test_a_torn_write_is_noticed(
 
     with monkeypatch.context() as patched:
         patched.setattr(MemoryTransport, "_copy", torn)
-        error = source.write(2, "e0", "memory").error
+        error = source.send(2, "e0", "memory").error
     assert error is not None
-    assert staging.placements[3].copies[0].parameter in error
+    assert staging.plans[3].copies[0].parameter in error
     assert error.endswith("differs from what was sent")
-    assert source.write(2, "e0", "memory").error is None
+    assert source.send(2, "e0", "memory").error is None
     source.close()
 
 
@@ -204,12 +207,12 @@ def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
     serving: Stack, tmp_path: Path, transport: str
 ) -> None:
     source = source_of(serving, tmp_path, timeout=1.0)
-    source.stage(1, serving.named_tensors())
-    assert source.write(1, "e0", transport).error is None
+    source.stage(1, serving.named_tensors(), [])
+    assert source.send(1, "e0", transport).error is None
     scheduler = source._engines["e0"].ranks[0].pid
     os.kill(scheduler, signal.SIGSTOP)
     try:
-        outcome = source.write(1, "e0", transport)
+        outcome = source.send(1, "e0", transport)
     finally:
         os.kill(scheduler, signal.SIGCONT)
     assert outcome.final
@@ -217,20 +220,22 @@ def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
     source.close()
 
 
-def test_a_version_that_was_not_staged_is_not_written(serving: Stack, source: Source) -> None:
-    source.stage(3, serving.named_tensors())
-    assert source.write(3, "e0", "memory").error is None
-    assert source.write(4, "e0", "memory").error == "engine e0: version 4 is not staged (version 3 is)"
+def test_a_version_that_was_not_staged_is_not_written(serving: Stack, source: WeightSource) -> None:
+    source.stage(3, serving.named_tensors(), [])
+    assert source.send(3, "e0", "memory").error is None
+    assert source.send(4, "e0", "memory").error == "engine e0: version 4 is not staged (version 3 is)"
 
 
-def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(serving: Stack, source: Source, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(
+    serving: Stack, source: WeightSource, tmp_path: Path
+) -> None:
     with pytest.raises(EngineLostError, match=r"^http://127\.0\.0\.1:9/weights_checker: .*refused"):
-        source.meet([EngineInfo("gone", "http://127.0.0.1:9", 0, 1)])
+        source.connect([EngineInfo("gone", "http://127.0.0.1:9", 0, 1)], {})
     with pytest.raises(FatalError, match="is there twice; give every engine its own name and port"):
-        source.meet([serving.engine, EngineInfo("again", serving.engine.url, 0, 1)])
-    other = Source([("model.norm.weight", (7,))], tmp_path)
+        source.connect([serving.engine, EngineInfo("again", serving.engine.url, 0, 1)], {})
+    other = WeightSource([("model.norm.weight", (7,))], tmp_path)
     with pytest.raises(FatalError, match=r"^the engine serves another model: model\.norm\.weight has"):
-        other.meet([serving.engine])
+        other.connect([serving.engine], {})
 
 
 def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving: Stack, tmp_path: Path) -> None:
@@ -247,12 +252,12 @@ def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving
         for version, transport in enumerate(TRANSPORTS, start=1):
             two.change_weights()
             for one in sources:
-                one.stage(version, two.named_tensors())
-            assert [one.write(version, "e1", transport).error for one in sources] == [None, None], transport
+                one.stage(version, two.named_tensors(), [])
+            assert [one.send(version, "e1", transport).error for one in sources] == [None, None], transport
             # A prompt that was not cached under the version before.
             assert two.error_of([version, *PROMPT[:20]]) < 1e-4, transport
         with pytest.raises(EngineLostError, match=r"engine e0 holds its weights in another layout than e1"):
-            sources[0].meet([info, serving.engine])
+            sources[0].connect([info, serving.engine], {})
         for one in sources:
             one.close()
     finally:

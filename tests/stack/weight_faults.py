@@ -19,8 +19,8 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.weights.channel import Channel
-from miles_async.adapters.weights.engine import Engine
-from miles_async.adapters.weights.source import Source
+from miles_async.adapters.weights.engine import EngineMemory
+from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.transport import Transport
 from miles_async.errors import EngineLostError
@@ -36,35 +36,35 @@ PROMPTS = [[(7 * i + k) % 250 for i in range(60)] for k in range(4)]
 DELAY_SECONDS = 0.15
 
 
-class FaultyWay:
-    """A way that does the next of `faults` at each write: `lost`, `torn`, `refused`, `slow`, `killed` or none."""
+class FaultyTransport:
+    """A transport that does the next of `faults` at each send: `lost`, `torn`, `refused`, `slow`, `killed` or none."""
 
     def __init__(self, transport: Transport, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
-        self._way = transport
+        self._transport = transport
         self._faults = faults
         self._kill = kill
-        self.connect, self.forget, self.stage, self.close = (
+        self.connect, self.disconnect, self.prepare, self.close = (
             transport.connect,
-            transport.forget,
-            transport.stage,
+            transport.disconnect,
+            transport.prepare,
             transport.close,
         )
 
-    def write(self, staging: Staging, engine: Engine) -> int:
+    def send(self, staging: Staging, engine: EngineMemory) -> int:
         match next(self._faults, None):
             case "lost":
                 return staging.buffer.numel()
             case "torn":
                 half = copy(staging)
-                half.placements = staging.placements[: len(staging.placements) // 2]
-                return self._way.write(half, engine)
+                half.plans = staging.plans[: len(staging.plans) // 2]
+                return self._transport.send(half, engine)
             case "refused":
                 raise EngineLostError("refused, as injected")
             case "slow":
                 time.sleep(DELAY_SECONDS)
             case "killed":
                 self._kill(engine.name)
-        return self._way.write(staging, engine)
+        return self._transport.send(staging, engine)
 
 
 @dataclass
@@ -106,11 +106,11 @@ def load(stack: Stack, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def faulty(sources: LocalSources, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
-    """Tamper with every way of sources that were not used yet."""
+    """Tamper with every transport of sources that were not used yet."""
 
-    def tamper(source: Source, transport: str) -> None:
-        make = source._make[transport]
-        source._make[transport] = lambda: FaultyWay(make(), faults, kill)
+    def tamper(source: WeightSource, transport: str) -> None:
+        make = source._factories[transport]
+        source._factories[transport] = lambda: FaultyTransport(make(), faults, kill)
 
     for source in sources.all:
         for transport in TRANSPORTS:
@@ -131,14 +131,14 @@ async def publish_under_load(
     kill: Callable[[str], None] = lambda engine: None,
     repair: Callable[[str], EngineInfo] | None = None,
 ) -> RunData:
-    """`kill` ends an engine, `repair` starts it anew where it is dead and tells where it is now."""
+    """`kill` ends an engine, `repair` restarts it if it is dead and returns its address."""
     told = RunData()
     run_state = RunState(SystemClock(), told)
     known = {engine.name: engine for engine in engines}
     sources = LocalSources(stack.named_tensors, folder, timeout=10.0)
     faulty(sources, faults, kill)
     channel = Channel(TRANSPORTS, sources, known.__getitem__)
-    await channel.meet(list(known))
+    await channel.connect(list(known))
     publisher = Publisher(
         run_state=run_state,
         channel=channel,
@@ -180,10 +180,10 @@ async def publish_under_load(
 
 async def rejoin(fleet: SGLangFleet, channel: Channel, version: int, engine: EngineInfo) -> None:
     """Give an engine that was fenced the version that is live, then requests."""
-    fleet.introduce(engine)
-    await channel.meet([*fleet.routed(), engine.name])
+    fleet.register_engine(engine)
+    await channel.connect([*fleet.routed(), engine.name])
     for _ in range(20):
-        [outcome] = await channel.write(version, [engine.name])
+        [outcome] = await channel.send(version, [engine.name])
         if outcome.error is None:
             break
     await fleet.commit(engine.name, version)

@@ -206,9 +206,9 @@ PROOF = {
     "seed": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # weights
     "weight_transfer": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
-    "update_weight_buffer_size": f"{LEARNER}::test_weights_take_their_buffers_checks_and_patience",
-    "check_weight_update_equal": f"{LEARNER}::test_weights_take_their_buffers_checks_and_patience",
-    "update_weight_timeout_seconds": f"{LEARNER}::test_weights_take_their_buffers_checks_and_patience",
+    "update_weight_buffer_size": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
+    "check_weight_update_equal": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
+    "update_weight_timeout_seconds": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "pause_generation_mode": f"{PLACE}::test_engines_are_paused_in_the_mode_asked_for",
     "update_weights_interval": f"{SERVICE}::test_an_update_interval_publishes_every_so_many_batches_and_the_last",
     # engine

@@ -74,7 +74,7 @@ class Script(SGLangGenerator):
     async def abort(self, group: Group | None = None) -> None:
         self._ended.set()
 
-    async def rate(self, sample: Sample) -> None:
+    async def score_logprobs(self, sample: Sample) -> None:
         self.rated.append(sample)
         sample.rollout_log_probs = [-1.0] * sample.response_length
 
@@ -316,8 +316,8 @@ def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
         try:
             with pytest.raises(TrajectoryError, match="sample 3 of group sample_0_0: its prompt has no tokens"):
                 await engine.generate(one(""))
-            with pytest.raises(TrajectoryError, match="sample 4: its tokens hold no prompt"):
-                await engine.rate(Sample(index=4, tokens=[65], response_length=1))
+            with pytest.raises(TrajectoryError, match="sample 4: its tokens contain no prompt"):
+                await engine.score_logprobs(Sample(index=4, tokens=[65], response_length=1))
         finally:
             await engine.close()
 

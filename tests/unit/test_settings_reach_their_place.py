@@ -130,7 +130,10 @@ def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
     assert external_router(config()) is None
     url = external_router(config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
     assert url == "http://127.0.0.1:9"
-    with pytest.raises(UserError, match=r"name no sglang-router: http://127\.0\.0\.1:9/workers: .*refused"):
+    with pytest.raises(
+        UserError,
+        match=r"^no sglang-router answers at sglang_router_ip .*: http://127\.0\.0\.1:9/workers: .*refused",
+    ):
         router.require_router(url)
 
 
@@ -164,6 +167,7 @@ def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> No
     assert ray_arguments(config(ray_address="10.0.0.1:6379"))["address"] == "10.0.0.1:6379"
     started = ray_arguments(config())
     assert (started["address"], started["_node_ip_address"]) == ("local", "127.0.0.1")
+    assert started["_system_config"] == {"worker_niceness": 0}
 
 
 def test_processes_on_somebody_elses_ray_get_our_environment_and_folder(
@@ -252,7 +256,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine() -> N
             sampling_of(config()),
             limit=lambda: 1,
             engine_urls=list,
-            longest_prompt=config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
+            max_prompt_tokens=config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
         )
         try:
             with pytest.raises(TrajectoryError, match=r"sample 3 .* 5 tokens, more than rollout_max_prompt_len 4"):

@@ -60,13 +60,13 @@ def test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused() -> 
         told |= {"POST /pause_generation": {}, "POST /flush_cache": {}}
         async with serving(told) as (url, _):
             fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.05)
-            fleet.introduce(EngineInfo("e", url, 0, 1))
-            with pytest.raises(EngineLostError, match=r"it drew no token: GET http.* no answer within 0\.05 s$"):
+            fleet.register_engine(EngineInfo("e", url, 0, 1))
+            with pytest.raises(EngineLostError, match=r"it generated no token: GET http.* no answer within 0\.05 s$"):
                 await fleet.check("e")
             await fleet.pause("retract")
             await fleet.check("e")
             await fleet.resume()
-            with pytest.raises(EngineLostError, match="it drew no token"):
+            with pytest.raises(EngineLostError, match="it generated no token"):
                 await fleet.check("e")
             await fleet.close()
 
@@ -78,7 +78,7 @@ def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_alone(
         async with serving({"POST /workers": {}, "DELETE /workers/2": {}}) as (url, router):
             fleet = SGLangFleet(url)
             for number in (1, 2):
-                fleet.introduce(EngineInfo(f"e{number}", f"http://127.0.0.1:{number}", 0, 1))
+                fleet.register_engine(EngineInfo(f"e{number}", f"http://127.0.0.1:{number}", 0, 1))
             both = [
                 {"url": f"http://127.0.0.1:{number}", "id": str(number), "is_healthy": True} for number in (1, 2, 3)
             ]
@@ -95,7 +95,7 @@ def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_alone(
 def test_a_router_that_is_gone_and_not_ours_is_waited_for() -> None:
     async def story() -> None:
         fleet = SGLangFleet("http://127.0.0.1:1")
-        with pytest.raises(EngineLostError, match="not ours to start; it is used again when it is back"):
+        with pytest.raises(EngineLostError, match=r"^the external router does not answer; start it again"):
             await fleet.check_router()
         await fleet.close()
 
@@ -117,13 +117,13 @@ def test_a_duplicate_engine_is_refused_in_a_sentence() -> None:
         }
         async with serving(router) as (url, _):
             fleet = SGLangFleet(url)
-            fleet.introduce(EngineInfo("e", "http://127.0.0.1:7", 0, 1))
+            fleet.register_engine(EngineInfo("e", "http://127.0.0.1:7", 0, 1))
             await fleet.admit("e")
             for name, port in (("e", 8), ("other", 7)):
                 with pytest.raises(UserError, match=rf"engine {name} at .*:{port} is a duplicate of engine e at .*:7"):
-                    fleet.introduce(EngineInfo(name, f"http://127.0.0.1:{port}", 0, 1))
-            with pytest.raises(UserError, match="engine e is a member of the fleet already"):
-                fleet.enlist("e")
+                    fleet.register_engine(EngineInfo(name, f"http://127.0.0.1:{port}", 0, 1))
+            with pytest.raises(UserError, match="the fleet already has an engine e"):
+                fleet.expect_engine("e")
             assert fleet.members() == ("e",)
             await fleet.close()
 

@@ -77,7 +77,7 @@ def test_the_cause_is_the_last_exception_of_the_log() -> None:
     log = "loading\nTraceback (most recent call last):\n  File x\nValueError: bad model\nkilling children\n"
     assert cause(log) == "ValueError: bad model"
     assert cause("only words\nthe last word\n\n") == "the last word"
-    assert cause("") == "it wrote nothing"
+    assert cause("") == "its log is empty"
 
 
 def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_their_own_devices(

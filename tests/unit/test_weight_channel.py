@@ -1,42 +1,40 @@
-"""Which way weights take: what was asked for, what is fastest, and what comes after a way that fails."""
+"""Which transport sends the weights: the one that was configured, the fastest one, or the next after a failure."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.channel import Channel, by_preference, find_transports
 from miles_async.errors import FatalError, UserError
-from miles_async.types import WriteOutcome
+from miles_async.types import SendOutcome
 
 ENGINES = [EngineInfo("a", "http://a", 1, 1), EngineInfo("b", "http://b", 2, 1)]
 ADDRESS = {engine.name: engine for engine in ENGINES}
 
 
 class TwoSources:
-    """Writes take the given seconds of real time by each way; a way without any does not work."""
+    """Sends by a transport take the given seconds; a transport that is not given does not work."""
 
     def __init__(self, **seconds: float) -> None:
         self.seconds = seconds
         self.staged: list[tuple[int, Sequence[str]]] = []
-        self.written: list[tuple[str, str]] = []
+        self.sent: list[tuple[str, str]] = []
 
-    async def meet(self, engines: Sequence[EngineInfo]) -> None: ...
-
-    async def reach(self, transport: str, engine: str) -> None: ...
+    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None: ...
 
     async def stage(self, version: int, transports: Sequence[str]) -> None:
         self.staged.append((version, transports))
 
-    async def write(self, version: int, engine: str, transport: str) -> list[WriteOutcome]:
-        self.written.append((engine, transport))
+    async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
+        self.sent.append((engine, transport))
         await asyncio.sleep(self.seconds.get(transport, 0))
         error = None if transport in self.seconds else f"no {transport} here"
-        whole = WriteOutcome(engine=engine, seconds=0.1, bytes=30)
-        return [whole, WriteOutcome(engine=engine, seconds=0.2, bytes=20, error=error)]
+        whole = SendOutcome(engine=engine, seconds=0.1, bytes=30)
+        return [whole, SendOutcome(engine=engine, seconds=0.2, bytes=20, error=error)]
 
 
 def transports(sources: TwoSources, wanted: str) -> tuple[str, ...]:
@@ -65,33 +63,35 @@ def test_p2p_wins_what_is_nearly_a_tie() -> None:
 def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
     assert transports(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
     assert transports(TwoSources(disk=0.0), "auto") == ("disk",)
-    with pytest.raises(FatalError, match="no way to move weights to the engines works; by disk: no disk here"):
+    with pytest.raises(
+        FatalError, match="no transport can send weights to the engines; disk failed with: no disk here"
+    ):
         transports(TwoSources(), "auto")
 
 
-def test_a_way_asked_for_by_name_comes_first_or_is_refused() -> None:
+def test_a_transport_that_is_named_comes_first_or_is_refused() -> None:
     assert transports(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
     with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here"):
         transports(TwoSources(memory=0.0), "p2p")
 
 
-def test_an_engine_falls_back_alone_and_starts_over_when_it_was_started_anew() -> None:
+def test_an_engine_falls_back_alone_and_returns_to_the_first_transport_when_it_was_restarted() -> None:
     async def story() -> None:
         sources = TwoSources(p2p=0.0, broadcast=0.0)
         address = dict(ADDRESS)
         channel = Channel(("p2p", "broadcast"), sources, address.__getitem__)
-        await channel.meet(["a", "b"])
+        await channel.connect(["a", "b"])
         await channel.stage(1)
         assert await channel.fall_back("b") == "broadcast"
-        await channel.write(1, ["a", "b"])
-        assert sources.written == [("a", "p2p"), ("b", "broadcast")]
+        await channel.send(1, ["a", "b"])
+        assert sources.sent == [("a", "p2p"), ("b", "broadcast")]
         assert await channel.fall_back("b") is None
         await channel.stage(2)
         assert sources.staged == [(1, ["p2p"]), (2, ["broadcast", "p2p"])]
         address["b"] = EngineInfo("b", "http://b2", 3, 1)
-        await channel.meet(["a", "b"])
-        await channel.write(2, ["b"])
-        assert sources.written[-1] == ("b", "p2p")
+        await channel.connect(["a", "b"])
+        await channel.send(2, ["b"])
+        assert sources.sent[-1] == ("b", "p2p")
 
     asyncio.run(story())
 
@@ -99,8 +99,8 @@ def test_an_engine_falls_back_alone_and_starts_over_when_it_was_started_anew() -
 def test_what_one_source_could_not_send_has_not_arrived() -> None:
     async def story() -> None:
         channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
-        [outcome] = await channel.write(1, ["a"])
-        assert outcome == WriteOutcome(engine="a", seconds=0.2, bytes=50, error="no p2p here")
+        [outcome] = await channel.send(1, ["a"])
+        assert outcome == SendOutcome(engine="a", seconds=0.2, bytes=50, error="no p2p here")
 
     asyncio.run(story())
 

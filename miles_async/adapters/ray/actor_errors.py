@@ -1,21 +1,51 @@
-"""Which process died, and how, in one sentence instead of Ray's page."""
+"""Calls to Ray actors that raise this project's errors instead of Ray's."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
+from miles_async.errors import FatalError, MilesError
+
+T = TypeVar("T")
 _NAME = re.compile(r"^\s*name: (\S+)$", re.MULTILINE)
 
 
-def death_of(error: RayActorError) -> str:
-    """Names the process where Ray does, and its log."""
+async def actor_result(call: Awaitable[T]) -> T:
+    """Await a call to an actor, or a coroutine that makes such calls.
+
+    Raises the actor's own error if it is a MilesError, and FatalError if the actor raised anything else or has died.
+    """
+    try:
+        return await call
+    except RayTaskError as error:
+        if isinstance(error.cause, MilesError):
+            raise error.cause from None
+        sentence = f"a process of the run failed with {type(error.cause).__name__}: {error.cause}"
+        raise FatalError(f"{sentence}; its log is in logs/ of the run folder") from error
+    except RayActorError as error:
+        raise FatalError(describe_death(error)) from error
+
+
+async def all_results(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await the same call to several actors; return their results in order.
+
+    Raises as `actor_result`, as soon as one call fails: the other actors may wait for the one that failed.
+    """
+    return list(await asyncio.gather(*map(actor_result, calls)))
+
+
+def describe_death(error: RayActorError) -> str:
+    """Say in one sentence which process died, how, and where its log is."""
     text = str(error).strip()
-    # Ray says at the end how a process died, and then what processes may die of.
-    how = text.splitlines()[-1].partition("Worker exit detail: ")[2] or text.splitlines()[-1]
-    how = how.partition(" Some common causes")[0].partition(" There are some potential root causes")[0].rstrip(". ")
-    if (named := _NAME.search(text)) is None:
-        return f"a process of the run died: {how}"
-    log = f"logs/{named[1]}.log in the run folder"
-    return f"{named[1]} died: {how}; it was killed (out of memory?) or crashed, see {log}"
+    # Ray's last line has the cause, followed by a list of what may cause such deaths in general.
+    cause = text.splitlines()[-1].partition("Worker exit detail: ")[2] or text.splitlines()[-1]
+    cause = cause.partition(" Some common causes")[0].partition(" There are some potential root causes")[0].rstrip(". ")
+    if (name := _NAME.search(text)) is None:
+        return f"a process of the run died: {cause}"
+    log = f"logs/{name[1]}.log in the run folder"
+    return f"{name[1]} died: {cause}; it was killed (out of memory?) or crashed, see {log}"

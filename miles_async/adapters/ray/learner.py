@@ -1,4 +1,4 @@
-"""The learner as the pipeline sees it, over the Ray actors of all ranks."""
+"""The learner as the pipeline sees it, over the Ray actors of all learner ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from miles_async.adapters.ray.ranks import Rank, of_all
+from miles_async.adapters.ray.actor_errors import all_results
+from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.batching.batch import rank_batches
 from miles_async.config.derived import data_parallel_rank, hf_export
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
-from miles_async.types import Group, StepReport
+from miles_async.types import Group, SendOutcome, StepReport
 
 T = TypeVar("T")
+Rank = Any
+"""Handle of a `workers.learner.LearnerRank` actor."""
 
 
 class RayLearner:
-    """`ports.Learner`: cuts a batch up for the ranks and merges what they report."""
+    """Implements `ports.Learner`: splits a batch among the ranks and merges their reports.
+
+    Every call raises FatalError if a rank is lost.
+    """
 
     def __init__(self, config: RunConfig, ranks: Sequence[Rank]) -> None:
         self._config = config
@@ -28,19 +34,19 @@ class RayLearner:
         save = config.learner.save
         self._checkpoints = None if save is None else CheckpointFolder(Path(save).expanduser().absolute())
         self._draft: Path | None = None
-        """Where the checkpoint that was copied last is written."""
+        """Folder of the checkpoint that was copied last, until it is committed."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
-        # Packing a large batch takes long enough to be felt by a loop that also keeps requests in flight.
-        shares = await asyncio.to_thread(rank_batches, groups, self._config, len(self._ranks))
-        reports = await of_all(
-            rank.train.remote(rollout_id, share) for rank, share in zip(self._ranks, shares, strict=True)
+        # In a thread: packing a large batch would block the event loop, which also keeps requests in flight.
+        batches = await asyncio.to_thread(rank_batches, groups, self._config, len(self._ranks))
+        reports = await all_results(
+            rank.train.remote(rollout_id, batch) for rank, batch in zip(self._ranks, batches, strict=True)
         )
         learner, ranks = self._config.learner, len(reports)
-        # Ranks of one share count the same tokens.
-        per_share = {data_parallel_rank(learner, rank, ranks): report.tokens for rank, report in enumerate(reports)}
+        # Tensor-, pipeline- and context-parallel ranks report the same tokens: count each data-parallel rank once.
+        tokens_of = {data_parallel_rank(learner, rank, ranks): report.tokens for rank, report in enumerate(reports)}
+        tokens = sum(tokens_of.values())
         started, ended = min(report.started for report in reports), max(report.ended for report in reports)
-        tokens = sum(per_share.values())
         return StepReport(
             started=started,
             ended=ended,
@@ -48,58 +54,79 @@ class RayLearner:
             finite=all(report.finite for report in reports),
             metrics={
                 **reports[0].metrics,
-                **_of_machine(reports),
+                **_device_metrics(reports),
                 "tokens_per_second": tokens / max(ended - started, 1e-9),
             },
         )
 
     async def offload(self) -> None:
-        await of_all(rank.offload.remote() for rank in self._ranks)
+        await all_results(rank.offload.remote() for rank in self._ranks)
 
     async def onload(self) -> None:
-        await of_all(rank.onload.remote() for rank in self._ranks)
+        await all_results(rank.onload.remote() for rank in self._ranks)
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
-        results = await of_all(rank.logprobs.remote(token_lists) for rank in self._ranks)
+        results = await all_results(rank.logprobs.remote(token_lists) for rank in self._ranks)
         return results[0]  # type: ignore[no-any-return]
 
     async def copy_state(self, rollout_id: int) -> None:
         settings = self._config.learner
         if self._checkpoints is not None:
-            self._draft = await self._on_disk(rollout_id, asyncio.to_thread(self._checkpoints.begin, rollout_id))
+            self._draft = await self._writing(rollout_id, asyncio.to_thread(self._checkpoints.begin, rollout_id))
         folder = None if self._draft is None else str(self._draft)
         export = None if settings.save_hf is None else str(hf_export(settings.save_hf, rollout_id))
-        await of_all(rank.copy_state.remote(folder, export) for rank in self._ranks)
+        await all_results(rank.copy_state.remote(folder, export) for rank in self._ranks)
 
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         try:
-            await self._on_disk(rollout_id, self._write(rollout_id, progress))
+            await self._writing(rollout_id, self._write(rollout_id, progress))
         finally:
             if self._checkpoints is not None and self._draft is not None:
                 await asyncio.to_thread(self._checkpoints.discard, self._draft)
 
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
-        """All ranks write their part into one folder, which they must share."""
-        written = await of_all(rank.write_state.remote() for rank in self._ranks)
-        await of_all([self._ranks[0].finish_state.remote(written)])
+        """Let all ranks write their parts into one folder on a shared file system, then commit the folder."""
+        written = await all_results(rank.write_state.remote() for rank in self._ranks)
+        await all_results([self._ranks[0].finish_state.remote(written)])
         if self._checkpoints is not None and self._draft is not None:
             keep = self._config.learner.save_keep
             await asyncio.to_thread(self._checkpoints.commit, self._draft, rollout_id, progress, keep)
 
-    async def _on_disk(self, rollout_id: int, work: Awaitable[T]) -> T:
+    async def _writing(self, rollout_id: int, work: Awaitable[T]) -> T:
+        """Await a step of writing a checkpoint; name the checkpoint and its folder if the step fails."""
         try:
             return await work
         except (FatalError, OSError) as error:
+            folder = self._config.learner.save or self._config.learner.save_hf
             raise FatalError(
-                f"the checkpoint of rollout {rollout_id} could not be written to "
-                f"{self._config.learner.save or self._config.learner.save_hf}: {error}; the one before it is whole"
+                f"the checkpoint of rollout {rollout_id} could not be written to {folder}: {error}; "
+                "the previous checkpoint is intact"
             ) from error
 
 
-def _of_machine(reports: Sequence[StepReport]) -> dict[str, float]:
-    """The fullest rank's memory, and what the ranks reach of their devices' speed on average."""
-    found = {"memory_gib": max(report.metrics["memory_gib"] for report in reports)}
+class RayWeightSources:
+    """Implements `adapters.weights.channel.WeightSources`: every learner rank is a weight source.
+
+    Every call raises FatalError if a rank is lost.
+    """
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+
+    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
+        await all_results(rank.connect.remote(list(engines), dict(transports)) for rank in self._ranks)
+
+    async def stage(self, version: int, transports: Sequence[str]) -> None:
+        await all_results(rank.stage.remote(version, list(transports)) for rank in self._ranks)
+
+    async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
+        return await all_results(rank.send.remote(version, engine, transport) for rank in self._ranks)
+
+
+def _device_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
+    """Return the memory of the fullest rank, and the mean of the ranks' model FLOPs utilisation."""
+    metrics = {"memory_gib": max(report.metrics["memory_gib"] for report in reports)}
     if "mfu" in reports[0].metrics:
-        found["mfu"] = fmean(report.metrics["mfu"] for report in reports)
-    return found
+        metrics["mfu"] = fmean(report.metrics["mfu"] for report in reports)
+    return metrics

@@ -1,63 +1,68 @@
-"""The engines and the router as Ray actors that can be told to start their servers anew."""
+"""Starts and restarts the servers of engines and router through the Ray actors that own them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayTaskError
-
-from miles_async.adapters.ray.actor_errors import death_of
+from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import EngineLostError
+from miles_async.errors import EngineLostError, MilesError
 
+T = TypeVar("T")
 Actor = Any
 """Handle of a `workers.engine.Engine` or `workers.router.Router` actor."""
-PLACED_WITHIN_SECONDS = 60.0
-"""How long Ray may take to find a lost actor another process, before its server begins to start."""
+ACTOR_RESTART_SECONDS = 60.0
+"""Time for Ray to restart an actor that died, before the actor begins to start its server."""
 
 
-async def start_engine(parts: Sequence[Actor], *, anew: bool = False) -> EngineInfo:
-    """Start an engine's servers, one per node that it spans, all at once; the first one's tells where it is.
+async def start_engine(parts: Sequence[Actor], *, restart: bool = False) -> EngineInfo:
+    """Start all servers of an engine at once, one per node that it spans; return the address of the first.
 
-    `anew` ends what is left of them before.
+    `restart` stops servers that still run before.
     """
+    # Servers on several nodes have to agree on ports of the first node before they start.
     rendezvous = await parts[0].rendezvous.remote() if len(parts) > 1 else None
-    calls = [(part.restart if anew else part.start).remote(rendezvous) for part in parts]
+    calls = [(part.restart if restart else part.start).remote(rendezvous) for part in parts]
     infos: list[EngineInfo] = await asyncio.gather(*calls)
     return infos[0]
 
 
 class RayServers:
-    """`adapters.sglang.fleet.Processes`. Ray starts an actor that died anew by itself; its server is started here."""
+    """Implements `adapters.sglang.fleet.Servers`.
+
+    Ray restarts an actor that died by itself, without its server. This class starts the server again.
+    """
 
     def __init__(self, engines: Mapping[str, Sequence[Actor]], router: Actor | None, start_timeout: float) -> None:
-        """`router` is None where it is somebody else's."""
+        """`engines` has the actors of each engine, one per node. `router` is None if the run uses an external router.
+
+        `start_timeout` is the time in seconds that a server may take to start.
+        """
         self._engines = dict(engines)
         self._router = router
-        self._patience = start_timeout + PLACED_WITHIN_SECONDS
+        self._timeout = start_timeout + ACTOR_RESTART_SECONDS
 
     def add(self, engine: str, parts: Sequence[Actor]) -> None:
+        """Add an engine; its servers need not run yet."""
         self._engines[engine] = parts
 
     async def restart_engine(self, engine: str) -> EngineInfo:
-        info: EngineInfo = await self._answer(f"engine {engine}", start_engine(self._engines[engine], anew=True))
-        return info
+        return await self._within_timeout(f"engine {engine}", start_engine(self._engines[engine], restart=True))
 
     async def restart_router(self) -> None:
         if self._router is None:
             raise EngineLostError(
-                "the router does not answer and is not ours to start; it is used again when it is back"
+                "the external router does not answer; start it again, the run uses it as soon as it answers"
             )
-        await self._answer("sglang-router", self._router.restart.remote())
+        await self._within_timeout("sglang-router", self._router.restart.remote())
 
-    async def _answer(self, what: str, call: Any) -> Any:
+    async def _within_timeout(self, server: str, call: Awaitable[T]) -> T:
+        """Raise EngineLostError for any failure: a restart is tried again, it does not end the run."""
         try:
-            return await asyncio.wait_for(call, self._patience)
+            return await asyncio.wait_for(actor_result(call), self._timeout)
         except TimeoutError:
-            raise EngineLostError(f"{what} was not started anew within {self._patience:.0f} s") from None
-        except RayTaskError as error:
-            raise EngineLostError(" ".join(str(error.cause).split())) from error
-        except RayActorError as error:
-            raise EngineLostError(death_of(error)) from error
+            raise EngineLostError(f"{server} was not restarted within {self._timeout:.0f} s") from None
+        except MilesError as error:
+            raise EngineLostError(" ".join(str(error).split())) from error

@@ -1,4 +1,4 @@
-"""JSON over HTTP to engines and router: one aiohttp session, orjson, and our own errors."""
+"""JSON over HTTP to engines and router, with this project's errors."""
 
 from __future__ import annotations
 
@@ -9,27 +9,34 @@ import orjson
 
 from miles_async.errors import EngineLostError, TrajectoryError
 
-_TRY_ELSEWHERE = {408, 425, 429}
-"""4xx answers that speak of the moment and not of the request."""
+_TEMPORARY = {408, 425, 429}
+"""4xx answers that depend on the state of the server, not on the request; the same request may succeed later."""
 
 
 class JsonClient:
-    """Costs a quarter of a millisecond of CPU per request; create it inside the running loop."""
+    """One aiohttp session with orjson: a quarter of a millisecond of CPU per request.
+
+    Create it inside the running event loop.
+    """
 
     def __init__(self) -> None:
-        # The number of connections is bounded by who asks, not here.
+        # `Permits` bounds the requests; a limit here would let them wait unseen.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
 
     async def post(self, url: str, body: Any = None, *, within: float) -> Any:
-        """The decoded answer, or its text where it is no JSON. Raises as `request` does."""
+        """Send a POST request; see `request`."""
         return await self.request("POST", url, body, within=within)
 
     async def get(self, url: str, *, within: float) -> Any:
+        """Send a GET request; see `request`."""
         return await self.request("GET", url, within=within)
 
     async def request(self, method: str, url: str, body: Any = None, *, within: float) -> Any:
-        """Raises EngineLostError when nobody answered `within` seconds or the server failed (5xx), TrajectoryError
-        when the server refused the request itself (4xx), which a second attempt would not change."""
+        """Send a request with `body` as JSON; return the decoded answer, or its text if it is not JSON.
+
+        Raises EngineLostError if there is no answer `within` seconds or the server failed (5xx), and TrajectoryError if
+        the server refused the request (4xx), so that repeating it cannot help.
+        """
         try:
             async with self._session.request(
                 method,
@@ -41,7 +48,7 @@ class JsonClient:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineLostError(f"{method} {url}: {str(error) or f'no answer within {within:g} s'}") from error
-        if response.status >= 500 or response.status in _TRY_ELSEWHERE:
+        if response.status >= 500 or response.status in _TEMPORARY:
             raise EngineLostError(f"{method} {url} answered {response.status}: {_start(content)}")
         if response.status >= 400:
             raise TrajectoryError(f"{method} {url} answered {response.status}: {_start(content)}")

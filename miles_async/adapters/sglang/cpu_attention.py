@@ -1,8 +1,9 @@
 """Decoding attention for a whole batch on CPU.
 
-SGLang's torch-native backend calls the attention kernel once per sequence and layer; for many short sequences that is
-most of a step. This calls it once per layer, on keys padded to the longest sequence, hooked around the original
-(`plugin.py`). Where sequences are long the work itself dominates and the original is as fast, so it keeps those.
+SGLang's torch-native backend calls the attention kernel once per sequence and layer. With many short sequences these
+calls take most of a decoding step. This module makes one call per layer, on keys padded to the longest sequence. It is
+hooked around the original function (`plugin.py`), which remains in use for long sequences: there the arithmetic
+dominates and padding would waste it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-LONGEST = 96
-"""Tokens of the longest sequence up to which one padded call was the faster one (64 sequences, one core)."""
+MAX_PADDED_LENGTH = 96
+"""Length of the longest sequence up to which one padded call was measured to be faster (64 sequences, one core)."""
 
 
 def decode(
@@ -32,25 +33,27 @@ def decode(
     sliding_window_size: int | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """One new token per sequence: row `i` of `query` attends to all of sequence `i`.
+    """Attend with one new token per sequence: row `i` of `query` attends to all tokens of sequence `i`.
 
-    `query` and `output` are [sequences, heads, width], the caches [slots, kv_heads, width], and `req_to_token`
-    [requests, context] names the slot of each token.
+    `query` and `output` are [sequences, heads, width], `k_cache` and `v_cache` [slots, kv_heads, width]. `req_to_token`
+    [requests, context] has the cache slot of each token, `req_pool_indices` [sequences] the row of each sequence.
+    Writes to `output` and returns it.
     """
     longest = int(seq_lens.max())
-    if longest > LONGEST or encoder_lens is not None or (sliding_window_size or 0) > 0:
+    if longest > MAX_PADDED_LENGTH or encoder_lens is not None or (sliding_window_size or 0) > 0:
         return original(
             backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
             scaling=scaling, sliding_window_size=sliding_window_size, **others,
         )  # fmt: skip
-    real = torch.arange(longest) < seq_lens[:, None]
+    is_token = torch.arange(longest) < seq_lens[:, None]
     slots = req_to_token[req_pool_indices, :longest]
-    # Padding repeats the sequence's own first slot: one that nobody owns may hold no number, which no mask hides.
-    slots = torch.where(real, slots, slots[:, :1]).long()
+    # Pad with the sequence's own first slot. An unused slot may contain NaN, and 0 * NaN would pass through the mask.
+    slots = torch.where(is_token, slots, slots[:, :1]).long()
     keys = k_cache[slots].transpose(1, 2).to(query.dtype)
     values = v_cache[slots].transpose(1, 2).to(query.dtype)
-    # The heads that share keys stand in as queries of one head: nothing has to be repeated.
+    # Grouped-query attention: the query heads that share a key head become queries of one head, so that keys and values
+    # need not be repeated.
     grouped = query.view(len(seq_lens), keys.shape[1], -1, query.shape[2])
-    answer = scaled_dot_product_attention(grouped, keys, values, attn_mask=real[:, None, None], scale=scaling)
+    answer = scaled_dot_product_attention(grouped, keys, values, attn_mask=is_token[:, None, None], scale=scaling)
     output.copy_(answer.reshape(output.shape))
     return output

@@ -1,11 +1,13 @@
-"""Run a server that cannot outlive the process that started it.
+"""Runs a Python module as a server that cannot outlive the process that started it.
 
     python -m miles_async.adapters.sglang.die_with_parent MODULE …
 
-The starter holds the write end of this process's standard input. However the starter ends, killed outright or not, the
-pipe closes, and the whole process group goes with it. A small process of its own watches for that: a thread would wait
-for the interpreter lock, which sglang-router keeps while it serves; and a parent-death signal would follow the *thread*
-that started us, and Ray's actors change threads.
+The parent holds the write end of this process's standard input. When the parent ends, even by SIGKILL, the pipe closes
+and the whole process group is killed.
+
+A forked child watches the pipe. A thread could not: it would wait for the interpreter lock, which sglang-router holds
+while it serves. A parent-death signal (`PR_SET_PDEATHSIG`) would not do either: it is sent when the *thread* that
+started this process ends, and Ray's actors change threads.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import signal
 import sys
 
 
-def end_with_starter() -> None:
-    """Watch in a forked child; the parent returns at once."""
+def kill_group_with_parent() -> None:
+    """Watch standard input in a forked child; returns at once in this process."""
     if os.fork() == 0:
+        # A polite end of the group must not end the watcher before the servers.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while os.read(0, 1):
             pass
@@ -26,6 +29,6 @@ def end_with_starter() -> None:
 
 
 if __name__ == "__main__":
-    end_with_starter()
+    kill_group_with_parent()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,7 +1,8 @@
-"""What an engine tells of its own weights, and how it takes changes from disk. Runs inside SGLang's schedulers.
+"""Access to an engine's weights from outside. Runs inside SGLang's scheduler processes, hooked in by `plugin.py`.
 
-SGLang hands `/weights_checker` to every tensor-parallel rank and collects one answer of each. Two questions of our own
-go that way: where the parameters lie, and what stands there now. They are asked by `miles_async.adapters.weights`.
+SGLang passes `/weights_checker` to every tensor-parallel rank and collects one answer per rank. This module adds two
+actions to it: the addresses of all parameters, and checksums of parts of them. `miles_async.adapters.weights` calls
+them. It also adds a load format for files that hold only the changed bytes of the weights.
 """
 
 from __future__ import annotations
@@ -14,39 +15,40 @@ from pathlib import Path
 from typing import Any
 
 REGIONS = "miles_async.regions"
-SUMS = "miles_async.sums:"
-"""Followed by JSON: for each rank its windows, `[parameter, first byte, bytes]`."""
+"""The action that returns the memory of all parameters, the process id and the machine."""
+CHECKSUMS = "miles_async.sums:"
+"""The action that returns checksums. JSON follows: for each rank its windows, `[parameter, first byte, bytes]`."""
 DELTA_FORMAT = "miles_async_delta"
-"""The `load_format` of a folder that holds changes only."""
+"""The `load_format` of a folder with a delta file."""
 DELTA_FILE = "delta.safetensors"
 
 Model = Any
 """The `torch.nn.Module` that SGLang runs."""
 
 
-def answer(
+def handle_check(
     original: Callable[..., Any], checker: Any, action: str, allow_quant_error: bool = False
 ) -> dict[str, Any] | None:
-    """Around SGLang's `WeightChecker.handle`; its own questions stay its own."""
+    """Wrap SGLang's `WeightChecker.handle`: answer the actions of this module, pass all others on."""
     if action == REGIONS:
-        allow_neighbours()
-        told = {"parameters": regions(checker._get_model()), "pid": os.getpid(), "machine": machine()}
-    elif action.startswith(SUMS):
-        windows = json.loads(action.removeprefix(SUMS))[checker._parallelism_info().tp_rank]
-        told = {"sums": sums(checker._get_model(), windows)}
+        allow_writes_by_other_processes()
+        answer = {"parameters": regions(checker._get_model()), "pid": os.getpid(), "machine": machine_id()}
+    elif action.startswith(CHECKSUMS):
+        windows = json.loads(action.removeprefix(CHECKSUMS))[checker._parallelism_info().tp_rank]
+        answer = {"checksums": checksums(checker._get_model(), windows)}
     else:
         native: dict[str, Any] | None = original(checker, action, allow_quant_error)
         return native
-    # The answer has SGLang's own form: one text per name and rank.
+    # SGLang accepts only this form: one string per name under `checksums`.
     return {
-        "checksums": {name: json.dumps(value) for name, value in told.items()},
+        "checksums": {name: json.dumps(value) for name, value in answer.items()},
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info().model_dump(),
     }
 
 
 def regions(model: Model) -> dict[str, dict[str, Any]]:
-    """Of each parameter: address, shape, dtype and device."""
+    """Return address, shape, dtype and device of each parameter."""
     return {
         name: {
             "address": parameter.data_ptr(),
@@ -58,16 +60,16 @@ def regions(model: Model) -> dict[str, dict[str, Any]]:
     }
 
 
-def sums(model: Model, windows: list[tuple[str, int, int]]) -> list[int]:
-    """The CRC-32 of each window of bytes."""
+def checksums(model: Model, windows: list[tuple[str, int, int]]) -> list[int]:
+    """Return the CRC-32 of each window: parameter, first byte, number of bytes."""
     parameters = dict(model.named_parameters())
     return [zlib.crc32(_bytes(parameters[name], start, size).cpu().numpy()) for name, start, size in windows]
 
 
-def load_changes(
+def load_from_disk(
     original: Callable[..., tuple[bool, str]], updater: Any, model_path: str, load_format: str, **others: Any
 ) -> tuple[bool, str]:
-    """Around SGLang's `WeightUpdater.update_weights_from_disk`: whole weights by SGLang, changes by ourselves.
+    """Wrap SGLang's `WeightUpdater.update_weights_from_disk`: apply delta files, let SGLang load all other formats.
 
     Returns success and a sentence, as SGLang does.
     """
@@ -81,10 +83,10 @@ def load_changes(
 
 
 def apply_delta(model: Model, path: Path, rank: int) -> None:
-    """Put the changed bytes in place.
+    """Write the changed bytes of a delta file into this rank's parameters; see `weights.transports.disk_delta`.
 
-    Raises ValueError when the sum of a region is not what it must be afterwards: the base was another one, or the file
-    is torn.
+    Raises ValueError if the checksum of a region is wrong afterwards: the parameters did not hold the base version, or
+    the file is damaged.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -92,44 +94,43 @@ def apply_delta(model: Model, path: Path, rank: int) -> None:
     parameters = dict(model.named_parameters())
     try:
         with safe_open(path, framework="pt") as file:
-            notes = file.metadata()
-            for number, (_, name, start, size, expected) in _own(json.loads(notes["regions"]), rank):
+            metadata = file.metadata()
+            for number, (region_rank, name, start, size, expected) in enumerate(json.loads(metadata["regions"])):
+                if region_rank != rank:
+                    continue
                 region = _bytes(parameters[name], start, size)
                 mask = zlib.decompress(file.get_tensor(f"{number}.mask").numpy().tobytes())
-                changed = unpack(torch.frombuffer(bytearray(mask), dtype=torch.uint8), size)
+                changed = unpack_bits(torch.frombuffer(bytearray(mask), dtype=torch.uint8), size)
                 region[changed.to(region.device)] = file.get_tensor(f"{number}.bytes").to(region.device)
                 if zlib.crc32(region.cpu().numpy()) != expected:
-                    raise ValueError(f"{name} is not what it was in version {notes['base']}, or {path} is torn")
+                    raise ValueError(f"{name} did not hold version {metadata['base']}, or {path} is damaged")
     except SafetensorError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def unpack(mask: Any, size: int) -> Any:
-    """A tensor of `size` booleans from one of packed bits, lowest bit first."""
+def unpack_bits(packed: Any, size: int) -> Any:
+    """Return `size` booleans from a uint8 tensor of packed bits, lowest bit first."""
     import torch
 
-    bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.flatten()[:size].bool()
 
 
-def machine() -> str:
-    """Processes that say the same can reach each other's memory, by their numbers.
+def machine_id() -> str:
+    """Identify this boot of this machine and its process id namespace.
 
-    It names this boot of this machine and its process numbers: containers on one machine have each their own.
+    Two processes with the same id can address each other by process id. Containers on one machine have different ids,
+    because each container has its own process id namespace.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
-def allow_neighbours() -> None:
-    """Let other processes of this user write into this one's memory, also where Yama forbids it unless told."""
+def allow_writes_by_other_processes() -> None:
+    """Let other processes of this user write this process's memory, even if Yama's `ptrace_scope` restricts it."""
     import ctypes
 
-    set_ptracer, anyone = 0x59616D61, ctypes.c_ulong(-1)
-    ctypes.CDLL(None).prctl(set_ptracer, anyone, 0, 0, 0)
-
-
-def _own(entries: list[list[Any]], rank: int) -> list[tuple[int, list[Any]]]:
-    return [(number, entry) for number, entry in enumerate(entries) if entry[0] == rank]
+    set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
+    ctypes.CDLL(None).prctl(set_ptracer, any_process, 0, 0, 0)
 
 
 def _bytes(parameter: Any, start: int, size: int) -> Any:

@@ -1,12 +1,12 @@
-"""The engines and the router in front of them, over HTTP.
+"""`ports.Fleet` over HTTP: the SGLang engines and the router in front of them.
 
-What belongs to a publish goes to each engine's own url, all engines at once; the router is only told who may get
-requests. SGLang answers `/pause_generation` when the request to pause is sent, not when the scheduler has stopped, so
-each pause is followed by a message that the scheduler answers in order.
+Publishing talks to each engine directly, to all engines at once. The router is involved only in who receives requests.
+SGLang answers `/pause_generation` before the scheduler has stopped, so every pause is followed by a request that the
+scheduler itself answers, after it has handled the pause.
 
-The router adds and drops workers in the background, and forgets them all when it dies: `check_router` brings its list
-in line with the engines that are routed here. An engine that is started anew has another url, so that whatever still
-knows the old one reaches nobody.
+The router adds and removes engines in the background, and forgets all of them if it dies; `check_router` corrects its
+list. A restarted engine has another URL, so that requests to the old URL fail instead of reaching an engine whose
+weights may be old.
 """
 
 from __future__ import annotations
@@ -23,188 +23,201 @@ from miles_async.errors import EngineLostError, TrajectoryError, UserError
 from miles_async.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
+ROUTER_POLL_SECONDS = 0.05
 
-class Processes(Protocol):
-    """Whoever owns the servers."""
+
+class Servers(Protocol):
+    """The owner of the server processes."""
 
     async def restart_engine(self, engine: str) -> EngineInfo:
-        """End what is left of it, start it anew. Raises EngineLostError when it does not come up."""
+        """Stop an engine's servers if they still run, and start them. Raises EngineLostError if they do not start."""
         ...
 
     async def restart_router(self) -> None:
-        """Start it anew at its old address. Raises EngineLostError when it does not come up or is not ours."""
+        """Start the router at its previous address.
+
+        Raises EngineLostError if it does not start or does not belong to the run.
+        """
         ...
 
 
-class Unowned:
-    """`Processes` of somebody else."""
+class ExternalServers:
+    """Implements `Servers` for servers that something else started: nothing is restarted."""
 
     async def restart_engine(self, engine: str) -> EngineInfo:
-        raise EngineLostError(f"engine {engine} is not ours to start")
+        raise EngineLostError(f"engine {engine} was not started by this run; restart it where it was started")
 
     async def restart_router(self) -> None:
-        raise EngineLostError("the router does not answer and is not ours to start; it is used again when it is back")
+        raise EngineLostError(
+            "the external router does not answer; start it again, the run uses it as soon as it answers"
+        )
 
 
-def _untold(event: Event) -> None: ...
+def _ignore_event(event: Event) -> None: ...
 
 
 class SGLangFleet:
-    """Implements `ports.Fleet`. Create it inside the running loop; `tell` hears when an engine comes or goes."""
+    """Implements `ports.Fleet`. Create it inside the running event loop."""
 
     def __init__(
         self,
         router_url: str,
         *,
-        processes: Processes | None = None,
-        tell: Callable[[Event], None] = _untold,
+        servers: Servers | None = None,
+        emit: Callable[[Event], None] = _ignore_event,
         timeout: float = 30.0,
         health_timeout: float = 30.0,
         colocated: bool = False,
     ) -> None:
-        """`colocated` engines must be idle when they leave their devices, and so are never asked for a token."""
+        """`emit` receives an event whenever an engine or the router changes.
+
+        `timeout` is in seconds per request, `health_timeout` in seconds until a checked engine has generated a token.
+        `colocated` engines must be idle when they release their devices, so they are never asked to generate a token.
+        """
         self._router = router_url
-        self._processes = processes or Unowned()
-        self._tell = tell
+        self._servers = servers or ExternalServers()
+        self._emit = emit
         self._timeout = timeout
         self._health_timeout = health_timeout
         self._colocated = colocated
         self._client = JsonClient()
         self._members: dict[str, None] = {}
-        """In order of their coming."""
-        self._known: dict[str, EngineInfo] = {}
-        """Where they are, or were last."""
+        """An ordered set, in insertion order."""
+        self._infos: dict[str, EngineInfo] = {}
+        """Current or last address of each engine."""
         self._routed: dict[str, EngineInfo] = {}
         self._joining: dict[str, EngineInfo] = {}
-        """Told to the router, which has not taken them yet."""
+        """Engines that are being added to the router."""
         self._versions: dict[str, int] = {}
-        """What each engine was last given."""
-        self._urls: set[str] = set()
-        """Of all engines that ever were ours: a router may have others' engines too."""
+        """The version that was committed last on each engine."""
+        self._own_urls: set[str] = set()
+        """URLs of all engines that ever belonged to this run: an external router may have other engines too."""
         self._paused = False
         self._pauses = 0
-        self._seen: tuple[bool, int, int] | None = None
-        """What the router was like: whether it answered, its engines, the healthy ones."""
+        self._router_state: tuple[bool, int, int] | None = None
+        """As last reported: whether the router answered, the number of its engines, and of the healthy ones."""
 
     def members(self) -> Sequence[str]:
         return tuple(self._members)
 
-    def enlist(self, engine: str) -> None:
-        """Make an engine a member that has yet to be started. Raises UserError where there is one of that name."""
+    def expect_engine(self, engine: str) -> None:
+        """Make an engine a member before it is started. Raises UserError if a member has that name."""
         if engine in self._members:
-            raise UserError(f"engine {engine} is a member of the fleet already: give the other one another name")
+            raise UserError(f"the fleet already has an engine {engine}: give the new engine another name")
         self._members[engine] = None
 
     async def dismiss(self, engine: str) -> None:
-        """Remove an engine for good: out of the router, and nobody starts it anew."""
+        """Remove an engine for good: it leaves the router and is not restarted."""
         self._members.pop(engine, None)
         await self.fence(engine, "it was removed")
-        self._changed(engine, "lost", "it was removed")
+        self._report_engine(engine, "lost", "it was removed")
 
     def routed(self) -> Sequence[str]:
         return tuple(self._routed)
 
     def urls(self) -> Sequence[str]:
-        """The routed engines' own addresses."""
+        """Return the URLs of the routed engines."""
         return tuple(engine.url for engine in self._routed.values())
 
-    def introduce(self, engine: EngineInfo) -> None:
-        """Make an engine known under its name, anew after a restart; requests reach it only after `admit`.
+    def register_engine(self, engine: EngineInfo) -> None:
+        """Record the address of a started or restarted engine; it receives requests only after `admit`.
 
-        Raises UserError where requests already reach one of that name or at that address.
+        Raises UserError if a routed engine has the same name or URL.
         """
         for other in (*self._routed.values(), *self._joining.values()):
             if engine.name == other.name or engine.url == other.url:
                 raise UserError(
                     f"engine {engine.name} at {engine.url} is a duplicate of engine {other.name} at {other.url}: "
-                    "give it a name and an address of its own, or remove the other one first"
+                    "give it another name and address, or remove the other engine first"
                 )
         self._members[engine.name] = None
-        self._known[engine.name] = engine
-        self._urls.add(engine.url)
+        self._infos[engine.name] = engine
+        self._own_urls.add(engine.url)
 
     def address(self, engine: str) -> EngineInfo:
-        return self._known[engine]
+        """Return the current or last address of an engine."""
+        return self._infos[engine]
 
     async def pause(self, mode: str) -> None:
-        """Stop decoding on every routed engine; one that cannot be stopped is fenced."""
+        """See `ports.Fleet.pause`. An engine that cannot be paused is fenced."""
         self._paused, self._pauses = True, self._pauses + 1
 
         async def stop(engine: EngineInfo) -> None:
             await self._post(engine, "/pause_generation", {"mode": mode})
+            # The scheduler handles its messages in order: its answer to a flush shows that the pause took effect.
             await self._post(engine, "/flush_cache")
 
-        await self._all_or_fence(stop)
+        await self._on_all_or_fence(stop)
 
     async def commit(self, engine: str, version: int) -> None:
-        """Raises EngineLostError when the engine kept its cache, or does not report `version` afterwards."""
-        info = self._known[engine]
-        # The hook in plugin.py lets this succeed while retracted requests wait.
+        """See `ports.Fleet.commit`. Raises EngineLostError also if the engine refuses to drop its cache."""
+        info = self._infos[engine]
+        # SGLang refuses to flush while retracted requests wait; the hook in `plugin.py` allows it.
         await self._post(info, "/flush_cache")
-        # SGLang aborts what is in flight unless told not to.
+        # The default of SGLang is to abort the requests in flight.
         await self._post(info, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         reported = (await self._client.get(f"{info.url}/model_info", within=self._timeout))["weight_version"]
         if reported != str(version):
-            raise EngineLostError(f"engine {engine} reports weight version {reported} after being given {version}")
+            raise EngineLostError(f"engine {engine} reports weight version {reported} after version {version} was set")
         self._versions[engine] = version
 
     async def resume(self) -> None:
-        """Let every routed engine decode again; one that cannot is fenced."""
+        """See `ports.Fleet.resume`. An engine that does not resume is fenced."""
 
-        async def go_on(engine: EngineInfo) -> None:
+        async def resume_one(engine: EngineInfo) -> None:
             await self._post(engine, "/continue_generation")
 
-        await self._all_or_fence(go_on)
+        await self._on_all_or_fence(resume_one)
         self._paused = False
 
     async def offload(self) -> None:
-        """See `ports.Fleet.offload`. SGLang gives memory up only where it was started with `enable_memory_saver`."""
+        """See `ports.Fleet.offload`. SGLang releases memory only if it was started with `enable_memory_saver`."""
         self._paused, self._pauses = True, self._pauses + 1
 
         async def release(engine: EngineInfo) -> None:
             await self._post(engine, "/release_memory_occupation", {})
 
-        await self._all_or_fence(release)
+        await self._on_all_or_fence(release)
 
     async def onload(self) -> None:
-        async def take(engine: EngineInfo) -> None:
+        """See `ports.Fleet.onload`."""
+
+        async def allocate(engine: EngineInfo) -> None:
             await self._post(engine, "/resume_memory_occupation", {})
 
-        await self._all_or_fence(take)
+        await self._on_all_or_fence(allocate)
         self._paused = False
 
     async def fence(self, engine: str, reason: str) -> None:
-        """Take an engine out of the router and wait until it is out."""
+        """See `ports.Fleet.fence`. Returns when the router has removed the engine."""
+        # Off the list first: whatever happens to the router's answer, nothing here uses the engine any more.
         info = self._routed.pop(engine, None)
         if info is None:
             return
-        self._changed(engine, "fenced", reason)
-        # A router that is gone sends nobody anything; `check_router` looks again when it is back.
+        self._report_engine(engine, "fenced", reason)
+        # A router that is gone sends no requests; `check_router` corrects its list once it answers again.
         with suppress(EngineLostError):
             for worker in await self._workers():
                 if worker["url"] == info.url:
-                    await self._drop(worker["id"])
-            await self._until(lambda workers: info.url not in workers, f"did not drop engine {engine}")
+                    await self._remove(worker["id"])
+            await self._wait_for_router(lambda workers: info.url not in workers, f"did not drop engine {engine}")
 
     async def admit(self, engine: str) -> None:
-        """Let requests reach an engine that holds the current version.
-
-        Raises EngineLostError when the router refuses it.
-        """
-        info = self._joining[engine] = self._known[engine]
+        """See `ports.Fleet.admit`. Returns when the router sends requests to the engine."""
+        info = self._joining[engine] = self._infos[engine]
         try:
-            # A second order for what it has could undo a later drop.
+            # The router queues additions: a second one for the same engine could undo a removal that comes after it.
             if all(worker["url"] != info.url for worker in await self._workers()):
                 await self._add(info)
-            await self._until(lambda workers: workers.get(info.url, False), f"did not take engine {engine}")
+            await self._wait_for_router(lambda workers: workers.get(info.url, False), f"did not take engine {engine}")
         finally:
             del self._joining[engine]
         self._routed[engine] = info
-        self._changed(engine, "routed", None)
+        self._report_engine(engine, "routed", None)
 
     async def check(self, engine: str) -> None:
-        """See `ports.Fleet.check`. SGLang answers for a busy engine by the tokens that it draws anyway."""
-        info, pauses = self._known[engine], self._pauses
+        """See `ports.Fleet.check`. SGLang's health check generates a token only if the engine is idle."""
+        info, pauses = self._infos[engine], self._pauses
         if self._colocated:
             await self._load_of(info)
             return
@@ -212,41 +225,43 @@ class SGLangFleet:
             await self._client.get(f"{info.url}/health_generate", within=self._health_timeout)
         except EngineLostError as lost:
             if not self._paused and pauses == self._pauses:
-                raise EngineLostError(f"it drew no token: {lost}") from lost
-            # Nothing is drawn during a publish; its scheduler answers all the same.
+                raise EngineLostError(f"it generated no token: {lost}") from lost
+            # A publish paused the engine during the check. Its scheduler still has to answer.
             await self._load_of(info)
 
     async def restart(self, engine: str) -> None:
         """See `ports.Fleet.restart`."""
         self._versions.pop(engine, None)
         try:
-            info = await self._processes.restart_engine(engine)
+            info = await self._servers.restart_engine(engine)
+            # The engine may have been dismissed while it started.
             if engine in self._members:
-                self.introduce(info)
+                self.register_engine(info)
         except EngineLostError as lost:
-            self._changed(engine, "lost", str(lost))
+            self._report_engine(engine, "lost", str(lost))
             raise
 
     async def check_router(self) -> None:
-        """See `ports.Fleet.check_router`. A router that is not ours is only waited for."""
+        """See `ports.Fleet.check_router`. An external router is not restarted: this raises until it answers again."""
         try:
             workers = await self._workers()
         except EngineLostError:
-            self._router_seen(None)
-            await self._processes.restart_router()
+            self._report_router(None)
+            await self._servers.restart_router()
             workers = await self._workers()
-        self._router_seen(workers)
+        self._report_router(workers)
+        # Add engines that the router has forgotten; remove those of this run that should not receive requests.
         listed = {worker["url"]: worker["id"] for worker in workers}
         wanted = {info.url: info for info in self._routed.values()}
         for info in wanted.values():
             if info.url not in listed:
                 await self._add(info)
         joining = {info.url for info in self._joining.values()}
-        for url in listed.keys() & self._urls - wanted.keys() - joining:
-            await self._drop(listed[url])
+        for url in listed.keys() & self._own_urls - wanted.keys() - joining:
+            await self._remove(listed[url])
 
     async def loads(self) -> list[EngineLoad]:
-        """How full each routed engine is; one that does not answer is left out, as it is somebody else's to fence."""
+        """See `ports.Fleet.loads`. Engines that do not answer are not fenced here; `check` finds them."""
 
         async def ask(engine: EngineInfo) -> list[EngineLoad]:
             with suppress(EngineLostError):
@@ -263,25 +278,28 @@ class SGLangFleet:
         answer = await self._client.get(f"{engine.url}/v1/loads?include=core", within=self._timeout)
         return [EngineLoad(kv_usage=rank["token_usage"], queued=rank["num_waiting_reqs"]) for rank in answer["loads"]]
 
-    def _changed(self, engine: str, state: str, reason: str | None) -> None:
+    def _report_engine(self, engine: str, state: str, reason: str | None) -> None:
         version = self._versions.get(engine)
-        self._tell(EngineChanged(time=time.time(), engine=engine, state=state, version=version, reason=reason))
+        self._emit(EngineChanged(time=time.time(), engine=engine, state=state, version=version, reason=reason))
 
-    def _router_seen(self, workers: list[dict[str, str]] | None) -> None:
+    def _report_router(self, workers: list[dict[str, str]] | None) -> None:
+        """Emit an event if the router's state has changed. `workers` is its list, or None if it did not answer."""
         healthy = sum(bool(worker["is_healthy"]) for worker in workers or ())
-        seen = (workers is not None, len(workers or ()), healthy)
-        if seen != self._seen:
-            self._seen = seen
-            self._tell(RouterChanged(time=time.time(), up=seen[0], engines=seen[1], healthy=healthy))
+        state = (workers is not None, len(workers or ()), healthy)
+        if state != self._router_state:
+            self._router_state = state
+            self._emit(RouterChanged(time=time.time(), up=state[0], engines=state[1], healthy=healthy))
 
     async def _post(self, engine: EngineInfo, path: str, body: object = None) -> None:
-        """Raises EngineLostError also where the engine refuses: it is not in the state that it should be in."""
+        """POST to an engine. A refusal (4xx) raises EngineLostError too: the engine is in an unexpected state."""
         try:
             await self._client.post(engine.url + path, body, within=self._timeout)
         except TrajectoryError as refusal:
             raise EngineLostError(f"engine {engine.name}: {refusal}") from refusal
 
-    async def _all_or_fence(self, act: Callable[[EngineInfo], Awaitable[None]]) -> None:
+    async def _on_all_or_fence(self, act: Callable[[EngineInfo], Awaitable[None]]) -> None:
+        """Call `act` on all routed engines at once; fence those for which it fails."""
+
         async def guarded(engine: EngineInfo) -> None:
             try:
                 await act(engine)
@@ -293,8 +311,8 @@ class SGLangFleet:
     async def _add(self, engine: EngineInfo) -> None:
         await self._client.post(f"{self._router}/workers", {"url": engine.url}, within=self._timeout)
 
-    async def _drop(self, worker: str) -> None:
-        # Refused where somebody else dropped it first.
+    async def _remove(self, worker: str) -> None:
+        # The router refuses if the engine is already gone.
         with suppress(TrajectoryError):
             await self._client.request("DELETE", f"{self._router}/workers/{worker}", within=self._timeout)
 
@@ -303,10 +321,13 @@ class SGLangFleet:
         workers: list[dict[str, str]] = answer["workers"]
         return workers
 
-    async def _until(self, reached: Callable[[dict[str, bool]], bool], complaint: str) -> None:
-        """The router changes its workers in the background; look until it has."""
-        for _ in range(int(self._timeout / 0.05)):
-            if reached({worker["url"]: bool(worker["is_healthy"]) for worker in await self._workers()}):
+    async def _wait_for_router(self, condition: Callable[[dict[str, bool]], bool], failure: str) -> None:
+        """Poll the router until `condition` holds for its engines, given as a mapping of URL to whether it is healthy.
+
+        The router changes its list in the background. Raises EngineLostError with `failure` after the timeout.
+        """
+        for _ in range(int(self._timeout / ROUTER_POLL_SECONDS)):
+            if condition({worker["url"]: bool(worker["is_healthy"]) for worker in await self._workers()}):
                 return
-            await asyncio.sleep(0.05)
-        raise EngineLostError(f"sglang-router {complaint} within {self._timeout:.0f} s")
+            await asyncio.sleep(ROUTER_POLL_SECONDS)
+        raise EngineLostError(f"sglang-router {failure} within {self._timeout:.0f} s")

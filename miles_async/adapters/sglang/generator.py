@@ -1,8 +1,8 @@
-"""Groups of samples through the router's `/generate`.
+"""Generates groups of samples through the router's `/generate`.
 
-A group travels as one request (SGLang takes a list of prompts and answers per sample): against one request per sample
-that is a third more throughput on short answers and a quarter of the client's CPU, and the group stays on one engine,
-beside its cached prompt. Every sample still has its own tokens, versions and finish reason.
+A group is one request: SGLang takes a list of prompts and answers for each sample. Compared to one request per sample,
+that gives a third more throughput on short answers for a quarter of the client's CPU time, and the group stays on the
+engine that has its prompt cached. Every sample still has its own tokens, versions and finish reason.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryEr
 from miles_async.events import RequestEnded
 from miles_async.types import Group, Sample, SampleStatus
 
-ABORT_PATIENCE_SECONDS = 30.0
+ABORT_TIMEOUT_SECONDS = 30.0
+ABORT_REPEAT_SECONDS = 0.02
 EVALUATION_PRIORITY = -100
-"""Training has 0. Further below it than SGLang's threshold of 10, beyond which a running request may be put back."""
+"""Training requests have priority 0. SGLang lets a request preempt another one only if their priorities differ by more
+than 10."""
 _NAMED = ("max_new_tokens", "temperature", "top_p", "top_k", "skip_special_tokens")
 
 
@@ -39,10 +41,10 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy."""
+    """How tokens are sampled. `temperature=0` is greedy."""
 
     max_new_tokens: int
-    """Response tokens at most, those of earlier parts included."""
+    """Maximum length of the response, including tokens that the sample already has."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -51,11 +53,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text; the tokens themselves are kept."""
     other: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else SGLang takes, such as `regex` or `min_p`, as it is."""
+    """Other sampling parameters of SGLang, such as `regex` or `min_p`; passed on unchanged."""
 
     @staticmethod
     def of(body: Mapping[str, Any]) -> SamplingParams:
-        """From SGLang's own dictionary, as generate functions hold it."""
+        """Convert from SGLang's dictionary, which generate functions use."""
         values = dict(body)
         stop = values.pop("stop", None) or ()
         ids = tuple(values.pop("stop_token_ids", None) or ())
@@ -64,7 +66,7 @@ class SamplingParams:
         return SamplingParams(**known, stop=stops, stop_token_ids=ids, other=values)
 
     def body(self, budget: int) -> dict[str, Any]:
-        """As SGLang wants it, for `budget` more tokens."""
+        """Convert to SGLang's dictionary, for at most `budget` more tokens."""
         return {
             "max_new_tokens": budget,
             "temperature": self.temperature,
@@ -78,24 +80,18 @@ class SamplingParams:
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """One call of `generate`."""
+class _GenerateCall:
+    """A call of `generate` that has not returned yet."""
 
     sequence: int | None
-    """The group's."""
-    requests: list[str] = field(default_factory=list)
-    """Ids of its samples at the engines."""
+    """Sequence number of the group."""
+    request_ids: list[str] = field(default_factory=list)
+    """SGLang's ids of the samples that were sent to the engines."""
     aborted: bool = False
 
 
 class SGLangGenerator:
-    """Implements `ports.Generator`. Create it inside the running loop.
-
-    `limit` tells how many samples may be at the engines at once (`sglang_server_concurrency` times engines, which come
-    and go), `engine_urls` the routed engines' own addresses, where aborts go; a prompt of more than `longest_prompt`
-    tokens is refused; `on_request` is told of every request that was answered. Engines that schedule by `priority`
-    serve those of a lower one where they keep nobody of a higher one waiting.
-    """
+    """Implements `ports.Generator`. Create it inside the running event loop."""
 
     def __init__(
         self,
@@ -106,26 +102,33 @@ class SGLangGenerator:
         limit: Callable[[], int],
         engine_urls: Callable[[], Sequence[str]],
         request_timeout: float = 600.0,
-        longest_prompt: int | None = None,
+        max_prompt_tokens: int | None = None,
         priority: int = 0,
         on_request: Callable[[RequestEnded], None] | None = None,
     ) -> None:
+        """`limit` returns how many samples may be at the engines at once: it changes with the number of engines.
+
+        `engine_urls` returns the URLs of the routed engines, which receive aborts directly. `request_timeout` is in
+        seconds. A prompt of more than `max_prompt_tokens` tokens is refused. Requests of a lower `priority` are served
+        only while no request of a higher one waits. `on_request` is called after each answered request.
+        """
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
         self.sampling = sampling
         self._limit = limit
         self._engine_urls = engine_urls
         self._timeout = request_timeout
-        self._longest_prompt = longest_prompt
-        # Engines without evaluations know no priorities, and need not be told the usual one.
+        self._max_prompt_tokens = max_prompt_tokens
+        # Engines of a run without evaluations do not schedule by priority, so the default priority is not sent.
         self._priority = {"priority": priority} if priority else {}
         self._on_request = on_request
         self._client = JsonClient()
         self._permits = Permits(limit)
-        self._name = uuid.uuid4().hex
-        self._numbers = itertools.count()
-        self._under_way: dict[int, _UnderWay] = {}
-        """By identity of the group: one that is sent back and admitted again may carry the same names."""
+        # Request ids have to be unique among all clients of the engines.
+        self._id_prefix = uuid.uuid4().hex
+        self._request_numbers = itertools.count()
+        self._calls: dict[int, _GenerateCall] = {}
+        """By `id` of the group: the names of a group are not unique, because a recycled group keeps some of them."""
 
     @property
     def in_flight(self) -> int:
@@ -138,37 +141,36 @@ class SGLangGenerator:
         return self._permits.busy_seconds
 
     async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
-        """Finish every unfinished sample of the group, in place; `sampling` replaces the run's own (evaluation).
+        """Finish every unfinished sample of the group, in place; `sampling` overrides the default parameters.
 
-        Samples that hold response tokens already are continued behind them. Raises TrajectoryError for an answer that
-        cannot be trained on, a prompt that is too long or a request the engine refuses; EngineLostError when another
-        attempt may succeed.
+        A sample that already has response tokens is continued. Raises TrajectoryError if a prompt is empty or too long,
+        an engine refuses the request, or an answer cannot be trained on; and EngineLostError if another attempt may
+        succeed.
         """
         chosen = sampling or self.sampling
         self.tokenize(group)
         unfinished = [s for s in group if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
         for sample in unfinished:
             if not sample.tokens:
-                # One such request ends SGLang's scheduler, and with it whatever else the engine holds.
+                # SGLang's scheduler would crash, and all other requests of the engine would be lost.
                 raise TrajectoryError(f"sample {sample.index} of group {group.feed_index}: its prompt has no tokens")
-        under_way = self._under_way[id(group)] = _UnderWay(group.sequence)
+        call = self._calls[id(group)] = _GenerateCall(group.sequence)
         posts = [
-            self._post(under_way, samples, chosen.body(budget))
-            for budget, samples in self._requests(unfinished, chosen)
+            self._post(call, samples, chosen.body(budget)) for budget, samples in self._requests(unfinished, chosen)
         ]
         try:
-            # All are awaited before one failure is told, so that nothing writes into the group afterwards.
+            # Wait for all requests before raising, so that no answer is written into the group afterwards.
             outcomes = await asyncio.gather(*posts, return_exceptions=True)
         finally:
-            del self._under_way[id(group)]
+            del self._calls[id(group)]
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
     async def abort(self, group: Group | None = None) -> None:
-        """Stop one group, or all that is in flight or waits for a place; returns when it is stopped.
+        """Abort one group, or all groups, including those that wait for permits; return when they have ended.
 
-        Raises EngineLostError when it takes longer than 30 s.
+        Raises EngineLostError if that takes longer than 30 s.
         """
         if group is None:
             self._permits.close()
@@ -176,37 +178,40 @@ class SGLangGenerator:
                 await self._abort_until(lambda: not self._permits.taken, [{"abort_all": True}])
             finally:
                 self._permits.open()
-        elif under_way := self._under_way.get(id(group)):
-            under_way.aborted = True
-            stops: list[dict[str, Any]] = [{"rid": rid} for rid in under_way.requests]
-            await self._abort_until(lambda: self._under_way.get(id(group)) is not under_way, stops)
+        elif call := self._calls.get(id(group)):
+            call.aborted = True
+            requests: list[dict[str, Any]] = [{"rid": request_id} for request_id in call.request_ids]
+            await self._abort_until(lambda: self._calls.get(id(group)) is not call, requests)
 
-    async def _abort_until(self, stopped: Callable[[], bool], orders: Sequence[dict[str, Any]]) -> None:
-        """Repeated, because a request on its way to an engine is not stopped by an abort that arrives before it."""
+    async def _abort_until(self, stopped: Callable[[], bool], requests: Sequence[dict[str, Any]]) -> None:
+        """Send abort requests to all engines until `stopped` holds.
 
-        async def order(url: str, body: dict[str, Any]) -> None:
-            # What a lost engine held ends with it.
+        An abort that overtakes its request has no effect, so aborts are repeated.
+        """
+
+        async def abort(url: str, body: dict[str, Any]) -> None:
+            # The requests of a lost engine end with the engine.
             with suppress(EngineLostError):
-                await self._client.post(f"{url}/abort_request", body, within=ABORT_PATIENCE_SECONDS)
+                await self._client.post(f"{url}/abort_request", body, within=ABORT_TIMEOUT_SECONDS)
 
         try:
-            async with asyncio.timeout(ABORT_PATIENCE_SECONDS):
+            async with asyncio.timeout(ABORT_TIMEOUT_SECONDS):
                 while not stopped():
-                    await asyncio.gather(*[order(url, body) for url in self._engine_urls() for body in orders])
-                    await asyncio.sleep(0.02)
+                    await asyncio.gather(*[abort(url, body) for url in self._engine_urls() for body in requests])
+                    await asyncio.sleep(ABORT_REPEAT_SECONDS)
         except TimeoutError as late:
             raise EngineLostError(
-                f"{self._permits.taken} requests did not end within {ABORT_PATIENCE_SECONDS:.0f} s of an abort"
+                f"{self._permits.taken} requests did not end within {ABORT_TIMEOUT_SECONDS:.0f} s of an abort"
             ) from late
 
-    async def rate(self, sample: Sample) -> None:
-        """Set the log-probabilities of a response that somebody else sampled, as the engines' present weights see it.
+    async def score_logprobs(self, sample: Sample) -> None:
+        """Set the log-probabilities of a response that was sampled elsewhere, under the engines' current weights.
 
-        Raises as `generate` does, and TrajectoryError where no prompt stands before it.
+        Raises as `generate`, and TrajectoryError if the sample has no prompt.
         """
         if not sample.prompt_length:
             raise TrajectoryError(
-                f"sample {sample.index}: its tokens hold no prompt; put it first, or rollout_log_probs"
+                f"sample {sample.index}: its tokens contain no prompt; put the prompt first, or set rollout_log_probs"
             )
         body = {
             "input_ids": sample.tokens,
@@ -215,37 +220,38 @@ class SGLangGenerator:
             "logprob_start_len": sample.prompt_length - 1,
             **self._priority,
         }
-        async with self._permits.take(1) as admitted:
-            if not admitted:
+        async with self._permits.take(1) as granted:
+            if not granted:
                 sample.status = SampleStatus.ABORTED
                 return
             answer = await self._client.post(self._url, body, within=self._timeout)
-        rated = answer["meta_info"]["input_token_logprobs"][-sample.response_length :]
-        sample.rollout_log_probs = [entry[0] for entry in rated]
+        logprobs = answer["meta_info"]["input_token_logprobs"][-sample.response_length :]
+        sample.rollout_log_probs = [entry[0] for entry in logprobs]
 
     async def close(self) -> None:
         await self._client.close()
 
     def tokenize(self, group: Group) -> None:
-        """Give every sample without tokens those of its prompt.
-
-        Raises TrajectoryError for a prompt that is too long.
-        """
-        known: dict[str, list[int]] = {}
+        """Set the prompt tokens of every sample without tokens. Raises TrajectoryError if a prompt is too long."""
+        # The samples of a group usually share one prompt: encode it once.
+        encoded: dict[str, list[int]] = {}
         for sample in group:
             if not sample.tokens:
                 key = str(sample.prompt)
-                if key not in known:
-                    known[key] = self._tokenizer.encode(sample.prompt)
-                sample.tokens = list(known[key])
-            if self._longest_prompt is not None and sample.prompt_length > self._longest_prompt:
+                if key not in encoded:
+                    encoded[key] = self._tokenizer.encode(sample.prompt)
+                sample.tokens = list(encoded[key])
+            if self._max_prompt_tokens is not None and sample.prompt_length > self._max_prompt_tokens:
                 raise PromptTooLongError(
                     f"sample {sample.index} of group {group.feed_index}: its prompt has {sample.prompt_length} tokens, "
-                    f"more than rollout_max_prompt_len {self._longest_prompt}"
+                    f"more than rollout_max_prompt_len {self._max_prompt_tokens}"
                 )
 
     def _requests(self, samples: Sequence[Sample], sampling: SamplingParams) -> Iterator[tuple[int, list[Sample]]]:
-        """Samples that may still draw the same number of tokens, at most `limit` together."""
+        """Split samples into requests: those with the same number of tokens left, at most `limit` per request.
+
+        SGLang takes one `max_new_tokens` per request. Samples without tokens left become TRUNCATED.
+        """
         by_budget: defaultdict[int, list[Sample]] = defaultdict(list)
         for sample in samples:
             by_budget[sampling.max_new_tokens - sample.response_length].append(sample)
@@ -254,19 +260,20 @@ class SGLangGenerator:
                 for sample in alike:
                     sample.status = SampleStatus.TRUNCATED
                 continue
-            at_once = self._limit()
-            for start in range(0, len(alike), at_once):
-                yield budget, alike[start : start + at_once]
+            limit = self._limit()
+            for start in range(0, len(alike), limit):
+                yield budget, alike[start : start + limit]
 
-    async def _post(self, under_way: _UnderWay, samples: list[Sample], sampling_params: dict[str, Any]) -> None:
-        async with self._permits.take(len(samples)) as admitted:
-            if not admitted or under_way.aborted:
+    async def _post(self, call: _GenerateCall, samples: list[Sample], sampling_params: dict[str, Any]) -> None:
+        """Send one request and read the answers into the samples. Samples of an aborted call become ABORTED."""
+        async with self._permits.take(len(samples)) as granted:
+            if not granted or call.aborted:
                 for sample in samples:
                     sample.status = SampleStatus.ABORTED
                 return
-            request = f"{self._name}-{next(self._numbers)}"
-            # SGLang numbers the samples of one request so.
-            under_way.requests += [f"{request}_{place}" for place in range(len(samples))]
+            request = f"{self._id_prefix}-{next(self._request_numbers)}"
+            # SGLang derives these ids for the samples of one request.
+            call.request_ids += [f"{request}_{index}" for index in range(len(samples))]
             body = {
                 "rid": request,
                 "input_ids": [sample.tokens for sample in samples],
@@ -278,14 +285,14 @@ class SGLangGenerator:
             answers = await self._client.post(self._url, body, within=self._timeout)
             ended = time.time()
         if self._on_request is not None:
-            drawn = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+            response_tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
             self._on_request(
                 RequestEnded(
                     time=ended,
                     started=started,
-                    sequence=under_way.sequence,
+                    sequence=call.sequence,
                     samples=len(samples),
-                    response_tokens=drawn,
+                    response_tokens=response_tokens,
                 )
             )
         decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
@@ -294,8 +301,8 @@ class SGLangGenerator:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledAs:
-    """Implements `ports.Generator`: `engine` with sampling settings of its own, so that several share its places."""
+class GeneratorWithSampling:
+    """Implements `ports.Generator`: `engine` with other sampling parameters. Several of these share its permits."""
 
     engine: SGLangGenerator
     sampling: SamplingParams

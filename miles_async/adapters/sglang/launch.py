@@ -1,4 +1,4 @@
-"""A real SGLang server: its command line, its environment, its start."""
+"""Starts SGLang servers: their command lines, their environment, their ports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
-"""Upper bound of the KV cache where there is no device memory to measure."""
+"""Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""
 PORT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What one engine is to be."""
+    """Everything that defines one server of an engine."""
 
     name: str
     model_path: str
@@ -31,40 +31,40 @@ class EngineSpec:
     tp: int = 1
     """Tensor-parallel ranks."""
     cpus: tuple[int, ...] | None = None
-    """CPU cores the engine may use; None: any."""
+    """CPU cores that the engine may use; None means all."""
     concurrency: int = 512
-    """Requests it runs at once at most."""
-    evaluation_places: int = 0
-    """Requests of evaluations that it runs beside those, and that make way for them."""
+    """Maximum number of requests that run at once."""
+    evaluation_concurrency: int = 0
+    """Maximum number of evaluation requests that run in addition to `concurrency`, at a lower priority."""
     seed: int = 42
     dtype: str = "auto"
-    """Of weights and arithmetic on a GPU, where `auto` is the checkpoint's, or float16 for one in float32; on a CPU it
-    is float32."""
+    """Dtype of weights and activations on a GPU. `auto` is the dtype of the checkpoint, or float16 if that is float32.
+    On a CPU the dtype is always float32."""
     p2p: bool = True
-    """Open its weights to Mooncake's one-sided writes."""
+    """Register the weights for one-sided writes by Mooncake."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    """Any other argument of `sglang.launch_server` by its own name, dashes or underscores; these win."""
+    """Other arguments of `sglang.launch_server`, with dashes or underscores. They override all arguments set here."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its processes; these win, too."""
+    """Environment variables of the server. They override all variables set here."""
     start_timeout: float = 300.0
-    """Seconds until it must be healthy."""
+    """Seconds after which a server that is not healthy has failed to start."""
     health_timeout: float = 30.0
-    """Seconds without a token after which it says itself, when asked, that it is not well."""
+    """Seconds without a generated token after which SGLang's health check fails."""
     host: str = "127.0.0.1"
-    """Address to listen at."""
+    """Address that the server listens on."""
     devices: tuple[int, ...] = ()
-    """The GPUs of this node that it uses; none leaves them to SGLang."""
+    """GPU numbers on this node. If empty, SGLang chooses."""
     colocated: bool = False
-    """A learner shares its devices: it can give its memory up and take it back."""
+    """The learner shares the engine's devices, so the engine must be able to release its memory."""
     nodes: int = 1
-    """Servers that make up the engine, one per node."""
+    """Number of servers that make up the engine, one per node."""
     node_rank: int = 0
-    """Which of them this is; requests go to the first alone."""
+    """Index of this server's node. Requests go to the server of node 0 only."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the others need to know of a running engine."""
+    """A running engine: the address and process id of its first server, and its tensor-parallel size."""
 
     name: str
     url: str
@@ -74,38 +74,40 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of an engine find each other, on the node of the first."""
+    """Where the servers of an engine find each other: host and ports on the first node."""
 
     host: str
     port: int
     bootstrap_port: int
-    """Each rank tells here where its weights lie; SGLang takes it for the same on all nodes."""
+    """Each rank registers its Mooncake session here. SGLang uses the same port number on all nodes."""
 
 
 class EngineServer:
-    """One SGLang server process, on loopback unless its engine spans machines."""
+    """One SGLang server process. It listens on loopback unless the engine spans machines."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._process: ServerProcess | None = None
         self._ports: list[ClaimedPort] = []
         self._shared_ports: list[ClaimedPort] = []
-        """Those of a rendezvous that other nodes were told of."""
+        """Ports of the rendezvous that other nodes use too."""
         self.info: EngineInfo
-        """Of the server that was started last."""
+        """The server that was started last."""
 
     def rendezvous(self) -> Rendezvous:
-        """A fresh one for the servers of an engine that spans nodes; this is the first of them."""
+        """Claim ports for a new rendezvous. Only on the first server of an engine that spans nodes."""
         _release(self._shared_ports)
         return self._rendezvous(self._shared_ports)
 
     def start(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
-        """Start it and wait until it is healthy.
+        """Start the server and wait until it is healthy.
 
-        Raises UserError for a model folder that is none, Fatal with the last cause in the log when it dies or is late.
+        `rendezvous` is required if the engine spans nodes. Raises UserError if `model_path` is no checkpoint, and
+        FatalError with the cause from the log if the server dies or is not healthy in time.
         """
         _require_checkpoint(self.spec.model_path)
         for _ in range(PORT_ATTEMPTS):
+            # A claim protects a port from other runs only; any other program may still take it.
             _release(self._ports)
             port = self._claim(self._ports)
             url = f"http://{self.spec.host}:{port}"
@@ -127,19 +129,22 @@ class EngineServer:
         return self._process is not None and self._process.alive()
 
     def answers(self) -> str | Literal[False] | None:
-        """Where it serves its metrics, None where another node does; False where it does not answer."""
+        """Return the host and port of the server's metrics, or False if the server does not answer.
+
+        Returns None if it answers but another node of the engine serves the metrics.
+        """
         if self._process is None or not self._process.answers():
             return False
         return None if self.spec.node_rank else urlsplit(self._process.health_url).netloc
 
     def restart(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
-        """End what is left of it and start it anew, at another url. Raises as `start` does."""
+        """Stop the server if it still runs and start it at another URL. Raises as `start`."""
         self.stop()
         return self.start(rendezvous)
 
     def stop(self) -> None:
         if self._process is not None:
-            # Asked politely, SGLang drains for seconds what nobody waits for any more, and then kills its own children.
+            # On SIGTERM, SGLang would spend seconds on requests whose clients have given up.
             self._process.stop(grace=0.0)
         _release(self._ports)
 
@@ -152,24 +157,25 @@ class EngineServer:
 
 
 def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
-    """Arguments of `sglang.launch_server`."""
+    """Return the command line of `sglang.launch_server`."""
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
         "host": spec.host,
         "port": port,
         "tp-size": spec.tp,
         "dtype": spec.dtype,
-        "max-running-requests": spec.concurrency + spec.evaluation_places,
+        "max-running-requests": spec.concurrency + spec.evaluation_concurrency,
         "random-seed": spec.seed,
         "enable-metrics": True,
-        # The first request warms it up as well as a warm-up would, and counts.
+        # The first request serves as warm-up.
         "skip-server-warmup": True,
         "log-level": "warning",
-        # An idle scheduler polls without pause otherwise: a whole core that the learner could use.
+        # Otherwise an idle scheduler busy-waits on a core that the learner could use.
         "sleep-on-idle": True,
     }
-    if spec.evaluation_places:
-        # Places of their own, so that neither waits for the other; where memory is short, evaluations make room.
+    if spec.evaluation_concurrency:
+        # Training and evaluation requests have separate limits, so neither waits for the other. If memory is short,
+        # evaluation requests are retracted first.
         arguments |= {"enable-priority-scheduling": True, "default-priority-value": 0, "retraction-policy": "priority"}
     if spec.nodes > 1:
         address = f"{rendezvous.host}:{rendezvous.port}"
@@ -195,18 +201,18 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """What the server needs beside our own environment."""
+    """Return the environment variables of the server, in addition to those of this process."""
     values = {
         "SGLANG_HOST_IP": spec.host,
         "HOST_IP": spec.host,
         "HF_HUB_OFFLINE": "1",
         "NO_PROXY": f"127.0.0.1,{spec.host}",
-        # A health check that generates a token would hang while the engine is paused for a publish.
+        # A health check that generates a token would hang during the pause of a publish.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-        # Longer than the router keeps an idle connection, or it sends a request into one that is being closed.
+        # Longer than the router keeps idle connections: else it could send a request on a connection that is closing.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
         "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout)),
-        # Where a scheduler has died, its server would keep the requests for five seconds more, to look at the dead.
+        # Both dumps would delay the exit after a crash by five seconds, in which requests are not answered.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
         "PYTHONUNBUFFERED": "1",
@@ -219,7 +225,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "SGLANG_USE_CPU_ENGINE": "1",
             "MOONCAKE_PROTOCOL": "tcp",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
-            # More threads than free cores spin against each other and against the learner: 50 times slower was seen.
+            # More OpenMP threads than free cores spin against each other and the learner: up to 50 times slower.
             "OMP_NUM_THREADS": str(max(1, len(cores) // ranks // (1 if spec.cpus else 2))),
             "OMP_WAIT_POLICY": "PASSIVE",
         }
@@ -253,15 +259,16 @@ def _flag(key: str, value: Any) -> Iterator[str]:
 def _require_checkpoint(path: str) -> None:
     if not (Path(path) / "config.json").is_file():
         raise UserError(
-            f"{path} is no Hugging Face checkpoint: it has no config.json; set hf_checkpoint to such a folder"
+            f"{path} is no Hugging Face checkpoint: it has no config.json; set hf_checkpoint to a checkpoint folder"
         )
 
 
 def _kv_tokens(spec: EngineSpec) -> int:
-    """Tokens of KV cache: enough for all requests at full length, bounded in bytes."""
+    """Return the KV cache size in tokens: enough for all requests at full length, up to `KV_CACHE_BYTES_ON_CPU`."""
     model = json.loads((Path(spec.model_path) / "config.json").read_text())
     heads = model.get("num_key_value_heads", model["num_attention_heads"])
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    # Keys and values, in float32.
     bytes_per_token = 2 * 4 * model["num_hidden_layers"] * heads * width
-    requests = spec.concurrency + spec.evaluation_places
+    requests = spec.concurrency + spec.evaluation_concurrency
     return int(min(requests * model["max_position_embeddings"], KV_CACHE_BYTES_ON_CPU // bytes_per_token))

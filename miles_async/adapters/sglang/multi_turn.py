@@ -1,7 +1,8 @@
-"""One turn of one sample: what generate functions and agents draw with.
+"""Samples one turn at a time, for generate functions with tools and for agents.
 
-Tokens are never made into text and back: a turn is sampled behind the ids that the sample holds, and what a tool or a
-user says is appended as ids that carry no loss, no log-probability (0.0) and no version.
+Tokens are never converted to text and back, which could change them: a turn continues the token ids of the sample. The
+output of a tool or a user (an observation) is appended as token ids that carry no loss, no version and the
+log-probability 0.0.
 """
 
 from __future__ import annotations
@@ -23,41 +24,45 @@ class TurnTokenizer(PromptTokenizer, Protocol):
 
 
 class MultiTurnSampler:
-    """`engine` bounds the requests in flight, counts them and aborts them, as for whole groups."""
+    """Samples turns through `engine`, which bounds, counts and aborts the requests as it does for whole groups."""
 
     def __init__(self, engine: SGLangGenerator, tokenizer: TurnTokenizer) -> None:
         self.tokenizer = tokenizer
         self._engine = engine
-        self._under_way: dict[int, Group] = {}
-        """The turn being sampled, by identity of its sample."""
+        self._turns: dict[int, Group] = {}
+        """The turn that is being sampled, as a group of one, by `id` of its sample."""
         self._stopped: set[int] = set()
+        """`id`s of the samples that are to end."""
 
     async def sample(self, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
-        """Continue `sample` by one turn and set its status; `max_new_tokens` bounds its whole response.
+        """Continue `sample` by one turn and set its status; `max_new_tokens` bounds the whole response.
 
-        COMPLETED: the model ended its turn or met a stop string. TRUNCATED: no room is left. ABORTED: the pipeline
-        wants the sample back as it is; return it. Raises TrajectoryError and EngineLostError as
+        COMPLETED: the model ended its turn or a stop string matched. TRUNCATED: the response has reached its maximum
+        length. ABORTED: the pipeline has stopped the sample; the caller must return it unchanged. Raises as
         `SGLangGenerator.generate`.
         """
         if id(sample) in self._stopped:
             sample.status = SampleStatus.ABORTED
             return sample
+        # A turn is generated as a separate group, so that it can be aborted alone.
         sample.status = SampleStatus.PENDING
-        turn = self._under_way[id(sample)] = Group([sample], feed_index=str(sample.metadata.get("feed_index", "")))
+        turn = self._turns[id(sample)] = Group([sample], feed_index=str(sample.metadata.get("feed_index", "")))
         try:
             await self._engine.generate(turn, SamplingParams.of(sampling_params))
         finally:
-            del self._under_way[id(sample)]
+            del self._turns[id(sample)]
         return sample
 
     def observe(self, sample: Sample, text: str, room: int | None = None) -> int:
-        """Append text that the model did not sample, at most `room` tokens of it; returns how many were left out."""
+        """Append an observation, at most `room` tokens of it; return the number of tokens that were cut off."""
         ids = self.tokenizer.encode_text(text)
         kept = ids if room is None else ids[: max(room, 0)]
         self.observe_ids(sample, kept)
         return len(ids) - len(kept)
 
     def observe_ids(self, sample: Sample, ids: Sequence[int]) -> None:
+        """Append an observation that is given as token ids."""
+        # A sample without a mask is trained on as a whole.
         mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
         sample.loss_mask = mask + [0] * len(ids)
         sample.tokens += ids
@@ -65,21 +70,22 @@ class MultiTurnSampler:
         sample.rollout_log_probs += [0.0] * len(ids)
         sample.response = self.tokenizer.decode(sample.tokens[sample.prompt_length :])
 
-    def said(self, sample: Sample) -> str:
-        """What the model said since the last observation: the turn that a call may end, with parts sampled earlier."""
-        return self.tokenizer.decode(sample.tokens[len(sample.tokens) - _since_observed(sample) :])
+    def latest_text(self, sample: Sample) -> str:
+        """Return the text that the model has sampled since the last observation, across aborts and continuations."""
+        return self.tokenizer.decode(sample.tokens[len(sample.tokens) - _sampled_at_end(sample) :])
 
     async def stop(self, samples: Iterable[Sample], *, everything: bool) -> None:
-        """End the turns under way, and answer every further one of these samples with ABORTED until `release`.
+        """Abort the current turns of these samples, and every further turn of theirs until `release`.
 
-        `everything` says that these are all samples of the engine's, so that one order per engine suffices.
+        `everything` means that these are all samples at the engines, so that one abort request per engine suffices.
         """
         stopped = list(samples)
         self._stopped.update(map(id, stopped))
         if everything:
             await self._engine.abort()
             return
-        turns = [turn for sample in stopped if (turn := self._under_way.get(id(sample)))]
+        # A sample between two turns, such as one that waits for a tool, has nothing at the engines.
+        turns = [turn for sample in stopped if (turn := self._turns.get(id(sample)))]
         await asyncio.gather(*map(self._engine.abort, turns))
 
     def stopped(self, sample: Sample) -> bool:
@@ -89,11 +95,12 @@ class MultiTurnSampler:
         self._stopped.difference_update(map(id, samples))
 
 
-def observations(sample: Sample) -> int:
-    """How often something was observed: turns that the model did not sample."""
+def count_observations(sample: Sample) -> int:
+    """Return the number of observations in a sample: turns that the model did not sample."""
     return sum(not turn.sampled for turn in sample.turns)
 
 
-def _since_observed(sample: Sample) -> int:
+def _sampled_at_end(sample: Sample) -> int:
+    """Return the number of tokens after the last observation."""
     turns = sample.turns
     return turns[-1].end - turns[-1].start if turns and turns[-1].sampled else 0

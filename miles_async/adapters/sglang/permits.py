@@ -1,4 +1,4 @@
-"""Places at the engines: how many samples may be there at once, and for how long any was."""
+"""A fair counting semaphore for samples at the engines: several permits at a time, and a limit that may change."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from contextlib import asynccontextmanager
 
 
 class Permits:
-    """`limit` places, given out in order of arrival and several at a time, so that whole groups enter together.
+    """`limit()` permits, granted in order of arrival and several at a time, so that a whole group enters at once.
 
-    What is taken beyond a limit that fell meanwhile is given back as it ends.
+    When the limit falls, permits above it are not taken away; they are not granted again after their release.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self.limit = limit
         self._queue: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        """Waiting requests: number of permits, and a future that is set to whether they were granted."""
         self._taken = 0
         self._open = True
-        self._busy = 0.0
+        self._busy_seconds = 0.0
+        """Length of all periods with permits taken, without the current one."""
         self._busy_since = 0.0
 
     @property
@@ -29,60 +31,63 @@ class Permits:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which at least one place was taken."""
-        return self._busy + (time.monotonic() - self._busy_since if self._taken else 0.0)
+        """Seconds during which at least one permit was taken."""
+        return self._busy_seconds + (time.monotonic() - self._busy_since if self._taken else 0.0)
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[bool]:
-        """Wait for `count` places (at most `limit`) and hold them; False where the door was closed first."""
-        entered = await self._enter(count)
+        """Wait for `count` permits and hold them. Yields False, without permits, if `close` was called before."""
+        granted = await self._acquire(count)
         try:
-            yield entered
+            yield granted
         finally:
-            if entered:
+            if granted:
                 self._change(-count)
-                self._admit()
+                self._grant()
 
     def close(self) -> None:
-        """Send away who waits and who comes, until `open`."""
+        """Refuse all waiting and new requests for permits until `open`."""
         self._open = False
         while self._queue:
-            _, turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(False)
+            _, answer = self._queue.popleft()
+            if not answer.done():
+                answer.set_result(False)
 
     def open(self) -> None:
         self._open = True
 
-    async def _enter(self, count: int) -> bool:
+    async def _acquire(self, count: int) -> bool:
         if not self._open:
             return False
-        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._queue.append((count, turn))
-        self._admit()
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._queue.append((count, answer))
+        self._grant()
         try:
-            return await turn
+            return await answer
         except asyncio.CancelledError:
-            if not turn.cancelled() and turn.result():
+            # The permits may have been granted before the waiting task could run.
+            if not answer.cancelled() and answer.result():
                 self._change(-count)
-            self._admit()
+            self._grant()
             raise
 
-    def _admit(self) -> None:
+    def _grant(self) -> None:
+        """Grant permits to the requests at the head of the queue as long as the limit allows."""
         while self._queue:
-            count, turn = self._queue[0]
-            if not turn.done():
-                # One that came under a higher limit than there is now enters alone.
+            count, answer = self._queue[0]
+            if not answer.done():
+                # A request for more permits than the current limit is granted when no other permit is taken.
                 if self._taken + count > self.limit() and self._taken:
                     return
                 self._change(count)
-                turn.set_result(True)
+                answer.set_result(True)
             self._queue.popleft()
 
     def _change(self, count: int) -> None:
+        """Add `count`, which may be negative, to the taken permits."""
         now = time.monotonic()
         if self._taken == 0:
             self._busy_since = now
         self._taken += count
         if self._taken == 0:
-            self._busy += now - self._busy_since
+            self._busy_seconds += now - self._busy_since

@@ -1,11 +1,11 @@
-"""Hooks inside SGLang's own processes, through its plugin entry point. Declared in `pyproject.toml`:
+"""Hooks that run inside SGLang's processes, registered through SGLang's plugin entry point in `pyproject.toml`:
 
     [project.entry-points."sglang.srt.plugins"]
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
-Active everywhere: cached prefixes are kept honest after a weight publish, the engine tells what its weights are, and
-takes changes to them from disk (`engine_weights.py`). Only without CUDA: memory open to one-sided writes, a fast start,
-decoding attention in batches, a pause that leaves the core alone.
+On all machines: no prefix that was cached under older weights is used after a publish, and the engine gives access to
+its weights and loads delta files (`engine_weights.py`). Without CUDA also: registration of main memory for one-sided
+writes, a faster start, batched decoding attention, and a paused scheduler that does not occupy a core.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 Scheduler = Any
-"""`sglang.srt.managers.scheduler.Scheduler`: named only here, because importing it takes seconds."""
-
-
+"""`sglang.srt.managers.scheduler.Scheduler`, which takes seconds to import."""
 LISTENING_SECONDS = 30.0
+"""Time for the HTTP server to start listening."""
 
 
 def register() -> None:
+    """Register all hooks. SGLang calls this in each of its processes."""
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -33,50 +33,54 @@ def register() -> None:
     server = "sglang.srt.entrypoints.http_server"
     HookRegistry.register(f"{server}._freeze_gc_after_server_warmup", await_listening, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
-    HookRegistry.register(f"{scheduler}._add_request_to_queue", name_prefix, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}._add_request_to_queue", tag_prefix, HookType.BEFORE)
     HookRegistry.register(
-        "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.answer, HookType.AROUND
+        "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.handle_check, HookType.AROUND
     )
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_changes, HookType.AROUND)
+    HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_from_disk, HookType.AROUND)
     if not torch.cuda.is_available():
         loader = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
         HookRegistry.register(f"{loader}.register_memory_region_v2", _register_parameters, HookType.REPLACE)
-        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
-        HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _rest, HookType.BEFORE)
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
+        HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _yield_core, HookType.BEFORE)
         attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache: bool = True) -> bool:
-    """Let `/flush_cache` succeed on a paused engine whose requests are merely waiting.
+    """Wrap `Scheduler.flush_cache`: flush also on a paused engine whose requests wait.
 
-    SGLang refuses to flush while any request is queued, so after a pause every prefix cached under the old weights
-    stays and is matched under the new ones, wrong by whole nats. Retracted requests hold no KV: the cache may go and
-    they stay. Requests paused in place do hold KV, so there the old prefixes are put out of reach instead: from now on
-    prefixes carry the name of a new epoch, and the old ones are evicted when room is needed.
+    SGLang refuses to flush while a request is queued. Prefixes cached under the old weights would then be matched under
+    the new weights, with log-probabilities that are wrong by whole nats. There are two cases:
 
-    While paused, memory is not handed back to the device: the same amount is needed again in a moment, and without
-    CUDA "emptying the cache" is a garbage collection over everything SGLang ever imported, half a second long.
+    - Retracted requests hold no KV cache, so the cache can be dropped while they wait.
+    - Requests that are paused in place hold KV cache, so nothing can be dropped. Instead the scheduler starts a new
+      epoch: prefixes are tagged with it, so that older prefixes never match and are evicted when memory is short.
+
+    A paused engine keeps its free device memory (`empty_cache=False`), because it needs the same amount again soon.
+    Without CUDA, emptying the cache would be a garbage collection over all of SGLang that takes half a second.
     """
     if not scheduler._engine_paused:
         return original(scheduler, empty_cache)
     if scheduler.is_fully_idle():
         return original(scheduler, False)
+    # No batch holds KV cache: all requests were retracted or have not started.
     if scheduler.running_batch.is_empty() and scheduler.last_batch is None and scheduler.chunked_req is None:
         scheduler.tree_cache.reset()
         scheduler.req_to_token_pool.clear()
         scheduler.token_to_kv_pool_allocator.clear()
         scheduler.req_to_token_pool.reset_aux_cache_allocator()
         return True
+    # Requests that are paused in place hold KV cache. Waiting requests have an older tag, so tag them again.
     scheduler.tree_cache.miles_epoch = vars(scheduler.tree_cache).get("miles_epoch", 0) + 1
     for request in scheduler.waiting_queue:
-        name_prefix(scheduler, request)
+        tag_prefix(scheduler, request)
     return True
 
 
-def name_prefix(scheduler: Scheduler, request: Any, *_: Any, **__: Any) -> None:
-    """Put a request that enters the queue into the present epoch's part of the prefix cache."""
+def tag_prefix(scheduler: Scheduler, request: Any, *_: Any, **__: Any) -> None:
+    """Tag a request that enters the queue with the current epoch, as part of its prefix cache key."""
     epoch = vars(scheduler.tree_cache).get("miles_epoch", 0)
     if epoch:
         own = (request.extra_key or "").partition("|epoch=")[0]
@@ -84,7 +88,10 @@ def name_prefix(scheduler: Scheduler, request: Any, *_: Any, **__: Any) -> None:
 
 
 def await_listening(server_args: Any) -> None:
-    """Without a warm-up SGLang posts to itself before it listens, and logs a traceback that looks like a failure."""
+    """Wait until the server listens.
+
+    Without a warm-up, SGLang sends itself a request before it listens, and logs a traceback that looks like a failure.
+    """
     deadline = time.monotonic() + LISTENING_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -95,9 +102,9 @@ def await_listening(server_args: Any) -> None:
 
 
 def _register_parameters(model: Any, transfer_engine: Any) -> dict[str, tuple[int, int, int]]:
-    """Open every parameter to one-sided writes; SGLang's own version walks CUDA's memory segments.
+    """Register the memory of every parameter with Mooncake; SGLang's own function requires CUDA.
 
-    Returns, by parameter name, its address, number of elements and bytes per element.
+    Returns the address, number of elements and bytes per element of each parameter.
     """
     regions = {}
     for name, weight in model.named_parameters():
@@ -108,15 +115,15 @@ def _register_parameters(model: Any, transfer_engine: Any) -> dict[str, tuple[in
     return regions
 
 
-def _rest(_: Scheduler) -> None:
-    """A paused scheduler asks for messages without pause; the write that it waits for needs the core."""
+def _yield_core(_: Scheduler) -> None:
+    """Sleep in each round of a paused scheduler: it busy-waits for messages on a core that the weight send needs."""
     time.sleep(0.0005)
 
 
-def _fork_workers(_: None, *__: Any, **___: Any) -> None:
-    """Fork the scheduler and the detokenizer instead of spawning them: half the start-up, a third of the memory.
+def _fork_children(_: None, *__: Any, **___: Any) -> None:
+    """Fork the scheduler and the detokenizer instead of spawning them: half the start time, a third of the memory.
 
-    Spawned processes import torch and SGLang all over again. SGLang spawns because CUDA does not survive a fork;
-    without CUDA nothing in the server process happens before the fork that its children could not go on with.
+    Spawned processes import torch and SGLang again. SGLang spawns them because CUDA does not survive a fork; without
+    CUDA the server process has no state before the fork that its children could not use.
     """
     multiprocessing.set_start_method("fork", force=True)

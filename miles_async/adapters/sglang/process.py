@@ -1,4 +1,4 @@
-"""One server process of ours: started in its own group, logging to a file, ended within a bound, never left behind."""
+"""A server process: started in its own process group, logging to a file, and stopped within a time limit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from miles_async.errors import FatalError
 
-_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
 _PORT_TAKEN = re.compile(r"address already in use|port \S+ is (?:already )?(?:in use|not available)", re.IGNORECASE)
 
 
 class PortTakenError(Exception):
-    """Somebody took the port between our look and the server's bind; another one will do."""
+    """Another process has taken the port before the server could bind it; try again with another port."""
 
 
 class ServerProcess:
-    """A `python -m module` server that answers `GET health_url` with 200 once it is up."""
+    """A server started as `python -m module` that answers `GET health_url` with status 200 when it is healthy."""
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], health_url: str, log_path: Path) -> None:
         self.name = name
@@ -34,24 +34,25 @@ class ServerProcess:
         self._command = [sys.executable, "-m", "miles_async.adapters.sglang.die_with_parent", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
-        """Where this process's part of the log begins: one that it replaces wrote the rest."""
+        """Offset of this process's output in the log file, which starts with the output of its predecessors."""
 
     def start(self, environment: Mapping[str, str], cpus: Sequence[int] | None, timeout: float) -> None:
-        """Start and wait until healthy.
+        """Start the process and wait until it is healthy.
 
-        Raises PortTakenError when the port was gone, Fatal with the cause and the log's path when the process died
-        or was not healthy after `timeout` seconds; it is stopped then.
+        `environment` is added to this process's environment; `cpus` are the cores it may use. Raises PortTakenError if
+        its port is in use, and FatalError with the cause and the path of the log if the process dies or is not healthy
+        after `timeout` seconds; the process is stopped then.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, "PYTHONPATH": _as_imported(), **environment},
-                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": _search_path(), **environment},
+                stdin=subprocess.PIPE,  # `die_with_parent` watches this pipe
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True,  # a process group, so that `stop` reaches the server's own children
             )
         if cpus:
             os.sched_setaffinity(self._process.pid, cpus)
@@ -76,7 +77,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def stop(self, grace: float = 3.0) -> None:
-        """End the whole process group: politely, and after `grace` seconds by force; at once where it is 0."""
+        """Stop the process group: SIGTERM, then SIGKILL after `grace` seconds. With 0, SIGKILL at once."""
         if self._process is None:
             return
         if grace:
@@ -84,14 +85,14 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)
-        self._process.communicate()
+        self._process.communicate()  # closes the pipe and reaps the process
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def answers(self) -> bool:
-        """Whether it says within two seconds that it is up."""
+        """Whether the server answers within two seconds that it is healthy."""
         try:
             with urllib.request.urlopen(self.health_url, timeout=2) as answer:
                 return bool(answer.status == 200)
@@ -105,14 +106,14 @@ class ServerProcess:
         return FatalError(f"{what}: {cause(log)} (log: {self.log_path})")
 
 
-def _as_imported() -> str:
-    """The search path, first this very project: a job's copy of it need not be the one that is installed."""
+def _search_path() -> str:
+    """Return a PYTHONPATH that starts with this project: `ray job submit` runs a copy that is not installed."""
     project = str(Path(__file__).parents[3])
     return os.pathsep.join([project, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def cause(log: str) -> str:
-    """The line of a server's log that says why it ended: its last exception, else its last line."""
+    """Return the line of a server's log that best explains its end: the last exception, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    raised = [line for line in lines if _RAISED.match(line)]
-    return (raised or lines or ["it wrote nothing"])[-1][:400]
+    exceptions = [line for line in lines if _EXCEPTION.match(line)]
+    return (exceptions or lines or ["its log is empty"])[-1][:400]

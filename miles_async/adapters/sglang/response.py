@@ -1,4 +1,4 @@
-"""What SGLang answers for one sample, read into the sample."""
+"""Reads SGLang's answer for one sample into the sample."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "ab
 def extend(sample: Sample, answer: dict[str, Any], decode: Callable[[list[int]], str]) -> None:
     """Append the answer's tokens, log-probabilities and version spans to the sample, and set its text and status.
 
-    The sample is changed only when all of it is good. Raises TrajectoryError for an answer without log-probabilities
-    for
-    every token, or without an integer weight version for every token: an unknown age must never pass for a fresh one.
+    Raises TrajectoryError, without changing the sample, if a token has no log-probability or no integer weight version:
+    without a version the staleness of the token is unknown.
     """
     meta = answer["meta_info"]
     ids: list[int] = answer["output_ids"]
@@ -40,7 +39,7 @@ def extend(sample: Sample, answer: dict[str, Any], decode: Callable[[list[int]],
 
 
 def _spans(sample: Sample, meta: dict[str, Any], tokens: int) -> list[VersionSpan]:
-    """The sample's spans with those of `tokens` new tokens behind them, neighbours of one version joined."""
+    """Return the sample's spans followed by those of `tokens` new tokens; adjacent spans of one version are merged."""
     spans = list(sample.spans)
     covered = 0
     for entry in meta.get("weight_versions") or ():
@@ -50,6 +49,7 @@ def _spans(sample: Sample, meta: dict[str, Any], tokens: int) -> list[VersionSpa
         if not version.isdecimal() or start != covered:
             break
         covered = end
+        # SGLang counts from the start of its answer; spans count from the start of the response.
         start, end = start + sample.response_length, end + sample.response_length
         if spans and spans[-1].version == int(version) and spans[-1].end == start:
             start = spans.pop().start

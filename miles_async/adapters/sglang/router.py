@@ -1,4 +1,4 @@
-"""The sglang-router in front of the engines: its process, and its worker list over HTTP."""
+"""Starts and stops the sglang-router that distributes requests among the engines."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class RouterSpec:
     log_path: Path
     policy: str = "cache_aware"
     request_timeout: float = 600.0
-    """Seconds after which a request is given up."""
+    """Seconds after which the router gives up a request."""
     start_timeout: float = 60.0
     cpus: Sequence[int] | None = None
 
 
 class RouterServer:
-    """One sglang-router process on loopback, started without workers."""
+    """One sglang-router process on loopback. It starts without engines; `SGLangFleet` adds them."""
 
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
@@ -37,7 +37,8 @@ class RouterServer:
         self._ports: list[ClaimedPort] = []
 
     def start(self) -> str:
-        """Start it; returns its url. Raises Fatal with the cause when it does not come up."""
+        """Start the router and return its URL. Raises FatalError with the cause if it does not start."""
+        # A claim protects a port from other runs only; any other program may still take it.
         for _ in range(PORT_ATTEMPTS):
             self._release_ports()
             self._ports = [claim_port(), claim_port()]
@@ -46,13 +47,13 @@ class RouterServer:
         raise FatalError(f"sglang-router found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})")
 
     def restart(self) -> str:
-        """End what is left of it and start it anew at the address that all know. Raises Fatal as `start` does."""
+        """Start the router at its previous address, which everyone else keeps using. Raises FatalError as `start`."""
         if self._process is not None:
             self._process.stop(grace=0)
         try:
             return self._serve()
         except PortTakenError as taken:
-            raise FatalError(f"sglang-router cannot have its old port back: {taken}") from taken
+            raise FatalError(f"the previous port of sglang-router is in use: {taken}") from taken
 
     def _serve(self) -> str:
         port, metrics_port = (claimed.number for claimed in self._ports)
@@ -65,7 +66,7 @@ class RouterServer:
 
     @property
     def metrics_url(self) -> str:
-        """In Prometheus' format; after `start`."""
+        """URL of the router's Prometheus metrics; only after `start`."""
         return f"http://127.0.0.1:{self._ports[1].number}/metrics"
 
     @property
@@ -73,11 +74,8 @@ class RouterServer:
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
-    def alive(self) -> bool:
-        return self._process is not None and self._process.alive()
-
     def answers(self) -> str | Literal[False]:
-        """Where it serves its metrics; False where it does not answer."""
+        """Return the host and port of the router's metrics, or False if the router does not answer."""
         if self._process is None or not self._process.answers():
             return False
         return urlsplit(self.metrics_url).netloc
@@ -93,19 +91,22 @@ class RouterServer:
 
 
 def require_router(url: str, within: float = 10.0) -> None:
-    """Raises UserError where no sglang-router answers at `url`."""
+    """Raise UserError if no sglang-router answers at `url` within `within` seconds."""
     try:
         with urllib.request.urlopen(f"{url}/workers", timeout=within) as answer:
             json.load(answer)["workers"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"sglang_router_ip and sglang_router_port name no sglang-router: {url}/workers: {error}; start one there, "
-            "or unset both"
+            f"no sglang-router answers at sglang_router_ip and sglang_router_port: {url}/workers: {error}; start one "
+            "there, or unset both"
         ) from error
 
 
 def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:
-    """Retries and circuit breaking are off: the pipeline retries groups itself and fences engines itself."""
+    """Return the arguments of `RouterArgs`.
+
+    Retries and circuit breaking are off, because the pipeline itself retries groups and fences engines.
+    """
     return {
         "host": "127.0.0.1",
         "port": port,

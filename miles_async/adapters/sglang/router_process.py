@@ -1,7 +1,7 @@
 """The sglang-router process: `python -m miles_async.adapters.sglang.router_process '{"port": …}'`.
 
-The router's own launch module imports all of SGLang for a tracing option; this starts the same Rust router without it,
-in half a second instead of eight.
+The launch module of sglang-router imports all of SGLang for a tracing option. This module starts the same Rust router
+without that import, in half a second instead of eight.
 """
 
 from __future__ import annotations

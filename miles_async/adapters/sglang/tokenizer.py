@@ -1,4 +1,4 @@
-"""Prompt text to ids and back, with the checkpoint's own tokenizer."""
+"""Converts text and chat messages to token ids and back, with the checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -12,52 +12,57 @@ from miles_async.errors import TrajectoryError, UserError
 
 
 class CheckpointTokenizer:
-    """Reads `tokenizer.json`; loads transformers (seconds) only for chat messages."""
+    """Reads `tokenizer.json`. Loads transformers, which takes seconds, only if chat messages are used."""
 
     def __init__(self, model_path: str) -> None:
         self._folder = Path(model_path)
         file = self._folder / "tokenizer.json"
         if not file.is_file():
-            raise UserError(f"{file} is missing; save the tokenizer beside the model (tokenizer.save_pretrained)")
+            raise UserError(f"{file} is missing; save the tokenizer there (tokenizer.save_pretrained)")
         self._tokenizer = Tokenizer.from_file(str(file))
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Ids of a plain prompt, or of chat messages through the checkpoint's template."""
+        """Return the ids of a text prompt, or of chat messages rendered by the checkpoint's chat template."""
         if isinstance(prompt, str):
             return list(self._tokenizer.encode(prompt).ids)
         return self.encode_text(self.render(prompt))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of text that stands behind other text: no special token is put in front of it."""
+        """Return the ids of text that continues other text: no special token is added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     @property
     def end(self) -> str:
-        """What ends a turn, as text. Raises UserError where the tokenizer names none."""
+        """The end-of-sequence token as text. Raises UserError if the tokenizer defines none."""
         if self._chat.eos_token is None:
-            raise UserError(f"the tokenizer in {self._folder} has no eos_token: lessons could not end")
+            raise UserError(
+                f"the tokenizer in {self._folder} has no eos_token, which has to end every supervised example; set it"
+            )
         return str(self._chat.eos_token)
 
     def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
     ) -> str:
-        """Chat messages as text; with `answer_next`, up to where the model begins to answer.
+        """Render chat messages as text. `answer_next` appends what precedes the model's answer.
 
-        Raises UserError where the checkpoint has no template, TrajectoryError where its template refuses these."""
+        Raises UserError if the checkpoint has no chat template, and TrajectoryError if the template fails for these
+        messages.
+        """
         if self._chat.chat_template is None:
             raise UserError(
-                f"the tokenizer in {self._folder} has no chat template: agents that speak in messages need one"
+                f"the tokenizer in {self._folder} has no chat template, which prompts of chat messages need; "
+                "set its chat_template"
             )
         try:
             return str(
                 self._chat.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer_next)
             )
         except Exception as error:
-            # A template is code of the checkpoint's and may raise anything.
+            # A template is code from the checkpoint and may raise any exception.
             raise TrajectoryError(f"the chat template refused the messages: {error}") from error
 
     def text_of(self, ids: list[int]) -> str:
-        """Text with its special tokens."""
+        """Return the text of tokens, including special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

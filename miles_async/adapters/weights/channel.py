@@ -1,8 +1,8 @@
-"""The weight channel of the pipeline: which way each engine is reached, found out by trying, and what comes after it.
+"""`ports.WeightChannel` over the learner's weight sources, and the choice of transports.
 
-Every source sends its share to every engine, all at once. `auto` is the way that was fastest when tried, of those that
-a cluster has; p2p wins near-ties, and the copy within one machine must save more than a moment. The others follow by
-what they took, for engines that a write did not reach.
+Every learner rank is a weight source (`source.WeightSource`). It sends its part of the tensors to every engine, so one
+send to one engine is a call to all sources. The channel knows which transport each engine uses at the moment and which
+transport comes next if a send fails.
 """
 
 from __future__ import annotations
@@ -15,85 +15,90 @@ import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import EngineLostError, FatalError, UserError
-from miles_async.types import WriteOutcome
+from miles_async.types import SendOutcome
 
-MEASURED = ("memory", "p2p", "broadcast")
-"""What `auto` tries."""
-SHORTCUT_SECONDS = 0.010
-"""What a copy within one machine must save per publish: below that, a laptop had better go the way that clusters go."""
-NEAR_TIE = 1.2
-"""How much faster than p2p another way must be: less than that is noise, and clusters go by p2p."""
-LAST_RESORTS = ("p2p", "broadcast", "disk")
-"""Ways after the one that was asked for by name, for an engine that it does not reach."""
+AUTO_CANDIDATES = ("memory", "p2p", "broadcast")
+"""The transports that `auto` measures."""
+MEMORY_HANDICAP_SECONDS = 0.010
+"""`memory` works on one machine only. If it saves less time than this per publish, `auto` prefers a transport that also
+works across machines, so that a small test run exercises the code that clusters use."""
+P2P_ADVANTAGE = 1.2
+"""Another transport must be faster than p2p by this factor: smaller differences are noise."""
+FALLBACKS = ("p2p", "broadcast", "disk")
+"""Transports to fall back to if the user named one and it fails for an engine."""
 
 _log = structlog.get_logger(__name__)
 
 
-class Sources(Protocol):
-    """All `source.Source`s of the learner, wherever they run; each call is for all of them."""
+class WeightSources(Protocol):
+    """All weight sources of the learner, in whichever processes they run. Each call goes to every source."""
 
-    async def meet(self, engines: Sequence[EngineInfo]) -> None: ...
-
-    async def reach(self, transport: str, engine: str) -> None: ...
-
-    async def stage(self, version: int, transports: Sequence[str]) -> None:
-        """Set the learner's present weights aside and let `ways` prepare them."""
+    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
+        """See `source.WeightSource.connect`."""
         ...
 
-    async def write(self, version: int, engine: str, transport: str) -> list[WriteOutcome]:
-        """One outcome per source."""
+    async def stage(self, version: int, transports: Sequence[str]) -> None:
+        """Copy the learner's current weights into the staging buffers and prepare them for `transports`."""
+        ...
+
+    async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
+        """Send the staged version to one engine and verify it; one outcome per source."""
         ...
 
 
 class Channel:
-    """`ports.WeightChannel`. `ways` are the ways by preference; `address` tells where the engine of a name is now."""
+    """Implements `ports.WeightChannel`.
 
-    def __init__(self, transports: Sequence[str], sources: Sources, address: Callable[[str], EngineInfo]) -> None:
+    `transports` are in order of preference. `address` returns the current address of an engine.
+    """
+
+    def __init__(self, transports: Sequence[str], sources: WeightSources, address: Callable[[str], EngineInfo]) -> None:
         self._transports = tuple(transports)
         self._sources = sources
         self._address = address
-        self._met: dict[str, EngineInfo] = {}
-        self._falls: dict[str, int] = {}
-        """How many ways an engine has fallen back."""
+        self._connected: dict[str, EngineInfo] = {}
+        self._fallbacks: dict[str, int] = {}
+        """By engine, how many times it has fallen back: the index of its transport."""
         self._staged: int | None = None
 
     @property
     def name(self) -> str:
         return self._transports[0]
 
-    async def meet(self, engines: Sequence[str]) -> None:
-        """Raises EngineLostError where one does not answer, cannot be reached or does not fit."""
+    async def connect(self, engines: Sequence[str]) -> None:
         infos = [self._address(engine) for engine in engines]
-        await self._sources.meet(infos)
-        # One that was started anew has done nothing wrong yet.
-        self._falls = {info.name: self._falls.get(info.name, 0) for info in infos if self._met.get(info.name) == info}
-        self._met = {info.name: info for info in infos}
-        for engine in engines:
-            await self._sources.reach(self._way(engine), engine)
+        # An engine that was restarted has another address. It starts with the preferred transport again.
+        fallbacks = {
+            info.name: self._fallbacks.get(info.name, 0) for info in infos if self._connected.get(info.name) == info
+        }
+        transports = {info.name: self._transports[fallbacks.get(info.name, 0)] for info in infos}
+        await self._sources.connect(infos, transports)
+        self._connected, self._fallbacks = {info.name: info for info in infos}, fallbacks
 
     async def stage(self, version: int) -> None:
-        """Raises Fatal where versions would fall: an engine cannot tell new weights of an old number from old ones."""
+        """Raises FatalError if `version` is lower than the staged one: an engine that reports it would be ambiguous."""
         if self._staged is not None and version < self._staged:
             raise FatalError(
                 f"weight version {version} was to be staged after version {self._staged}; versions only rise"
             )
-        await self._sources.stage(version, sorted({self.name, *map(self._way, self._falls)}))
+        await self._sources.stage(version, sorted({self.name, *map(self._transport_of, self._fallbacks)}))
         self._staged = version
 
-    async def write(self, version: int, engines: Sequence[str]) -> list[WriteOutcome]:
-        return list(await asyncio.gather(*(self._write(version, engine) for engine in engines)))
+    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+        return list(await asyncio.gather(*(self._send_to_one(version, engine) for engine in engines)))
 
     async def fall_back(self, engine: str) -> str | None:
-        falls = self._falls.get(engine, 0) + 1
-        if falls >= len(self._transports):
+        fallbacks = self._fallbacks.get(engine, 0) + 1
+        if fallbacks >= len(self._transports):
             return None
-        self._falls[engine] = falls
-        return self._transports[falls]
+        self._fallbacks[engine] = fallbacks
+        return self._transports[fallbacks]
 
-    async def _write(self, version: int, engine: str) -> WriteOutcome:
-        parts = await self._sources.write(version, engine, self._way(engine))
+    async def _send_to_one(self, version: int, engine: str) -> SendOutcome:
+        """Merge the outcomes of all sources: the engine has the version only if every source's part arrived."""
+        parts = await self._sources.send(version, engine, self._transport_of(engine))
         errors = [part.error for part in parts if part.error]
-        return WriteOutcome(
+        return SendOutcome(
             engine=engine,
             seconds=max(part.seconds for part in parts),
             bytes=sum(part.bytes for part in parts),
@@ -101,59 +106,66 @@ class Channel:
             final=any(part.final for part in parts),
         )
 
-    def _way(self, engine: str) -> str:
-        return self._transports[self._falls.get(engine, 0)]
+    def _transport_of(self, engine: str) -> str:
+        return self._transports[self._fallbacks.get(engine, 0)]
 
 
-async def find_transports(sources: Sources, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
-    """The ways that weights can take here, best first; the engines then hold the present weights as version 0.
+async def find_transports(sources: WeightSources, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
+    """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
 
-    `wanted` is `auto` or a way's name. The engines must be idle. Raises UserError when a way that was asked for by name
-    does not work, with what to do about it; EngineLostError or Fatal where an engine does not answer or fit.
+    `wanted` is `auto` or the name of a transport. `auto` measures `AUTO_CANDIDATES` and keeps `disk` as the last one.
+    The engines must be idle.
+
+    Raises UserError if the named transport does not work, EngineLostError if an engine does not answer, and FatalError
+    if an engine serves another model or no transport works.
     """
-    await sources.meet(engines)
+    await sources.connect(engines, {})
     await sources.stage(0, [])
-    known = {engine.name: engine for engine in engines}
+    infos = {engine.name: engine for engine in engines}
     if wanted != "auto":
         try:
-            await _seconds(sources, wanted, known)
+            await _measure(sources, wanted, infos)
         except EngineLostError as failure:
             raise UserError(f"weight_transfer {wanted} does not work here: {failure}") from failure
-        return (wanted, *(transport for transport in LAST_RESORTS if transport != wanted))
-    took: dict[str, float] = {}
-    for transport in MEASURED:
+        return (wanted, *(transport for transport in FALLBACKS if transport != wanted))
+    seconds: dict[str, float] = {}
+    for transport in AUTO_CANDIDATES:
         try:
-            took[transport] = await _seconds(sources, transport, known)
+            seconds[transport] = await _measure(sources, transport, infos)
         except EngineLostError as failure:
-            _log.info(f"weights cannot travel by {transport} here: {failure}")
-    if not took:
+            _log.info(f"weight transport {transport} does not work here: {failure}")
+    if not seconds:
         try:
-            await _seconds(sources, "disk", known)
+            await _measure(sources, "disk", infos)
         except EngineLostError as failure:
-            raise FatalError(f"no way to move weights to the engines works; by disk: {failure}") from failure
-    _log.info(
-        "ways for weights, in milliseconds",
-        **{transport: round(1e3 * seconds, 1) for transport, seconds in took.items()},
-    )
-    return (*by_preference(took), "disk")
+            raise FatalError(f"no transport can send weights to the engines; disk failed with: {failure}") from failure
+    milliseconds = {transport: round(1e3 * taken, 1) for transport, taken in seconds.items()}
+    _log.info("weight transports measured, in milliseconds", **milliseconds)
+    return (*by_preference(seconds), "disk")
 
 
-def by_preference(took: Mapping[str, float]) -> list[str]:
-    """The ways that `auto` tried, best first; `took` are their seconds."""
-    handicap = {"p2p": (1.0, 0.0), "broadcast": (NEAR_TIE, 0.0), "memory": (NEAR_TIE, SHORTCUT_SECONDS)}
-    return sorted(took, key=lambda transport: took[transport] * handicap[transport][0] + handicap[transport][1])
+def by_preference(seconds: Mapping[str, float]) -> list[str]:
+    """Sort transports best first by the seconds that a send took; p2p wins near-ties."""
+
+    def cost(transport: str) -> float:
+        if transport == "p2p":
+            return seconds[transport]
+        handicap = MEMORY_HANDICAP_SECONDS if transport == "memory" else 0.0
+        return seconds[transport] * P2P_ADVANTAGE + handicap
+
+    return sorted(seconds, key=cost)
 
 
-async def _seconds(sources: Sources, transport: str, engines: Mapping[str, EngineInfo]) -> float:
-    """What a write of the staged weights to all engines takes, the second time.
+async def _measure(sources: WeightSources, transport: str, engines: Mapping[str, EngineInfo]) -> float:
+    """Return the seconds of a second send of the staged weights to all engines; the first one also connects.
 
-    Raises EngineLostError where it fails.
+    Raises EngineLostError if a send fails.
     """
     channel = Channel((transport,), sources, engines.__getitem__)
     for _ in range(2):
-        began = asyncio.get_running_loop().time()
-        for outcome in await channel.write(0, list(engines)):
+        started = asyncio.get_running_loop().time()
+        for outcome in await channel.send(0, list(engines)):
             if outcome.error is not None:
                 raise EngineLostError(outcome.error)
-        took = asyncio.get_running_loop().time() - began
-    return took
+        seconds = asyncio.get_running_loop().time() - started
+    return seconds

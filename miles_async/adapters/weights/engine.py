@@ -1,4 +1,4 @@
-"""What the learner's side asks an engine about its weights, over HTTP. None of it is async."""
+"""Requests of the learner to an engine about its weights: blocking HTTP."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from miles_async.adapters.sglang.engine_weights import REGIONS, SUMS
+from miles_async.adapters.sglang.engine_weights import CHECKSUMS, REGIONS
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.layout import Shape
 from miles_async.errors import EngineLostError
 
 Window = tuple[str, int, int]
-"""Parameter, first byte, bytes."""
+"""A range of bytes in a parameter: parameter name, first byte, number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One parameter of an engine rank."""
+    """The memory of one parameter of an engine rank."""
 
     address: int
     shape: Shape
     dtype: str
-    """Torch's name for it, such as `bfloat16`."""
+    """Torch's name of the dtype, such as `bfloat16`."""
     device: str
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RankMemory:
     """The parameters of one tensor-parallel rank, and the process that holds them."""
 
     pid: int
     machine: str
+    """Identifies the machine and its process numbers, see `engine_weights.machine_id`."""
     regions: Mapping[str, Region]
 
     @property
@@ -50,53 +51,56 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """An engine and the memory of its ranks."""
+class EngineMemory:
+    """An engine and the memory of its tensor-parallel ranks."""
 
     info: EngineInfo
-    ranks: tuple[Memory, ...]
+    ranks: tuple[RankMemory, ...]
 
     @property
     def name(self) -> str:
         return self.info.name
 
 
-def meet(info: EngineInfo, *, timeout: float) -> Engine:
-    """Ask an engine where its weights lie. Raises EngineLostError when it does not answer, or has no plugin of ours."""
-    told = _ask(info, REGIONS, timeout=timeout)
+def read_engine_memory(info: EngineInfo, *, timeout: float) -> EngineMemory:
+    """Ask an engine for the addresses, shapes and dtypes of its parameters.
+
+    Raises EngineLostError if the engine does not answer or runs without the plugin of this project.
+    """
+    answers = _ask_all_ranks(info, REGIONS, timeout=timeout)
     ranks = []
-    for rank in told:
+    for answer in answers:
         regions = {
             name: Region(region["address"], tuple(region["shape"]), region["dtype"], region["device"])
-            for name, region in json.loads(rank["parameters"]).items()
+            for name, region in json.loads(answer["parameters"]).items()
         }
-        ranks.append(Memory(json.loads(rank["pid"]), json.loads(rank["machine"]), regions))
-    return Engine(info, tuple(ranks))
+        ranks.append(RankMemory(json.loads(answer["pid"]), json.loads(answer["machine"]), regions))
+    return EngineMemory(info, tuple(ranks))
 
 
-def sums(engine: Engine, windows: Sequence[Sequence[Window]], *, timeout: float) -> list[list[int]]:
-    """The CRC-32 of each window of each rank's memory."""
-    told = _ask(engine.info, SUMS + json.dumps(windows), timeout=timeout)
-    return [json.loads(rank["sums"]) for rank in told]
+def read_checksums(engine: EngineMemory, windows: Sequence[Sequence[Window]], *, timeout: float) -> list[list[int]]:
+    """Return the CRC-32 of each window, computed by the engine. `windows` and the result have one list per rank."""
+    answers = _ask_all_ranks(engine.info, CHECKSUMS + json.dumps(windows), timeout=timeout)
+    return [json.loads(answer["checksums"]) for answer in answers]
 
 
-def _ask(info: EngineInfo, action: str, *, timeout: float) -> list[dict[str, str]]:
+def _ask_all_ranks(info: EngineInfo, action: str, *, timeout: float) -> list[dict[str, str]]:
     answer = call_engine(info.url, "/weights_checker", {"action": action}, timeout=timeout)
     return [rank["checksums"] for rank in answer["ranks"]]
 
 
-def address_towards(url: str) -> str:
-    """This machine's address on the network that the engine at `url` is reached by."""
+def local_address_for(url: str) -> str:
+    """Return this machine's address on the network that leads to `url`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((urlsplit(url).hostname, 9))  # sends nothing
+        probe.connect((urlsplit(url).hostname, 9))  # a UDP connect chooses a route and sends nothing
         address: str = probe.getsockname()[0]
         return address
 
 
 def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
-    """POST `body`, or GET without one; the decoded answer.
+    """POST `body` as JSON, or GET if there is no body; return the decoded answer.
 
-    Raises EngineLostError when the engine does not answer within `timeout` seconds or answers with an error.
+    Raises EngineLostError if the engine does not answer within `timeout` seconds or answers with an error.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data=data, headers={"content-type": "application/json"})
@@ -108,5 +112,5 @@ def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, t
         text = " ".join(error.read(300).decode(errors="replace").split())
         raise EngineLostError(f"{url}{path} answered {error.code}: {text}") from error
     except (OSError, HTTPException, json.JSONDecodeError) as error:
-        # One that ends in the middle of its answer leaves half of it.
+        # JSONDecodeError: an engine that dies while it answers leaves half of the JSON.
         raise EngineLostError(f"{url}{path}: {error}") from error

@@ -1,38 +1,36 @@
-"""One source rank's side of publishing: what it stages, and how it sends that to an engine and checks it.
-
-Every rank of the learner is a source of its share of the tensors, and sends it by itself; see `staging.share`.
-"""
+"""A weight source: stages one learner rank's part of the weights, sends it to engines and verifies it there."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.engine import Engine, meet, sums
-from miles_async.adapters.weights.layout import Shape, place
-from miles_async.adapters.weights.staging import NamedTensors, Staging, share
+from miles_async.adapters.weights.engine import EngineMemory, read_checksums, read_engine_memory
+from miles_async.adapters.weights.layout import Shape, plan_tensors
+from miles_async.adapters.weights.staging import NamedTensors, Staging, plans_of_source
 from miles_async.adapters.weights.transports.broadcast import BroadcastTransport
-from miles_async.adapters.weights.transports.disk import DeltaTransport, DiskTransport
+from miles_async.adapters.weights.transports.disk import DiskTransport
+from miles_async.adapters.weights.transports.disk_delta import DiskDeltaTransport
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.adapters.weights.transports.p2p import P2PTransport
 from miles_async.adapters.weights.transports.transport import Transport
 from miles_async.errors import EngineLostError, FatalError
-from miles_async.types import WriteOutcome
+from miles_async.types import SendOutcome
 
 SIGN_OF_LIFE_SECONDS = 5.0
+"""Time for an engine to answer after a failed send."""
 
 Layout = tuple[list[dict[str, Shape]], dict[str, str]]
 """An engine's parameters: their shapes on each of its ranks, and their dtypes."""
 
 
-class Source:
-    """Calls block; `stage` must not run beside any other, `write` may run for several engines at once.
+class WeightSource:
+    """Sends one learner rank's part of the weights, in three steps: `connect`, `stage`, `send`.
 
-    `tensors` are the Hugging Face names and shapes of all weights, `folder` is where the disk ways keep files, `bucket`
-    is in bytes. `everything`: compare all bytes after a write, not samples.
+    All calls block. `send` may run for several engines at once; `connect` and `stage` must not run beside another call.
     """
 
     def __init__(
@@ -43,36 +41,47 @@ class Source:
         rank: int = 0,
         sources: int = 1,
         bucket: int = 512 << 20,
-        everything: bool = False,
+        verify_all: bool = False,
         timeout: float = 60.0,
     ) -> None:
+        """`tensors` are the Hugging Face names and full shapes of all weights, including those of other sources.
+
+        `folder` is where the disk transports write; engines must see it under the same path. This source is number
+        `rank` of `sources`. `bucket` is in bytes. `verify_all` compares all bytes after a send instead of samples.
+        `timeout` is in seconds, per request to an engine.
+        """
         self._tensors = tensors
         self._rank, self._sources = rank, sources
-        self.bucket, self.everything, self.timeout = bucket, everything, timeout
+        self.bucket, self.verify_all, self.timeout = bucket, verify_all, timeout
         folder /= f"source_{rank}"
-        self._make: dict[str, Callable[[], Transport]] = {
+        self._factories: dict[str, Callable[[], Transport]] = {
             "memory": MemoryTransport,
             "p2p": lambda: P2PTransport(bucket=bucket, timeout=timeout),
             "broadcast": lambda: BroadcastTransport(bucket=bucket, timeout=timeout, source=rank),
             "disk": lambda: DiskTransport(folder, bucket=bucket, timeout=timeout),
-            "disk_delta": lambda: DeltaTransport(folder, bucket=bucket, timeout=timeout),
+            "disk_delta": lambda: DiskDeltaTransport(folder, bucket=bucket, timeout=timeout),
         }
         self._transports: dict[str, Transport] = {}
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, EngineMemory] = {}
         self._layout: Layout | None = None
-        """Of the engines that were met."""
+        """The layout that all connected engines share."""
         self._staging: Staging | None = None
-        self._ready: dict[str, int] = {}
-        """What each way has prepared, by the fill of the staging."""
-        self._reached: set[tuple[str, str]] = set()
-        """Ways and the engines that they are connected to."""
-        self._preparing = Lock()
+        self._prepared: dict[str, int] = {}
+        """By transport: the fill of the staging buffer (`Staging.fill_count`) that it was prepared for."""
+        self._connections: set[tuple[str, str]] = set()
+        """Pairs of a transport and an engine that it is connected to."""
+        self._lock = Lock()
+        """Sends to several engines run in threads; only one of them may connect or prepare a transport at a time."""
 
-    def meet(self, engines: Sequence[EngineInfo]) -> None:
-        """These are the engines from now on; what is staged stays so while their layout does.
+    def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
+        """Connect to exactly these engines: read the layout of new ones, disconnect all others.
 
-        Raises EngineLostError when one does not answer or holds its weights in another layout than the others, Fatal
-        when it serves another model.
+        `transports` gives the transport of an engine by the engine's name; it is connected now. A transport that is not
+        in `transports` is connected by the first `send` that uses it. The staged version remains valid unless the
+        layout changes.
+
+        Raises EngineLostError if an engine does not answer, has another layout than the others or is out of reach of
+        its transport, and FatalError if an engine serves another model or is given twice.
         """
         for info in engines:
             if [other.name for other in engines].count(info.name) > 1 or [e.url for e in engines].count(info.url) > 1:
@@ -82,103 +91,119 @@ class Source:
         wanted = {info.name: info for info in engines}
         for name, engine in list(self._engines.items()):
             if wanted.get(name) != engine.info:
-                self._forget(name)
+                self._disconnect(name)
         for name, info in wanted.items():
             if name not in self._engines:
-                self._engines[name] = self._fitting(meet(info, timeout=self.timeout))
+                engine = read_engine_memory(info, timeout=self.timeout)
+                self._adopt_layout(engine)
+                self._engines[name] = engine
+        for name, transport in transports.items():
+            self._connect_transport(transport, name)
 
-    def reach(self, transport: str, name: str) -> None:
-        """Connect a way to an engine. Raises EngineLostError with what to do about it."""
-        with self._preparing:
-            if (transport, name) in self._reached:
-                return
-            try:
-                if transport not in self._transports:
-                    self._transports[transport] = self._make[transport]()
-            except ImportError as failure:
-                raise EngineLostError(_advice(failure)) from failure
-            self._transports[transport].connect(self._engines[name])
-            self._reached.add((transport, name))
+    def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str]) -> None:
+        """Copy this source's tensors into the staging buffer as `version`; the tensors may change afterwards.
 
-    def stage(self, version: int, named_tensors: NamedTensors) -> None:
-        """Copy this rank's share aside as `version`; the tensors may change afterwards."""
-        assert self._staging is not None, "meet() comes before stage()"
-        self._staging.fill(version, named_tensors)
+        `transports` do the work now that they can do before the engines are paused. Another transport does that work in
+        `send`. Raises FatalError if a tensor is missing.
+        """
+        self._require_staging().fill(version, named_tensors)
+        for transport in transports:
+            self._prepare(transport)
 
-    def prepare(self, transport: str) -> None:
-        """Do what this way can do before the pause. A write does it where this was not called."""
-        assert self._staging is not None, "meet() comes first"
-        with self._preparing:
-            if transport in self._transports and self._ready.get(transport) != self._staging.fills:
-                self._transports[transport].stage(self._staging)
-                self._ready[transport] = self._staging.fills
-
-    def write(self, version: int, name: str, transport: str) -> WriteOutcome:
-        """Write the staged version to one engine and check it. Never raises for what happens to an engine."""
-        assert self._staging is not None, "meet() comes before write()"
+    def send(self, version: int, name: str, transport: str) -> SendOutcome:
+        """Send the staged version to the engine `name` and verify it. Failures of the engine are in the outcome."""
+        staging = self._require_staging()
         started, size = time.perf_counter(), 0
         error = None
         try:
-            if self._staging.version != version:
-                raise EngineLostError(f"version {version} is not staged (version {self._staging.version} is)")
-            if self._staging.placements:  # there may be more sources than tensors
-                self.reach(transport, name)
-                self.prepare(transport)
-                size = self._transports[transport].write(self._staging, self._engines[name])
-                self._check(self._engines[name])
+            if staging.version != version:
+                raise EngineLostError(f"version {version} is not staged (version {staging.version} is)")
+            if staging.plans:  # there may be more sources than tensors
+                # A transport that became the fallback after staging is neither connected nor prepared yet.
+                self._connect_transport(transport, name)
+                self._prepare(transport)
+                size = self._transports[transport].send(staging, self._engines[name])
+                self._verify(self._engines[name])
         except (EngineLostError, FatalError) as failure:
             error = f"engine {name}: {failure}"
         seconds = time.perf_counter() - started
-        # Whatever waits for an engine gives up after the timeout, and may leave something behind that goes on.
-        final = error is not None and (seconds > 0.9 * self.timeout or not self._answers(name))
-        return WriteOutcome(engine=name, seconds=seconds, bytes=size, error=error, final=final)
+        # A send that ran into the timeout may still be writing in the background, so no other send may follow it.
+        final = error is not None and (seconds > 0.9 * self.timeout or not self._is_alive(name))
+        return SendOutcome(engine=name, seconds=seconds, bytes=size, error=error, final=final)
 
     def close(self) -> None:
+        """Close all transports."""
         for transport in self._transports.values():
             transport.close()
-        self._transports, self._reached, self._ready = {}, set(), {}
+        self._transports, self._connections, self._prepared = {}, set(), {}
 
-    def _forget(self, name: str) -> None:
+    def _require_staging(self) -> Staging:
+        assert self._staging is not None, "connect() comes first"
+        return self._staging
+
+    def _connect_transport(self, transport: str, name: str) -> None:
+        with self._lock:
+            if (transport, name) in self._connections:
+                return
+            try:
+                if transport not in self._transports:
+                    self._transports[transport] = self._factories[transport]()
+            except ImportError as failure:
+                raise EngineLostError(_mooncake_advice(failure)) from failure
+            self._transports[transport].connect(self._engines[name])
+            self._connections.add((transport, name))
+
+    def _disconnect(self, name: str) -> None:
         del self._engines[name]
         for transport in self._transports.values():
-            transport.forget(name)
-        self._reached = {(transport, other) for transport, other in self._reached if other != name}
+            transport.disconnect(name)
+        self._connections = {(transport, other) for transport, other in self._connections if other != name}
 
-    def _fitting(self, engine: Engine) -> Engine:
-        """The engine, once it is certain that what is staged, for it as for the others, fits it."""
+    def _prepare(self, transport: str) -> None:
+        """Let a transport that is in use prepare what is staged, once per fill of the buffer."""
+        staging = self._require_staging()
+        with self._lock:
+            if transport in self._transports and self._prepared.get(transport) != staging.fill_count:
+                self._transports[transport].prepare(staging)
+                self._prepared[transport] = staging.fill_count
+
+    def _adopt_layout(self, engine: EngineMemory) -> None:
+        """Check that the staging buffer fits a new engine; allocate a buffer if no engine is connected.
+
+        Raises EngineLostError if engines are connected that have another layout.
+        """
+        # There is one staging buffer, laid out and converted for the engines, so all engines must have the same layout.
         layout = [rank.shapes for rank in engine.ranks], engine.ranks[0].dtypes
         if layout == self._layout:
-            return engine
+            return
         if self._engines:
             raise EngineLostError(
                 f"engine {engine.name} holds its weights in another layout than {min(self._engines)}; start all with "
                 "the same model, dtype and tensor-parallel size"
             )
-        mine = share(place(self._tensors, layout[0]), self._rank, self._sources)
-        self._layout, self._staging, self._ready = layout, Staging(mine, layout[1]), {}
-        return engine
+        plans = plans_of_source(plan_tensors(self._tensors, layout[0]), self._rank, self._sources)
+        self._layout, self._staging, self._prepared = layout, Staging(plans, layout[1]), {}
 
-    def _answers(self, name: str) -> bool:
-        """Whether all ranks of the engine are there; if not, no other way needs to be tried while others wait."""
+    def _is_alive(self, name: str) -> bool:
+        """Whether all ranks of an engine answer; a send to a dead engine is not repeated while others are paused."""
         engine = self._engines[name]
         try:
-            sums(engine, [[] for _ in engine.ranks], timeout=min(SIGN_OF_LIFE_SECONDS, self.timeout))
+            read_checksums(engine, [[] for _ in engine.ranks], timeout=min(SIGN_OF_LIFE_SECONDS, self.timeout))
         except EngineLostError:
             return False
         return True
 
-    def _check(self, engine: Engine) -> None:
-        """Compare what stands in the engine's memory with what was sent. Raises EngineLostError where it differs."""
-        assert self._staging is not None, "meet() comes first"
-        windows, expected = self._staging.windows(len(engine.ranks), everything=self.everything)
-        found = sums(engine, windows, timeout=self.timeout)
-        for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
-            for (parameter, _, _), here, there in zip(windows[rank], ours, theirs, strict=True):
-                if here != there:
+    def _verify(self, engine: EngineMemory) -> None:
+        """Compare the engine's memory with the staging buffer. Raises EngineLostError if a checksum differs."""
+        windows, expected = self._require_staging().checksums(len(engine.ranks), verify_all=self.verify_all)
+        actual = read_checksums(engine, windows, timeout=self.timeout)
+        for rank, (ours, theirs) in enumerate(zip(expected, actual, strict=True)):
+            for (parameter, _, _), sent, received in zip(windows[rank], ours, theirs, strict=True):
+                if sent != received:
                     raise EngineLostError(f"{parameter} of rank {rank} differs from what was sent")
 
 
-def _advice(failure: ImportError) -> str:
+def _mooncake_advice(failure: ImportError) -> str:
     if "libibverbs" in str(failure):
         return "Mooncake needs libibverbs; install it with: apt-get install libibverbs1"
     return f"Mooncake could not be loaded ({failure}); install mooncake-transfer-engine-non-cuda"

@@ -1,7 +1,8 @@
-"""The learner's weights set aside as one version, in the bytes that the engines take.
+"""The staging buffer: one version of the learner's weights, in the layout and dtypes of the engines.
 
-Every source rank keeps its share of the tensors and no more: all shares together are one copy of the model, whatever
-the number of engines. Every way reads from here, so a version can still be sent another way while training goes on.
+Each weight source (learner rank) stages only the tensors that it sends. All staging buffers together are one copy of
+the model, for any number of engines. Every transport reads from the staging buffer, so a version can be sent again by
+another transport while training goes on.
 """
 
 from __future__ import annotations
@@ -13,136 +14,144 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from miles_async.adapters.weights.engine import Window
-from miles_async.adapters.weights.layout import Placement
+from miles_async.adapters.weights.layout import TensorPlan
 from miles_async.errors import FatalError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and full (unsharded) tensors."""
 SAMPLE_BYTES = 4096
-"""Compared of each copy after a write, unless everything is."""
+"""Bytes of each copy that are verified after a send, unless all bytes are."""
 
 
 class Staging:
-    """Memory for the tensors of `placements` in the dtypes of the engine's parameters, `dtypes`."""
+    """Memory for the tensors of `plans`. `dtypes` are the dtypes of the engine's parameters by name."""
 
-    def __init__(self, placements: Sequence[Placement], dtypes: Mapping[str, str]) -> None:
-        of: dict[str, torch.dtype] = {
-            placement.name: getattr(torch, dtypes[placement.copies[0].parameter]) for placement in placements
+    def __init__(self, plans: Sequence[TensorPlan], dtypes: Mapping[str, str]) -> None:
+        dtype_of: dict[str, torch.dtype] = {
+            plan.name: getattr(torch, dtypes[plan.copies[0].parameter]) for plan in plans
         }
-        # The widest first: each then starts where its dtype may start, with no gap before it.
-        self.placements = sorted(placements, key=lambda placement: -of[placement.name].itemsize)
-        self._by_name = {placement.name: placement for placement in self.placements}
+        # Sorted by element size, largest first, every tensor is aligned to its dtype without gaps.
+        self.plans = sorted(plans, key=lambda plan: -dtype_of[plan.name].itemsize)
+        self._by_name = {plan.name: plan for plan in self.plans}
         self.version: int | None = None
-        """What is staged here; None while it is being filled."""
-        self.fills = 0
-        """How often it was filled: a version may come back, in another run on the same engines."""
-        self._starts: dict[str, int] = {}
+        """The staged version; None while the buffer is being filled."""
+        self.fill_count = 0
+        """Number of fills. Identifies the contents: a version number may return in another run on the same engines."""
+        self._offsets: dict[str, int] = {}
         size = 0
-        for placement in self.placements:
-            self._starts[placement.name] = size
-            size += placement.numel * of[placement.name].itemsize
+        for plan in self.plans:
+            self._offsets[plan.name] = size
+            size += plan.numel * dtype_of[plan.name].itemsize
         self.buffer = torch.zeros(size, dtype=torch.uint8)
         self._views = {
-            name: self.buffer[start : start + self._by_name[name].numel * of[name].itemsize].view(of[name])
-            for name, start in self._starts.items()
+            name: self.buffer[offset : offset + self._by_name[name].numel * dtype_of[name].itemsize].view(
+                dtype_of[name]
+            )
+            for name, offset in self._offsets.items()
         }
 
     @torch.no_grad()
     def fill(self, version: int, named_tensors: NamedTensors) -> None:
-        """Copy this share's tensors in, in whatever order they come. Raises Fatal when one did not."""
+        """Copy the planned tensors into the buffer, in any order; other tensors are ignored.
+
+        Raises FatalError if a planned tensor is missing or has another shape.
+        """
+        # A fill that fails halfway must not leave a buffer that looks like a staged version.
         self.version = None
-        self.fills += 1
+        self.fill_count += 1
         missing = set(self._by_name)
         for name, tensor in named_tensors:
             if name not in self._by_name:
-                continue  # another source rank's
+                continue  # another weight source sends it
             columns = self._by_name[name].columns
             if tuple(tensor.shape) != self._by_name[name].shape:
                 raise FatalError(f"the learner's {name} changed its shape to {tuple(tensor.shape)}")
             if columns == 1:
                 self._views[name].view(tensor.shape).copy_(tensor)
             else:
-                for part, columns_of_it in zip(
-                    self._views[name].chunk(columns), tensor.chunk(columns, dim=1), strict=True
-                ):
-                    part.view(columns_of_it.shape).copy_(columns_of_it)
+                # One block of columns after the other, so that each block is one contiguous copy.
+                for target, block in zip(self._views[name].chunk(columns), tensor.chunk(columns, dim=1), strict=True):
+                    target.view(block.shape).copy_(block)
             missing.discard(name)
         if missing:
             raise FatalError(f"the learner no longer exports {min(missing)}")
         self.version = version
 
-    def start(self, name: str) -> int:
-        """Of a tensor in the buffer, in bytes."""
-        return self._starts[name]
+    def offset(self, name: str) -> int:
+        """Return the first byte of a tensor in the buffer."""
+        return self._offsets[name]
 
-    def width(self, name: str) -> int:
-        """Bytes per element."""
+    def element_size(self, name: str) -> int:
+        """Return the bytes per element of a tensor."""
         return self._views[name].itemsize
 
     def dtype(self, name: str) -> torch.dtype:
         return self._views[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As Hugging Face has it; a view where it is staged so."""
-        placement = self._by_name[name]
-        if placement.columns == 1:
-            return self._views[name].view(placement.shape)
-        rows = placement.shape[0]
-        return torch.cat([part.view(rows, -1) for part in self._views[name].chunk(placement.columns)], dim=1)
+        """Return a tensor in its Hugging Face shape: a view of the buffer unless it is staged in column blocks."""
+        plan = self._by_name[name]
+        if plan.columns == 1:
+            return self._views[name].view(plan.shape)
+        rows = plan.shape[0]
+        return torch.cat([block.view(rows, -1) for block in self._views[name].chunk(plan.columns)], dim=1)
 
-    def buckets(self, size: int) -> Iterator[list[Placement]]:
-        """The tensors in the order in which they lie, so many at a time that they have `size` bytes together.
-
-        One that is larger is alone.
-        """
-        bucket: list[Placement] = []
+    def buckets(self, size: int) -> Iterator[list[TensorPlan]]:
+        """Yield the tensors in buffer order, in buckets of at most `size` bytes; a larger tensor is a bucket alone."""
+        bucket: list[TensorPlan] = []
         filled = 0
-        for placement in self.placements:
-            its_size = placement.numel * self.width(placement.name)
-            if bucket and filled + its_size > size:
+        for plan in self.plans:
+            tensor_size = plan.numel * self.element_size(plan.name)
+            if bucket and filled + tensor_size > size:
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append(placement)
-            filled += its_size
+            bucket.append(plan)
+            filled += tensor_size
         if bucket:
             yield bucket
 
-    def flat(self, bucket: Sequence[Placement]) -> torch.Tensor:
-        """The bytes of a bucket as Hugging Face has them; a view where they are staged so."""
-        if all(placement.columns == 1 for placement in bucket):
-            last = bucket[-1].name
-            return self.buffer[self._starts[bucket[0].name] : self._starts[last] + bucket[-1].numel * self.width(last)]
-        return torch.cat([self.tensor(placement.name).flatten().view(torch.uint8) for placement in bucket])
+    def flat(self, bucket: Sequence[TensorPlan]) -> torch.Tensor:
+        """Return the bytes of a bucket's tensors in Hugging Face order, one after the other: a view if possible."""
+        if all(plan.columns == 1 for plan in bucket):
+            # Neighbours in a bucket are neighbours in the buffer.
+            last = bucket[-1]
+            end = self._offsets[last.name] + last.numel * self.element_size(last.name)
+            return self.buffer[self._offsets[bucket[0].name] : end]
+        return torch.cat([self.tensor(plan.name).flatten().view(torch.uint8) for plan in bucket])
 
-    def windows(self, ranks: int, *, everything: bool) -> tuple[list[list[Window]], list[list[int]]]:
-        """For each engine rank, parts of its memory and the CRC-32 that each must have.
+    def checksums(self, ranks: int, *, verify_all: bool) -> tuple[list[list[Window]], list[list[int]]]:
+        """Choose the bytes of an engine to verify; return the windows and the CRC-32 that each must have, by rank.
 
-        All of every copy, or `SAMPLE_BYTES` of each, at another place each time.
+        Every copy has one window: all of its bytes with `verify_all`, else `SAMPLE_BYTES` at a random offset.
         """
         windows: list[list[Window]] = [[] for _ in range(ranks)]
         expected: list[list[int]] = [[] for _ in range(ranks)]
         memory = self.buffer.numpy()
-        for placement in self.placements:
-            width, base = self.width(placement.name), self._starts[placement.name]
-            for copy in placement.copies:
-                size, offset = copy.numel * width, 0
-                if not everything and size > SAMPLE_BYTES:
-                    offset = random.randrange(size - SAMPLE_BYTES + 1)
+        for plan in self.plans:
+            width, base = self.element_size(plan.name), self._offsets[plan.name]
+            for copy in plan.copies:
+                size, skipped = copy.numel * width, 0
+                if not verify_all and size > SAMPLE_BYTES:
+                    skipped = random.randrange(size - SAMPLE_BYTES + 1)
                     size = SAMPLE_BYTES
-                here = base + copy.source * width + offset
-                windows[copy.rank].append((copy.parameter, copy.target * width + offset, size))
-                expected[copy.rank].append(zlib.crc32(memory[here : here + size].data))
+                start = base + copy.source * width + skipped
+                windows[copy.rank].append((copy.parameter, copy.target * width + skipped, size))
+                expected[copy.rank].append(zlib.crc32(memory[start : start + size].data))
         return windows, expected
 
 
-def share(placements: Sequence[Placement], source: int, sources: int) -> list[Placement]:
-    """The tensors that one of several source ranks sends: about equally many elements each, the same on every rank."""
+def plans_of_source(plans: Sequence[TensorPlan], source: int, sources: int) -> list[TensorPlan]:
+    """Return the tensors that one of several weight sources sends, in the order of `plans`.
+
+    The assignment is greedy, largest tensor first, so that all sources send about the same number of elements. It
+    depends on `plans` alone: every source computes the same assignment without communication.
+    """
     loads = [0] * sources
-    mine = []
-    for placement in sorted(placements, key=lambda placement: (-placement.numel, placement.name)):
+    chosen = []
+    for plan in sorted(plans, key=lambda plan: (-plan.numel, plan.name)):
         least = loads.index(min(loads))
-        loads[least] += placement.numel
+        loads[least] += plan.numel
         if least == source:
-            mine.append(placement)
-    order = {placement.name: number for number, placement in enumerate(placements)}
-    return sorted(mine, key=lambda placement: order[placement.name])
+            chosen.append(plan)
+    order = {plan.name: number for number, plan in enumerate(plans)}
+    return sorted(chosen, key=lambda plan: order[plan.name])

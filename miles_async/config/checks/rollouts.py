@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.config.derived import SFT_FUNCTION, evaluation_places, generates, trains_only
+from miles_async.config.derived import SFT_FUNCTION, evaluation_concurrency, generates, trains_only
 from miles_async.config.schema import RunConfig
 
 BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
@@ -74,7 +74,7 @@ def _reward(config: RunConfig) -> Iterator[str]:
 def _evaluation(config: RunConfig) -> Iterator[str]:
     arguments = {name.replace("-", "_"): value for name, value in config.engine.sglang_server_args.items()}
     policy = arguments.get("schedule_policy", "fcfs")
-    if evaluation_places(config) and policy not in ("fcfs", "lof"):
+    if evaluation_concurrency(config) and policy not in ("fcfs", "lof"):
         yield (
             f"eval_interval needs request priorities, which SGLang's schedule_policy {policy} does not support: set "
             "schedule_policy to fcfs, or unset eval_interval"

@@ -1,8 +1,7 @@
-"""Weights over a collective, gloo on CPU and NCCL on CUDA, a bucket of tensors at a time.
+"""Sends weights by a torch.distributed broadcast: gloo on CPU, NCCL on CUDA, one bucket of tensors at a time.
 
-Source and engine ranks form a process group of their own, beside the learner's default group and those of Megatron:
-rank 0 is this process, the engine's ranks follow. There is a group per source and engine, so that a lost one takes no
-other along.
+Each pair of a source and an engine forms a process group: rank 0 is the source, the engine's ranks follow. The group is
+separate from the learner's default group and Megatron's groups, so that a lost engine breaks no other group.
 """
 
 from __future__ import annotations
@@ -17,27 +16,30 @@ import torch
 from torch.distributed import Backend, BroadcastOptions, PrefixStore, ProcessGroup, TCPStore
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
 
-from miles_async.adapters.weights.engine import Engine, address_towards, call_engine
-from miles_async.adapters.weights.layout import Placement
+from miles_async.adapters.weights.engine import EngineMemory, call_engine, local_address_for
+from miles_async.adapters.weights.layout import TensorPlan
 from miles_async.adapters.weights.staging import Staging
 from miles_async.errors import EngineLostError
 
-_generation = count()
-"""A group name may not come back in one process, not even after a restart of the engine."""
+_group_numbers = count()
+"""torch.distributed refuses a group name that this process has used before, even after the engine was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    group_name: GroupName
+class EngineGroup:
+    """The process group of this source and one engine."""
+
+    name: GroupName
     group: ProcessGroup
     store: TCPStore
+    """Serves the rendezvous; it has to live as long as the group."""
 
 
 class BroadcastTransport:
-    """Implements `Transport`; the collective runs in torch's own threads. `bucket` is in bytes, and bounds the
-    engine's room.
+    """Implements `Transport`.
 
-    `source` tells this process' groups from those of other source ranks.
+    `bucket` is the number of bytes per broadcast, which the engine has to hold besides its weights. `timeout` is in
+    seconds. `source` distinguishes the groups of several weight sources.
     """
 
     def __init__(self, *, bucket: int, timeout: float, source: int = 0) -> None:
@@ -46,15 +48,15 @@ class BroadcastTransport:
         self._timeout = timeout
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = "nccl" if self._device == "cuda" else "gloo"
-        self._links: dict[str, Link] = {}
+        self._groups: dict[str, EngineGroup] = {}
 
-    def connect(self, engine: Engine) -> None:
-        """Form the group: the engine is asked to join in one thread while this process joins in another."""
-        size, host = 1 + engine.info.tp, address_towards(engine.info.url)
-        name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self._source}-{next(_generation)}")
-        patience = timedelta(seconds=self._timeout)
-        store = TCPStore(host, 0, size, is_master=True, timeout=patience, wait_for_workers=False)
-        invitation = {
+    def connect(self, engine: EngineMemory) -> None:
+        """Form the process group. Both sides join at the same time: the engine is asked in a thread."""
+        size, host = 1 + engine.info.tp, local_address_for(engine.info.url)
+        name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self._source}-{next(_group_numbers)}")
+        timeout = timedelta(seconds=self._timeout)
+        store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        request = {
             "master_address": host,
             "master_port": store.port,
             "rank_offset": 1,
@@ -64,53 +66,57 @@ class BroadcastTransport:
         }
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(
-                call_engine, engine.info.url, "/init_weights_update_group", invitation, timeout=self._timeout
+                call_engine, engine.info.url, "/init_weights_update_group", request, timeout=self._timeout
             )
             try:
-                # torch has no public way to a group outside the default one's ranks; SGLang's side does the same.
+                # torch has no public function for a group outside the default group; SGLang calls the same helper.
                 group, _ = _new_process_group_helper(
-                    size, 0, [], Backend(self._backend), PrefixStore(name, store), group_name=name, timeout=patience
+                    size, 0, [], Backend(self._backend), PrefixStore(name, store), group_name=name, timeout=timeout
                 )
             except RuntimeError as failure:
                 raise EngineLostError(f"engine {engine.name} did not join the weight group: {failure}") from failure
             joined.result()
-        self._links[engine.name] = Link(name, group, store)
+        self._groups[engine.name] = EngineGroup(name, group, store)
 
-    def forget(self, name: str) -> None:
-        self._links.pop(name, None)
+    def disconnect(self, name: str) -> None:
+        self._groups.pop(name, None)
 
-    def stage(self, staging: Staging) -> None: ...
+    def prepare(self, staging: Staging) -> None: ...
 
-    def write(self, staging: Staging, engine: Engine) -> int:
-        """The engine answers after every one of its ranks has received and loaded every tensor of a bucket."""
+    def send(self, staging: Staging, engine: EngineMemory) -> int:
+        """Broadcast every bucket. The engine answers when all its ranks have received and loaded the bucket."""
         size = 0
         for bucket in staging.buckets(self._bucket):
+            # One collective per bucket instead of one per tensor.
             flat = staging.flat(bucket).to(self._device)
             try:
-                self._send(self._links[engine.name], engine.info.url, staging, bucket, flat)
+                self._broadcast(self._groups[engine.name], engine.info.url, staging, bucket, flat)
             except RuntimeError as failure:
                 raise EngineLostError(str(failure)) from failure
             size += flat.numel()
         return size
 
     def close(self) -> None:
-        self._links.clear()
+        self._groups.clear()
 
-    def _send(self, link: Link, url: str, staging: Staging, bucket: Sequence[Placement], flat: torch.Tensor) -> None:
+    def _broadcast(
+        self, group: EngineGroup, url: str, staging: Staging, bucket: Sequence[TensorPlan], flat: torch.Tensor
+    ) -> None:
         request = {
-            "names": [placement.name for placement in bucket],
-            "dtypes": [str(staging.dtype(placement.name)).removeprefix("torch.") for placement in bucket],
-            "shapes": [list(placement.shape) for placement in bucket],
-            "group_name": link.group_name,
+            "names": [plan.name for plan in bucket],
+            "dtypes": [str(staging.dtype(plan.name)).removeprefix("torch.") for plan in bucket],
+            "shapes": [list(plan.shape) for plan in bucket],
+            "group_name": group.name,
             "load_format": "flattened_bucket",
-            # The fleet's commit flushes; SGLang ends its scheduler where a flush inside this call is refused.
+            # `SGLangFleet.commit` flushes. SGLang's scheduler exits if a flush inside this call is refused.
             "flush_cache": False,
             "abort_all_requests": False,
         }
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=self._timeout)
+        # The engine joins the collective while it handles the request, so the request must not be awaited first.
         with ThreadPoolExecutor(1) as pool:
             loaded = pool.submit(call_engine, url, "/update_weights_from_distributed", request, timeout=self._timeout)
-            link.group.broadcast([flat], options).wait()
+            group.group.broadcast([flat], options).wait()
             loaded.result()

@@ -1,41 +1,52 @@
-"""What every way of moving weights has in common."""
+"""The interface of all weight transports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from miles_async.adapters.weights.engine import Engine
-from miles_async.adapters.weights.layout import Placement
+from miles_async.adapters.weights.engine import EngineMemory
+from miles_async.adapters.weights.layout import TensorPlan
 from miles_async.adapters.weights.staging import Staging
 
 
 class Transport(Protocol):
-    """One source rank's part of a way; each call blocks, in foreign code that lets go of the interpreter lock."""
+    """Moves the staged weights of one source to engines. All calls block, in foreign code that releases the GIL."""
 
-    def connect(self, engine: Engine) -> None:
-        """Meet an engine, anew after a restart. Raises EngineLostError when it cannot be reached this way."""
+    def connect(self, engine: EngineMemory) -> None:
+        """Connect to an engine, also to one that was restarted. Raises EngineLostError if it is out of reach."""
         ...
 
-    def forget(self, name: str) -> None:
-        """Let go of an engine, known or not."""
+    def disconnect(self, name: str) -> None:
+        """Disconnect an engine; does nothing if it is not connected."""
         ...
 
-    def stage(self, staging: Staging) -> None:
-        """What can be done before the pause. Raises Fatal."""
+    def prepare(self, staging: Staging) -> None:
+        """Do the work on a newly staged version that needs no paused engine.
+
+        Raises EngineLostError if another transport may work, and FatalError if none can.
+        """
         ...
 
-    def write(self, staging: Staging, engine: Engine) -> int:
-        """Send all that is staged here; bytes sent. Raises EngineLostError when some of it may not have arrived."""
+    def send(self, staging: Staging, engine: EngineMemory) -> int:
+        """Send all that is staged to a connected engine; return the number of bytes.
+
+        Raises EngineLostError if some of it may not have arrived. The caller verifies what did arrive.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release all connections and memory."""
+        ...
 
 
-def segments(staging: Staging, bucket: list[Placement], rank: int) -> Iterator[tuple[int, str, int, int]]:
-    """The one-sided writes of a bucket to one rank: byte here, parameter, byte there, bytes."""
-    for placement in bucket:
-        width, base = staging.width(placement.name), staging.start(placement.name)
-        for copy in placement.copies:
+def segments(staging: Staging, bucket: Sequence[TensorPlan], rank: int) -> Iterator[tuple[int, str, int, int]]:
+    """Yield the one-sided writes that bring a bucket to an engine rank.
+
+    Each is the first byte in the staging buffer, the parameter, the first byte in the parameter, and the bytes.
+    """
+    for plan in bucket:
+        width, base = staging.element_size(plan.name), staging.offset(plan.name)
+        for copy in plan.copies:
             if copy.rank == rank and copy.numel:
                 yield base + copy.source * width, copy.parameter, copy.target * width, copy.numel * width
