@@ -16,4 +16,4 @@ if __name__ == "__main__":
     # The heavy imports wait until the configuration is known to be good.
     from workers.driver import drive
 
-    sys.exit(drive(config, entry="train_async.py"))
+    sys.exit(drive(config, sys.argv[1:], entry="train_async.py"))

@@ -39,14 +39,15 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, MilesError, UserError
 from miles_async.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
-from workers.engine import Engine
-from workers.heartbeats import Question
-from workers.learner import LearnerRank
-from workers.placement import Placement, beside_the_driver, reserve
-from workers.preflight import SftExamples, checkpoint_to_resume
-from workers.rollout import RolloutWorker, Surroundings
-from workers.router import Router
-from workers.specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
+
+from .engine import Engine
+from .heartbeats import Question
+from .learner import LearnerRank
+from .placement import Placement, beside_the_driver, reserve
+from .preflight import SftExamples, checkpoint_to_resume
+from .rollout import RolloutWorker, Surroundings
+from .router import Router
+from .specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
 
 LEARNER_SHARE, ENGINE_SHARE = 0.4, 0.2
 """Of a GPU, as Ray counts: both fit on one when they are colocated."""

@@ -10,7 +10,8 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
@@ -23,11 +24,12 @@ from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
-from workers.preflight import SftExamples, preflight
+
+from .preflight import SftExamples, preflight
 
 if TYPE_CHECKING:
-    from workers.cluster import Cluster
-    from workers.watchdog import Watchdog
+    from .cluster import Cluster
+    from .watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -39,28 +41,33 @@ class RunInterruptedError(Exception):
     """The user asked the run to end."""
 
 
-def drive(config: RunConfig, *, entry: str) -> int:
-    """Run to the end and return the exit code."""
+def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
+    """Run to the end and return the exit code.
+
+    `config` is what `argv` resolved to; SIGHUP resolves `argv` again, to read changed YAML files.
+    """
     configure_logging(config.observability.log_format)
     try:
         sft_examples = preflight(config, entry)
         folder = RunFolder.create(config)
-        return asyncio.run(_drive(config, folder, entry, sft_examples))
+        return asyncio.run(_drive(config, argv, folder, entry, sft_examples))
     except (MilesError, OSError) as error:
         # What a library says may run over several lines.
         print(f"{entry}: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
-async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples: SftExamples) -> int:
+async def _drive(
+    config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, sft_examples: SftExamples
+) -> int:
     stop = asyncio.Event()
     _on_interrupt(stop)
     log = structlog.get_logger(__name__)
     print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
         # Ray takes seconds to import: only after everything cheap has been found to be in order.
-        from workers.cluster import Cluster
-        from workers.watchdog import Watchdog
+        from .cluster import Cluster
+        from .watchdog import Watchdog
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
         log.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
@@ -70,7 +77,7 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples:
             async with Cluster(config, folder, entry) as cluster:
                 subscribers.emit(await _unless(stop, cluster.start(sft_examples)))
                 with Watchdog(cluster, subscribers, config.observability) as watchdog:
-                    await _follow(cluster, subscribers, watchdog, stop, entry)
+                    await _follow(cluster, subscribers, watchdog, stop, partial(load_config, argv, entry=entry))
             if stop.is_set():
                 raise RunInterruptedError
         except (RunInterruptedError, asyncio.CancelledError):
@@ -87,9 +94,9 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples:
 class _Resizing:
     """SIGHUP: the YAML files are read again, and the run gets as many engines as they now ask for."""
 
-    def __init__(self, cluster: Cluster, entry: str) -> None:
+    def __init__(self, cluster: Cluster, reload: Callable[[], RunConfig]) -> None:
         self._cluster = cluster
-        self._entry = entry
+        self._reload = reload
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -103,18 +110,22 @@ class _Resizing:
     async def _resize(self) -> None:
         log = structlog.get_logger(__name__)
         try:
-            asked = load_config(sys.argv[1:], entry=self._entry)
+            asked = self._reload()
             await self._cluster.resize(engines(asked))
         except MilesError as error:
             log.warning(f"the number of engines stays: {error}")
 
 
 async def _follow(
-    cluster: Cluster, subscribers: EventSubscribers, watchdog: Watchdog, stop: asyncio.Event, entry: str
+    cluster: Cluster,
+    subscribers: EventSubscribers,
+    watchdog: Watchdog,
+    stop: asyncio.Event,
+    reload: Callable[[], RunConfig],
 ) -> None:
     """Pass the service's events on until it ends. Raises what ended it, or Fatal when it does not answer."""
     run: asyncio.Future[Any] = asyncio.ensure_future(cluster.run())
-    resizing = _Resizing(cluster, entry)
+    resizing = _Resizing(cluster, reload)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizing.start)
     asked_to_stop = False
     events: asyncio.Future[Any] = asyncio.ensure_future(cluster.events())

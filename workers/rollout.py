@@ -41,11 +41,12 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipManager, SkipWorld
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
-from workers.batches import Batches
-from workers.debugging import dump_tokenizer, half_of, without_gate
-from workers.generators import Generators
-from workers.preflight import dynamic_filter, rollout_function
-from workers.specs import eval_sampling_of, greedy_of
+
+from .batches import Batches
+from .debugging import dump_tokenizer, half_of, without_gate
+from .generators import Generators
+from .preflight import dynamic_filter, rollout_function
+from .specs import eval_sampling_of, greedy_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,12 @@ from miles_async.config.schema import Observability
 from miles_async.errors import FatalError
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.stall import dumps_stacks
-from workers.heartbeats import Heartbeats
-from workers.stacks import dump_stacks
+
+from .heartbeats import Heartbeats
+from .stacks import dump_stacks
 
 if TYPE_CHECKING:
-    from workers.cluster import Cluster
+    from .cluster import Cluster
 
 SILENCE_SECONDS = 120.0
 """A rollout worker that does not answer for so long is stuck for good."""
