@@ -68,7 +68,3 @@ def test_scheduling_uses_the_standard_library_alone(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "miles_async" / "cpu_compat").glob("*.py")), ids=lambda path: path.stem)
 def test_what_every_import_of_torch_loads_costs_only_the_standard_library(path):
     assert set(imported(path, top_level_only=True)) <= sys.stdlib_module_names
-
-
-def test_importing_the_package_does_nothing():
-    assert (ROOT / "miles_async" / "__init__.py").read_text() == ""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from workers import driver
 
@@ -48,7 +49,7 @@ def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monk
         stop.set()
         nobody: Any = None
         watchdog: Any = Watchdog()
-        await driver._follow(hung, nobody, watchdog, stop, "train_async.py")
+        await driver._follow(hung, nobody, watchdog, stop, RunConfig)
 
     with pytest.raises(FatalError, match="has not answered"):
         asyncio.run(follow())
@@ -82,7 +83,7 @@ def test_the_last_event_of_a_run_is_told() -> None:
         ended: Any = Ended()
         subscribers: Any = EventSubscribers()
         watchdog: Any = Watchdog()
-        await driver._follow(ended, subscribers, watchdog, asyncio.Event(), "train_async.py")
+        await driver._follow(ended, subscribers, watchdog, asyncio.Event(), RunConfig)
 
     asyncio.run(follow())
     assert told == ["the last event"]

@@ -20,7 +20,7 @@ from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, bas
 from miles_async.skip.identity import identity_of
 from miles_async.types import Sample
 
-DOCS = Path(__file__).parents[2] / "docs" / "skip.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "replay.md"
 
 
 def config(*words: str) -> RunConfig:
