@@ -1,4 +1,4 @@
-"""Simulated engines: places, a waiting line, weight versions, pauses, stalls and faults, on virtual time."""
+"""Simulated engines on virtual time: permits, queues, weight versions, pauses, stalls and faults."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m tests.sim.run [scenario ...] [--quick] [--processes 2] [--figures docs/explanation]
 
-Without names all of them run, and the seed's bias experiment first. Exits with 1 when a claim does not hold.
+Without names it plays all of them, after the over-sampling experiment. The exit code is 1 if a claim does not hold.
 """
 
 from __future__ import annotations

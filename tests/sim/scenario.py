@@ -23,9 +23,9 @@ from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Event, PublishEnded, StepEnded, StepStarted, encode
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group
+from tests.sim.alternative_windows import UNBOUNDED, PlainWindow
 from tests.sim.engines import EngineModel
 from tests.sim.latency import latency_of
-from tests.sim.rivals import UNBOUNDED, PlainWindow
 from tests.sim.world import Trace, World
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -197,7 +197,8 @@ def combine(rows: list[Row]) -> Row:
     """Rows of the same variant: sums for counts, the worst for what is bounded, means for the rest."""
     values = {column: [asdict(row)[column] for row in rows] for column in asdict(rows[0])}
     folds = dict.fromkeys(("bypasses", "age"), max) | dict.fromkeys(("trained", "lost", "violations"), sum)
-    return Row(**{column: folds.get(column, fmean)(several) for column, several in values.items()})
+    folded: dict[str, Any] = {column: folds.get(column, fmean)(several) for column, several in values.items()}
+    return Row(**folded)
 
 
 def broken(claims: list[dict[str, Any]], rows: Mapping[str, Row]) -> list[str]:

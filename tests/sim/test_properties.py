@@ -1,4 +1,4 @@
-"""What must hold whatever happens: stated once, tried by hypothesis in every order it can think of."""
+"""Properties that hold in every order of events that hypothesis tries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from miles_async.config.schema import Rollout, RunConfig, Weights
 from miles_async.events import StepStarted
 from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import Group
+from tests.configuration import run_config
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 
@@ -120,19 +120,20 @@ def test_any_mix_of_drops_failures_deadlines_and_latencies_ends_with_a_clean_aud
 ) -> None:
     verdicts = random.Random(seed)
     world = World(
-        config=RunConfig(
-            rollout=Rollout(
-                rollout_batch_size=batch,
-                over_sampling_batch_size=batch + over,
-                num_rollout=12,
-                n_samples_per_prompt=1,
-                max_weight_staleness=limit,
-                windowed_fifo_ratio=ratio,
-                max_attempts=3,
-                head_deadline_seconds=deadline,
-                head_deadline_action=action,
-            ),
-            weights=Weights(update_weights_interval=interval),
+        config=run_config(
+            rollout_batch_size=batch,
+            over_sampling_batch_size=batch + over,
+            num_rollout=12,
+            n_samples_per_prompt=1,
+            max_weight_staleness=limit,
+            windowed_fifo_ratio=ratio,
+            max_attempts=3,
+            head_deadline_seconds=deadline,
+            head_deadline_action=action,
+            update_weights_interval=interval,
+            # An engine with one place takes long for a few tails in a row; that is no stall.
+            no_progress_warn_seconds=10_000,
+            no_progress_abort_seconds=100_000,
         ),
         latency=lambda group, rng: min(300.0, rng.lognormvariate(0.0, tail)),
         engines=EngineModel(failure_rate=failures, lost_rate=lost, places=places),
@@ -156,7 +157,7 @@ def test_a_group_that_never_ends_does_not_starve_the_others_until_the_window_is_
         return 300.0 if group.feed_index == "sample_0_3" else 1.0
 
     world = World(
-        config=RunConfig(rollout=Rollout(rollout_batch_size=4, num_rollout=30, max_weight_staleness=2)),
+        config=run_config(rollout_batch_size=4, num_rollout=30, max_weight_staleness=2),
         latency=one_stuck,
     ).run()
     assert world.audit.violations == []

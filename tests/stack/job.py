@@ -1,4 +1,4 @@
-"""The real command line in a process of its own, whose offspring is found again by a mark in its environment."""
+"""The real command line as a separate process; a mark in the environment identifies its descendants."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 MAIN_JOB = (
@@ -96,11 +98,13 @@ class Job:
         self._until(lambda: any(command in line for line in self.left_running().values()), f"run {command}", within)
 
     def _until(self, reached: Callable[[], bool], what: str, within: float) -> None:
-        deadline = time.monotonic() + within
-        while not reached():
+        def reached_or_ended() -> bool:
+            if reached():
+                return True
             assert self._process.poll() is None, f"it ended before it could {what}: {self.err}"
-            assert time.monotonic() < deadline, f"it did not {what} within {within:.0f} s: {self.out}"
-            time.sleep(0.1)
+            return False
+
+        wait_until(reached_or_ended, f"the job can {what}", within=within)
 
     def left_running(self, patience: float = 0.0, but: tuple[str, ...] = ()) -> dict[int, str]:
         """Pid and command line of what still runs of it and its offspring after `patience` seconds.

@@ -1,4 +1,4 @@
-"""A user's file, reward and filters on the real stack: what is broken is named and counted, and the run goes on."""
+"""A user's file, reward and filters on the real stack: broken rows are named and counted, and the run continues."""
 
 from __future__ import annotations
 

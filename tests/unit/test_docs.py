@@ -27,8 +27,11 @@ def generate() -> ModuleType:
 def test_the_settings_page_has_one_row_per_setting_under_its_section(generate: ModuleType) -> None:
     page = generate.settings_page()
     assert re.findall(r"^## (.+)$", page, re.MULTILINE) == list(SECTIONS)
-    flags = re.findall(r"^\| `--(?:\[no-\])?([^`]+)`", page, re.MULTILINE)
-    assert [f"--{flag}" for flag in flags] == [setting.flag for setting in SETTINGS.values()]
+    for table in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        section = table.partition("\n")[0]
+        flags = re.findall(r"^\| `--(?:\[no-\])?([^`]+)`", table, re.MULTILINE)
+        expected = [setting.flag for setting in SETTINGS.values() if ".".join(setting.path[:-1]) == section]
+        assert [f"--{flag}" for flag in flags] == expected
 
 
 def test_every_row_of_the_settings_page_has_four_cells(generate: ModuleType) -> None:

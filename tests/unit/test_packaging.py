@@ -57,7 +57,7 @@ def imported(patterns: list[str]) -> set[str]:
 
 def undeclared(patterns: list[str], *extras: str) -> dict[str, list[str]]:
     """Each imported package that no declared distribution provides, with the distributions that would."""
-    providers = packages_distributions() | OTHER_BUILDS
+    providers = {**packages_distributions(), **OTHER_BUILDS}
     found = {name: [normalized(text) for text in providers.get(name, [name])] for name in imported(patterns)}
     return {name: options for name, options in found.items() if not declared(*extras) & set(options)}
 

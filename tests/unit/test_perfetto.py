@@ -1,4 +1,4 @@
-"""The trace for Perfetto: what stands in it, that it is valid at every moment, and that it has a size."""
+"""The trace for Perfetto: its content, its validity at every moment, and its limited size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shuffled order that stores nothing is still an order of every row, once each."""
+"""A shuffled order that stores nothing visits every row exactly once."""
 
 from __future__ import annotations
 

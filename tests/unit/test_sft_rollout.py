@@ -1,4 +1,4 @@
-"""Lessons: what is trained of them, and what is not."""
+"""Supervised examples: which tokens are trained."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_only_what_the_assistant_says_is_trained_with_the_end_of_each_turn() -> 
     assert marks == "        11         111111"
 
 
-def test_a_prompt_that_is_a_list_of_messages_is_a_lesson_too() -> None:
+def test_a_prompt_that_is_a_list_of_messages_is_an_sft_example_too() -> None:
     assert lesson(Sample(prompt=CHAT[:2])) == ("<1+1?$/>2$", "        11")
 
 
@@ -71,6 +71,6 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
         fill_example(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
 
 
-def test_a_lesson_without_an_answer_is_named() -> None:
+def test_an_sft_example_without_an_answer_is_named() -> None:
     with pytest.raises(UserError, match="sample 3: its example has no text to train on"):
         fill_example(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)

@@ -1,4 +1,4 @@
-"""Functions as slime's walkthrough writes them, word for word where it shows code: users' own look like this."""
+"""Users' functions, copied from slime's documentation where it shows code."""
 
 import torch
 
