@@ -19,6 +19,7 @@ import structlog
 
 from miles_async.config.derived import bounds_of, engines, schedule_of, table
 from miles_async.config.load import load_config
+from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
@@ -57,7 +58,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         return asyncio.run(_drive(config, argv, folder, entry, sft_examples))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
-        print(f"{entry}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
@@ -88,7 +89,7 @@ async def _drive(
             reason = "interrupted"
             return INTERRUPTED
         except BaseException as error:
-            reason = str(error) or type(error).__name__
+            reason = redact_text(str(error)) or type(error).__name__
             raise
         finally:
             subscribers.emit(RunEnded(time=time.time(), reason=reason))
