@@ -55,7 +55,7 @@ def kept_batch(ratio: float, seed: int) -> Bias:
 
 
 def experiment(seeds: int, ratios: Iterable[float] = RATIOS) -> list[Bias]:
-    """One row per ratio, means over the seeds."""
+    """One row per ratio, means over all seeds."""
     rows = []
     for ratio in ratios:
         runs = [kept_batch(ratio, seed) for seed in range(seeds)]

@@ -36,7 +36,7 @@ def test_a_group_that_becomes_the_head_before_it_is_admitted_gets_its_deadline_t
         latency=stuck(prompt=33, seconds=1e6),
         train_seconds=20.0,
     ).run()
-    assert world.graveyard.buried[0][:2] == ("sample_0_33", DropReason.HEAD_DEADLINE)
+    assert world.dead_letters.letters[0][:2] == ("sample_0_33", DropReason.HEAD_DEADLINE)
     assert world.audit.violations == []
 
 
@@ -80,7 +80,7 @@ def test_a_head_without_tokens_to_continue_is_recycled_and_finally_dead_lettered
         engine_kind=Agents,
     ).run()
     assert drops(world, DropReason.HEAD_DEADLINE) == ["sample_0_40"] * 2
-    assert world.graveyard.prompts == {"sample_0_40"}
+    assert world.dead_letters.prompts == {"sample_0_40"}
     assert world.audit.violations == []
 
 
@@ -92,14 +92,14 @@ def test_to_wait_is_to_leave_the_straggler_alone() -> None:
 
 
 def test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short() -> None:
-    """16 places under 64 groups: without feedback 48 requests wait inside the engine."""
+    """A concurrency of 16 under 64 groups: without feedback 48 requests wait inside the engine."""
 
     def run(adaptive: bool) -> tuple[World, int]:
         settings = config(over_sampling_batch_size=64, rollout_batch_size=16, num_rollout=60)
         world = World(
             config=settings.model_copy(update={"engine": Engine(adaptive_concurrency=adaptive)}),
             latency=lambda group, rng: rng.lognormvariate(0.0, 0.5),
-            engines=EngineModel(places=16),
+            engines=EngineModel(concurrency=16),
             train_seconds=0.1,
         ).run()
         later = [moved for moved in world.trace.of(GroupMoved) if moved.time > world.seconds / 4]

@@ -96,7 +96,7 @@ TestTheStreamWindow = WindowMachine.TestCase
     interval=st.integers(1, 3),
     failures=st.sampled_from([0.0, 0.1, 0.4]),
     lost=st.sampled_from([0.0, 0.1]),
-    places=st.one_of(st.none(), st.integers(1, 12)),
+    concurrency=st.one_of(st.none(), st.integers(1, 12)),
     kept=st.sampled_from([1.0, 0.6, 0.3]),
     deadline=st.one_of(st.none(), st.floats(0.5, 20.0)),
     action=st.sampled_from(["recycle", "salvage"]),
@@ -111,7 +111,7 @@ def test_any_mix_of_drops_failures_deadlines_and_latencies_ends_with_a_clean_aud
     interval: int,
     failures: float,
     lost: float,
-    places: int | None,
+    concurrency: int | None,
     kept: float,
     deadline: float | None,
     action: Literal["recycle", "salvage"],
@@ -136,15 +136,17 @@ def test_any_mix_of_drops_failures_deadlines_and_latencies_ends_with_a_clean_aud
             no_progress_abort_seconds=100_000,
         ),
         latency=lambda group, rng: min(300.0, rng.lognormvariate(0.0, tail)),
-        engines=EngineModel(failure_rate=failures, lost_rate=lost, places=places),
+        engines=EngineModel(failure_rate=failures, lost_rate=lost, concurrency=concurrency),
         keep=lambda group: verdicts.random() < kept,
         seed=seed,
     ).run()
     assert world.audit.violations == []
     assert all(len(step.groups) == batch for step in world.trace.of(StepStarted))
     returned = {group.feed_index for group in world.feed.get_samples(10_000)}
-    buried = {feed_index for feed_index, _, _ in world.graveyard.buried}
-    assert world.audit.owed <= returned | buried, "a prompt that is owed an attempt is neither in the feed nor buried"
+    dead_lettered = {feed_index for feed_index, _, _ in world.dead_letters.letters}
+    assert world.audit.owed <= returned | dead_lettered, (
+        "a prompt that is owed an attempt is neither in the feed nor dead-lettered"
+    )
     if limit is not None:
         assert world.bounds.staleness is not None
         assert world.audit.greatest_age <= limit

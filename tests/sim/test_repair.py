@@ -175,7 +175,7 @@ def check_that_all_is_well(world: World) -> None:
     assert len(world.trace.of(StepEnded)) == 40
     assert [event.version for event in world.trace.of(PublishEnded) if event.live] == list(range(41))
     assert world.audit.violations == []
-    assert world.graveyard.buried == []
+    assert world.dead_letters.letters == []
     trained = {prompt for batch in world.trainer.batches for prompt in batch}
     assert len(trained) == 40 * 8, "no prompt is trained twice"
     owed = {group.feed_index for group in world.service.run_state.live_groups} | world.returned
@@ -289,7 +289,7 @@ def test_engines_can_be_added_and_removed_while_the_run_goes_on() -> None:
     alone = play(Fate(engines=1))
     world = play(Fate(engines=1, added=[(10, "engine-1"), (10, "engine-2")], removed=[(40.3, "engine-0")]))
     check_that_all_is_well(world)
-    assert engines_of(world).starts == ["engine-1", "engine-2"], "the removed one is not started anew"
+    assert engines_of(world).starts == ["engine-1", "engine-2"], "the removed one is not restarted"
     assert world.fleet.routed() == ("engine-1", "engine-2")
     assert lost(alone) == []
 

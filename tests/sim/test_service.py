@@ -82,20 +82,20 @@ def test_an_update_interval_publishes_every_so_many_batches_and_the_last() -> No
 
 def test_failed_groups_are_retried_and_dead_lettered_after_their_last_attempt() -> None:
     world = World(config=config(max_attempts=2), engines=EngineModel(failure_rate=0.4)).run()
-    buried = {feed_index for feed_index, _, _ in world.graveyard.buried}
+    dead_lettered = {feed_index for feed_index, _, _ in world.dead_letters.letters}
     trained = {feed_index for batch in world.trainer.batches for feed_index in batch}
-    assert buried
-    assert not buried & trained
-    assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.FAILED}
+    assert dead_lettered
+    assert not dead_lettered & trained
+    assert {reason for _, reason, _ in world.dead_letters.letters} == {DropReason.FAILED}
     attempts = Counter(moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == DropReason.FAILED)
-    assert {attempts[feed_index] for feed_index in buried} == {2}
-    assert world.audit.owed <= buried | {group.feed_index for group in world.feed.get_samples(10_000)}
+    assert {attempts[feed_index] for feed_index in dead_lettered} == {2}
+    assert world.audit.owed <= dead_lettered | {group.feed_index for group in world.feed.get_samples(10_000)}
 
 
 def test_a_lost_engine_costs_a_prompt_none_of_its_attempts() -> None:
     world = World(config=config(max_attempts=1), engines=EngineModel(lost_rate=0.3)).run()
     assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] > 0
-    assert world.graveyard.buried == []
+    assert world.dead_letters.letters == []
 
 
 def test_a_prompt_under_which_every_engine_dies_is_finally_dead_lettered() -> None:
@@ -106,7 +106,9 @@ def test_a_prompt_under_which_every_engine_dies_is_finally_dead_lettered() -> No
             await super().generate(group)
 
     world = World(config=config(), engine_kind=Brittle).run()
-    assert world.graveyard.buried == [("sample_0_3", DropReason.ENGINE_LOST, "its engine was lost 10 times: it ended")]
+    assert world.dead_letters.letters == [
+        ("sample_0_3", DropReason.ENGINE_LOST, "its engine was lost 10 times: it ended")
+    ]
     assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] == 10
     assert world.audit.violations == []
 
@@ -188,7 +190,7 @@ def test_a_slow_head_is_recycled_after_its_deadline_and_finally_dead_lettered() 
         config=config(head_deadline_seconds=10.0, max_attempts=2),
         latency=lambda group, rng: 1e6 if group.feed_index == "sample_0_5" else rng.lognormvariate(0.0, 1.0),
     ).run()
-    assert world.graveyard.buried[0][:2] == ("sample_0_5", DropReason.HEAD_DEADLINE)
+    assert world.dead_letters.letters[0][:2] == ("sample_0_5", DropReason.HEAD_DEADLINE)
     assert world.audit.violations == []
 
 
@@ -211,8 +213,10 @@ def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit
     world = World(config=run, finite=lambda rollout_id: rollout_id < 5)
     with pytest.raises(FatalError, match=f"not finite in {limit} batches in a row, up to rollout {4 + limit}"):
         world.run()
-    assert world.graveyard.prompts == set(chain.from_iterable(world.trainer.batches[-limit:])), "of all those batches"
-    assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.NONFINITE}
+    assert world.dead_letters.prompts == set(chain.from_iterable(world.trainer.batches[-limit:])), (
+        "of all those batches"
+    )
+    assert {reason for _, reason, _ in world.dead_letters.letters} == {DropReason.NONFINITE}
 
 
 def test_over_sampling_keeps_the_first_and_gives_the_rest_back() -> None:
@@ -235,7 +239,7 @@ def test_an_over_sampling_filter_chooses_among_all_that_were_generated(schedule:
     world = World(config=settings, schedule=schedule, choose=youngest_first).run()
     assert offered == [12] * 5
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
-    assert world.trainer.batches[0] == [f"sample_0_{place}" for place in range(4, 12)]
+    assert world.trainer.batches[0] == [f"sample_0_{position}" for position in range(4, 12)]
     dropped = [event for event in world.trace.of(GroupFiltered) if event.reason == "over_sampling"]
     assert len(dropped) == world.service.run_state.ledger.dropped[DropReason.FILTERED] == 20
     assert world.audit.violations == []
@@ -262,7 +266,7 @@ def test_a_prompt_that_is_too_long_is_dead_lettered_at_its_first_attempt() -> No
             await super().generate(group)
 
     world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
-    assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
+    assert world.dead_letters.letters == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
     assert world.service.run_state.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
     assert world.audit.violations == []
 

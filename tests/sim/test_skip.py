@@ -35,9 +35,9 @@ class CountingEngines:
     async def generate(self, group: Group) -> None:
         self.asked.append((group.feed_index, group.attempt))
         await self._engines.generate(group)
-        for place, sample in enumerate(group):
+        for position, sample in enumerate(group):
             # The simulated engines draw no tokens; these differ from run to run as drawn ones do.
-            sample.tokens = [int(self._engines.worked_seconds * 1e6) + place] * len(sample.tokens)
+            sample.tokens = [int(self._engines.worked_seconds * 1e6) + position] * len(sample.tokens)
             sample.rollout_log_probs = [-0.5] * sample.response_length
 
     async def abort(self, group: Group | None = None) -> None:

@@ -138,15 +138,15 @@ class Judge:
 
 
 @dataclass
-class Graveyard:
-    buried: list[tuple[str, DropReason, str]] = field(default_factory=list)
+class DeadLetterBox:
+    letters: list[tuple[str, DropReason, str]] = field(default_factory=list)
 
     @property
     def prompts(self) -> set[str]:
-        return {feed_index for feed_index, _, _ in self.buried}
+        return {feed_index for feed_index, _, _ in self.letters}
 
     def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
-        self.buried.append((group.feed_index, reason, error))
+        self.letters.append((group.feed_index, reason, error))
 
 
 @dataclass(kw_only=True)
@@ -176,7 +176,7 @@ class World:
     problems: int = 0
     """To evaluate on."""
     evaluate: EvaluationFunction | None = None
-    graveyard: Graveyard = field(default_factory=Graveyard)
+    dead_letters: DeadLetterBox = field(default_factory=DeadLetterBox)
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
     """Makes another window of size W, to compare with."""
     engine_kind: type[Engines] = Engines
@@ -237,7 +237,7 @@ class World:
                 learner=self.trainer,
                 channel=engines,
                 fleet=engines,
-                dead_letters=self.graveyard,
+                dead_letters=self.dead_letters,
                 keep=self.keep,
                 rollout=self._rollout_function(),
                 on_rollout=self._on_rollout,

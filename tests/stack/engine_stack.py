@@ -41,13 +41,13 @@ class Stack:
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """By the names of Hugging Face's files, where every expert has tensors of its own."""
+        """By the names of Hugging Face's files, where every expert has its own tensors."""
         return [named for name, parameter in self.model.named_parameters() for named in _in_files(name, parameter.data)]
 
     def error(self, sample: Sample, start: int = 0, end: int | None = None) -> float:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
-        place = sample.prompt_length + start
-        return self._error(sample.tokens, place, sample.rollout_log_probs[start:end])
+        position = sample.prompt_length + start
+        return self._error(sample.tokens, position, sample.rollout_log_probs[start:end])
 
     def error_of(self, prompt: list[int]) -> float:
         """The same of a short answer, asked for directly."""

@@ -27,7 +27,7 @@ _MARK = "MILES_ASYNC_TEST_JOB"
 
 @dataclass
 class Job:
-    """`python train_async.py` with the main job's settings and further `flags`, leading a session of its own."""
+    """`python train_async.py` with the main job's settings and further `flags`, as the leader of a new session."""
 
     folder: Path
     flags: tuple[str, ...]

@@ -65,7 +65,7 @@ if __name__ == "__main__":
     os.environ.pop("HF_HUB_OFFLINE", None)
     cluster = Cluster()
     for number in range(NODES):
-        # Each node on an address of its own, as on a real network; the last one given is the lowest.
+        # Each node has its own address, as on a real network; the last one given is the lowest.
         address = f"127.0.0.{NODES + 1 - number}"
         cluster.add_node(num_cpus=GPUS, num_gpus=GPUS, node_ip_address=address, include_dashboard=False)
     # The nodes were started in another folder than the run is.

@@ -79,9 +79,9 @@ def assert_nothing_was_retokenised(sample: Sample, wire: Wire) -> None:
     began = [(asked, said) for asked, said in wire if sample.tokens[: len(asked) + len(said)] == asked + said]
     answers = {len(asked): said for asked, said in began}
     assert trained(sample) == [token for _, said in sorted(answers.items()) for token in said]
-    covered = [place for span in sample.spans for place in range(span.start, span.end)]
+    covered = [position for span in sample.spans for position in range(span.start, span.end)]
     mask = sample.loss_mask or [1] * sample.response_length
-    assert covered == [place for place, entry in enumerate(mask) if entry]
+    assert covered == [position for position, entry in enumerate(mask) if entry]
 
 
 async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -39,7 +39,7 @@ def process(args: Any, sample: Sample) -> float:
 
 
 def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    return [float(place) for place in range(len(samples))]
+    return [float(position) for position in range(len(samples))]
 
 
 async def test_a_group_is_scored_in_one_call_there_too() -> None:

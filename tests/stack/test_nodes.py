@@ -34,7 +34,7 @@ ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
 
 @pytest.fixture(scope="module")
 def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
-    """The shared cluster, with such an engine in place of its own."""
+    """The shared cluster, with such an engine instead of the usual one."""
     before, logs = stack.cluster.surroundings, stack.cluster.logs / "nodes"
     [usual] = before.engines
     config = settings("train_async.py", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2")

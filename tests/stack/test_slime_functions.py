@@ -28,7 +28,9 @@ MINE = "tests.stack.slime_functions"
 
 
 def group(*rewards: Any) -> Group:
-    return Group([Sample(index=place, reward=reward) for place, reward in enumerate(rewards)], feed_index="sample_0_0")
+    return Group(
+        [Sample(index=position, reward=reward) for position, reward in enumerate(rewards)], feed_index="sample_0_0"
+    )
 
 
 def source(folder: Path, **settings: Any) -> BufferedSource:
@@ -63,8 +65,8 @@ def test_the_over_sampling_filter_with_its_tensors_chooses() -> None:
 def test_the_buffer_filters_hand_out_every_group_once(tmp_path: Path, name: str, expected: list[str]) -> None:
     data = source(tmp_path, buffer_filter_path=f"{MINE}.{name}")
     back = data.get_samples(3)
-    for place, returned in enumerate(back):
-        returned[0].reward = float(place)
+    for position, returned in enumerate(back):
+        returned[0].reward = float(position)
     data.add_samples([list(returned) for returned in back])  # type: ignore[misc]
     fed = [groups[0].prompt for groups in data.get_samples(2)]
     assert fed == expected

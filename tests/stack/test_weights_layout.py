@@ -189,8 +189,8 @@ def test_a_byte_that_did_not_arrive_is_found_where_everything_is_compared() -> N
 
 def test_a_tied_output_layer_is_left_out() -> None:
     tensors = weights()
-    tied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    assert len(plan_tensors(named(tied), [engine_shapes(1)])) == len(tensors)
+    with_shared_embedding = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    assert len(plan_tensors(named(with_shared_embedding), [engine_shapes(1)])) == len(tensors)
 
 
 def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_differs() -> None:

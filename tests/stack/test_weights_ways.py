@@ -113,7 +113,7 @@ def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(
 ) -> None:
     run = run_config(precision="bf16", lr=0.001)
     with learning(serving.checkpoint, run) as learner:
-        for place, transport in enumerate(TRANSPORTS):
+        for position, transport in enumerate(TRANSPORTS):
             [steps] = rank_batches(uneven_groups(0), run, 1)
             assert learner.train(0, steps).finite
             version = next(serving.versions)
@@ -125,7 +125,7 @@ def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(
                     assert own[name].dtype is torch.bfloat16
                     parameter.copy_(own[name])
             # No other prompt begins with this token, so that nothing is cached under older weights.
-            assert serving.error_of([200 + place, *PROMPT[:20]]) < 1e-5, transport
+            assert serving.error_of([200 + position, *PROMPT[:20]]) < 1e-5, transport
 
 
 async def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.datasets import factory as opening
+from miles_async.adapters.datasets import factory
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.errors import UserError
@@ -109,9 +109,9 @@ def test_a_restored_source_gives_partly_generated_groups_out_afresh(rows: str) -
     partial[0].spans, partial[0].status = [VersionSpan(2, 0, 3)], SampleStatus.ABORTED
     saved.add_samples([partial])
     restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
-    [afresh] = restored.get_samples(1)
-    assert (afresh.feed_index, afresh[0].tokens, afresh[0].spans) == (partial.feed_index, [1], [])
-    assert afresh[0].status is SampleStatus.PENDING
+    [restarted] = restored.get_samples(1)
+    assert (restarted.feed_index, restarted[0].tokens, restarted[0].spans) == (partial.feed_index, [1], [])
+    assert restarted[0].status is SampleStatus.PENDING
 
 
 def test_held_out_rows_are_never_fed_even_where_the_file_repeats_them(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_buffer_filter_that_is_a_coroutine_function_is_refused(rows: str) -> N
 def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "chat_tokenizer", lambda checkpoint: Template())
+    monkeypatch.setattr(factory, "chat_tokenizer", lambda checkpoint: Template())
     path = write_rows(
         tmp_path, [{"prompt": "unfit", "label": 1}, {"prompt": "hi", "label": 1, "tools": [{"name": "t"}]}]
     )

@@ -80,17 +80,17 @@ def ray_start(config: RunConfig) -> object:
 
 def _groups() -> list[Group]:
     """Four groups of four samples of uneven lengths and rewards."""
-    lengths = [[3 + (5 * group + 3 * place) % 11 for place in range(4)] for group in range(4)]
+    lengths = [[3 + (5 * group + 3 * position) % 11 for position in range(4)] for group in range(4)]
     return [
         Group(
             Sample(
-                index=4 * group + place,
+                index=4 * group + position,
                 tokens=list(range(2 + length)),
                 response_length=length,
                 rollout_log_probs=[-1.0] * length,
-                reward=float((group + place) % 3),
+                reward=float((group + position) % 3),
             )
-            for place, length in enumerate(of_group)
+            for position, length in enumerate(of_group)
         )
         for group, of_group in enumerate(lengths)
     ]

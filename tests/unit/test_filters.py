@@ -37,7 +37,7 @@ from workers.preflight import dynamic_filter
 def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COMPLETED) -> Group:
     samples = [
         Sample(
-            index=first + place,
+            index=first + position,
             tokens=[1, 2, 3],
             response_length=2,
             rollout_log_probs=[-0.5, -0.25],
@@ -45,7 +45,7 @@ def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COM
             reward=reward,
             status=status,
         )
-        for place, reward in enumerate(rewards)
+        for position, reward in enumerate(rewards)
     ]
     return Group(samples, feed_index=f"sample_0_{first}")
 
@@ -138,7 +138,7 @@ async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> lis
 
 @pytest.mark.parametrize("loss, rated", [("policy_loss", -1.0), ("sft_loss", 0.0)])
 async def test_what_a_function_in_slimes_shape_did_not_record_is_added(mine: str, loss: str, rated: float) -> None:
-    plain = [Sample(index=place, tokens=[1, 2, 3], response_length=2, reward=1.0) for place in range(2)]
+    plain = [Sample(index=position, tokens=[1, 2, 3], response_length=2, reward=1.0) for position in range(2)]
     [trained] = await batches(mine, Trace(), [plain], loss_type=loss)
     assert [sample.rollout_log_probs for sample in trained] == [[rated, rated]] * 2
     assert [sample.spans for sample in trained] == [[VersionSpan(2, 0, 2)]] * 2

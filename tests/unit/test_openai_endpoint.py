@@ -196,7 +196,7 @@ async def played(agent: Agent) -> str:
 async def test_an_external_generator_posts_what_was_sampled_in_its_sessions() -> None:
     async with connected_agent("a", "b", size=2) as agent:
         sessions = [await played(agent), await played(agent)]
-        samples = [{"session": session, "reward": place} for place, session in enumerate(sessions)]
+        samples = [{"session": session, "reward": position} for position, session in enumerate(sessions)]
         assert (await agent.trajectory(samples))[0] == 200
         group = await agent.endpoint._trajectories.take()
         assert [(sample.index, sample.reward, sample.response) for sample in group] == [(0, 0.0, "a"), (1, 1.0, "b")]

@@ -152,8 +152,8 @@ def test_other_hosts_names_and_other_paths_are_refused(server: HttpServer, path:
 def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
     registry = CollectorRegistry()
     gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
-    for place in range(500):
-        gauge.labels(str(place)).set(place)
+    for position in range(500):
+        gauge.labels(str(position)).set(position)
     server = HttpServer(registry, LivePage(View()), 0)
     answers: list[bytes | None] = []
 

@@ -14,9 +14,9 @@ from tests.configuration import run_config
 
 def cluster(*nodes: tuple[str, int], seed: int = 0) -> list[Bundle]:
     """Bundles of `(address, devices)`, as Ray returns them: in no order."""
-    places = [(address, device) for address, devices in nodes for device in range(devices)]
-    random.Random(seed).shuffle(places)
-    return [Bundle(index, node, device) for index, (node, device) in enumerate(places)]
+    devices_of_nodes = [(address, device) for address, devices in nodes for device in range(devices)]
+    random.Random(seed).shuffle(devices_of_nodes)
+    return [Bundle(index, node, device) for index, (node, device) in enumerate(devices_of_nodes)]
 
 
 def devices(bundles: tuple[Bundle, ...]) -> list[tuple[str, int]]:

@@ -216,7 +216,7 @@ def test_at_most_so_many_requests_are_at_the_reward_server_at_once() -> None:
 
 
 def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    return [float(place) for place in range(len(samples))]
+    return [float(position) for position in range(len(samples))]
 
 
 def too_few(args: Any, samples: list[Sample]) -> list[float]:

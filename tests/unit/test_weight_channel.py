@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.channel import Channel, by_preference, find_transports
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.types import SendOutcome
 
@@ -73,7 +75,26 @@ async def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> No
 
 async def test_a_transport_that_is_named_comes_first_or_is_refused() -> None:
     assert await transports(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
-    with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here"):
+    with pytest.raises(UserError, match="weight_transfer memory does not work here: no memory here"):
+        await transports(TwoSources(p2p=0.0), "memory")
+
+
+async def test_a_default_run_uses_p2p_even_where_another_transport_is_faster() -> None:
+    assert RunConfig().weights.weight_transfer == "p2p"
+    assert (await transports(TwoSources(p2p=1.0, broadcast=0.0, memory=0.0), "p2p"))[0] == "p2p"
+
+
+async def test_a_machine_without_p2p_uses_the_next_transport_and_a_warning_says_why() -> None:
+    with capture_logs() as lines:
+        assert await transports(TwoSources(disk=0.0), "p2p") == ("disk", "p2p", "broadcast")
+    assert [(line["log_level"], line["event"]) for line in lines] == [
+        ("warning", "weight transport p2p does not work here: no p2p here; the run uses disk"),
+        ("warning", "weight transport broadcast does not work here: no broadcast here; the run uses disk"),
+    ]
+
+
+async def test_a_machine_on_which_no_fallback_works_refuses_p2p() -> None:
+    with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here; broadcast .*; disk "):
         await transports(TwoSources(memory=0.0), "p2p")
 
 
