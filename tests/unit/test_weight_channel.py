@@ -94,7 +94,7 @@ async def test_a_machine_without_p2p_uses_the_next_transport_and_a_warning_says_
 
 
 async def test_a_machine_on_which_no_fallback_works_refuses_p2p() -> None:
-    with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here; broadcast .*; disk "):
+    with pytest.raises(UserError, match=r"weight_transfer p2p does not work here: no p2p here; broadcast .*; disk "):
         await transports(TwoSources(memory=0.0), "p2p")
 
 
