@@ -32,6 +32,8 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self.newest: asyncio.Task[None] | None = None
         """The task that writes, or wrote, the newest checkpoint; None before the first."""
+        self.last_rollout: int | None = None
+        """The rollout of the newest checkpoint of this run; None before the first."""
 
     async def write(self, rollout_id: int) -> None:
         """Copy the state after `rollout_id` and start to write it; waits for the previous checkpoint first."""
@@ -40,6 +42,7 @@ class Checkpointer:
         # The progress is captured before the first await of the copy, at the same point between two steps.
         progress = progress_of(rollout_id, self._run_state, self._data)
         await self._learner.copy_state(rollout_id)
+        self.last_rollout = rollout_id
         self.newest = self._tasks.spawn(f"checkpoint-{rollout_id}", self._learner.write_state(rollout_id, progress))
         if not self._asynchronous:
             await self.newest
