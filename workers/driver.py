@@ -25,7 +25,7 @@ from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
-from workers.preflight import SftExamples, preflight
+from workers.preflight import SftExamples, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
     from workers.cluster import Cluster
@@ -48,8 +48,9 @@ def drive(config: RunConfig, *, entry: str) -> int:
     configure_logging(config.observability.log_format)
     try:
         sft_examples = preflight(config, entry)
-        folder = RunFolder.create(config)
-        return asyncio.run(_drive(config, folder, entry, sft_examples))
+        with lock_checkpoints(config):
+            folder = RunFolder.create(config)
+            return asyncio.run(_drive(config, folder, entry, sft_examples))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_ru
     assert summary["reason"] == "interrupted"
     assert summary["rollouts"] >= 1
     assert summary["versions"] == summary["rollouts"], "what was trained was still published"
-    newest = CheckpointFolder(saved).latest()
+    newest = CheckpointFolder(saved).latest().checkpoint
     assert read_progress(newest)["rollout"] == summary["rollouts"] - 1, "saved at the end"
     assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
 
