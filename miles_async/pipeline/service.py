@@ -243,9 +243,10 @@ class Service:
         unsaved = saves and trained_any and self._checkpointer.last_rollout != last_trained
         if not (unsaved or self._trained):
             return
-        # Engines that share devices with the learner must be idle before the learner gets the devices back.
-        batch.cancel()
-        await asyncio.wait([batch])
+        if self._config.cluster.colocate:
+            # The engines must be idle before the learner gets the devices back.
+            batch.cancel()
+            await asyncio.wait([batch])
         await self._devices.to_learner()
         if unsaved:
             await self._save(last_trained)
