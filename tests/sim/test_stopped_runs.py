@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from miles_async.config.checks import problems
-from miles_async.config.schema import Cluster, Learner, Model, Rollout, RunConfig, Weights
+from miles_async.config.schema import RunConfig
 from miles_async.events import TrainerPhaseChanged
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, StepReport
+from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.world import Trainer, World
 
@@ -33,13 +35,9 @@ class StoppedWorld(World):
             self.service.stop()
 
 
-def config(*, colocate: bool = False, update_weights_interval: int = 1, **learner: object) -> RunConfig:
-    return RunConfig(
-        rollout=Rollout(rollout_batch_size=BATCH, num_rollout=ROLLOUTS, n_samples_per_prompt=2, max_weight_staleness=3),
-        learner=Learner(**learner),
-        weights=Weights(update_weights_interval=update_weights_interval),
-        cluster=Cluster(colocate=colocate),
-    )
+def config(**settings: Any) -> RunConfig:
+    sizes = {"rollout_batch_size": BATCH, "num_rollout": ROLLOUTS, "n_samples_per_prompt": 2}
+    return run_config(**sizes, max_weight_staleness=3, **settings)
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
@@ -144,7 +142,5 @@ def test_an_export_after_any_rollout_may_not_overwrite_the_model_to_train(tmp_pa
     (tmp_path / "5" / "config.json").write_text("{}")
     (tmp_path / "five").symlink_to(tmp_path / "5")
     for folder in ("5", "five"):
-        settings = config(save_hf=f"{tmp_path}/{{rollout_id}}").model_copy(
-            update={"model": Model(hf_checkpoint=str(tmp_path / folder))}
-        )
+        settings = config(save_hf=f"{tmp_path}/{{rollout_id}}", hf_checkpoint=str(tmp_path / folder))
         assert any("would overwrite hf_checkpoint" in sentence for sentence in problems(settings, "train_async.py"))

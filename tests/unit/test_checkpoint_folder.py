@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
@@ -14,8 +13,8 @@ from structlog.testing import capture_logs
 
 from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
-from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import FatalError, UserError
+from tests.configuration import run_config
 from workers import driver
 from workers.preflight import checkpoint_to_resume
 
@@ -72,7 +71,7 @@ def test_a_run_whose_folder_is_in_use_ends_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(driver, "preflight", lambda config, entry: None)
     with CheckpointFolder(tmp_path / "saved").lock():
-        code = driver.drive(RunConfig(learner=Learner(save=str(tmp_path / "saved"))), entry="train_async.py")
+        code = driver.drive(run_config(save=str(tmp_path / "saved")), [], entry="train_async.py")
     assert code == driver.REFUSED
     assert "is in use by another run" in capsys.readouterr().err
 
@@ -174,7 +173,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_says_so(
     assert found.checkpoint == intact
     [said] = found.damage
     assert re.search(sentence, said)
-    settings = RunConfig(learner=Learner(load=str(tmp_path)), rollout=Rollout(num_rollout=6))
+    settings = run_config(load=str(tmp_path), num_rollout=6)
     with capture_logs() as logs:
         assert checkpoint_to_resume(settings, warn=True) == intact
     assert [line["event"] for line in logs] == [f"{said}; resuming from an older checkpoint"]
@@ -211,28 +210,20 @@ class Rank:
         self.written += 1
 
 
-def test_a_resumed_learner_deletes_the_checkpoint_that_it_was_resumed_from_when_it_is_old(tmp_path: Path) -> None:
+async def test_a_resumed_learner_deletes_the_checkpoint_that_it_was_resumed_from_when_it_is_old(tmp_path: Path) -> None:
     resumed_from = save(CheckpointFolder(tmp_path), 4)
     rank: Any = Rank()
-    learner = RayLearner(RunConfig(learner=Learner(save=str(tmp_path), save_keep=1)), [rank], resumed_from)
-
-    async def write() -> None:
-        await learner.copy_state(5)
-        await learner.write_state(5, {"rollout": 5, "data": {}, "owed": []})
-
-    asyncio.run(write())
+    learner = RayLearner(run_config(save=str(tmp_path), save_keep=1), [rank], resumed_from)
+    await learner.copy_state(5)
+    await learner.write_state(5, {"rollout": 5, "data": {}, "owed": []})
     assert rollouts(tmp_path) == [5]
 
 
-def test_progress_that_is_not_json_ends_the_run_before_the_ranks_write(tmp_path: Path) -> None:
+async def test_progress_that_is_not_json_ends_the_run_before_the_ranks_write(tmp_path: Path) -> None:
     rank: Any = Rank()
-    learner = RayLearner(RunConfig(learner=Learner(save=str(tmp_path))), [rank])
-
-    async def write() -> None:
-        await learner.copy_state(5)
-        assert rank.written == 1
-        await learner.write_state(5, {"rollout": 5, "data": {}, "owed": [{"metadata": {"seen": {1, 2}}}]})
-
+    learner = RayLearner(run_config(save=str(tmp_path)), [rank])
+    await learner.copy_state(5)
+    assert rank.written == 1
     with pytest.raises(FatalError, match=r"checkpoint of rollout 5 could not be written .* set is not JSON"):
-        asyncio.run(write())
+        await learner.write_state(5, {"rollout": 5, "data": {}, "owed": [{"metadata": {"seen": {1, 2}}}]})
     assert rank.written == 1
