@@ -147,6 +147,22 @@ class Sample:
         """All fields as plain data, by name."""
         return asdict(self)
 
+    def prompt_dict(self) -> dict[str, Any]:
+        """What `reset` keeps, as plain data. The metadata is copied, but not the values in it."""
+        return {
+            "index": self.index,
+            "prompt": self.prompt,
+            "prompt_tokens": self.tokens[: self.prompt_length],
+            "label": self.label,
+            "metadata": dict(self.metadata),
+        }
+
+    @staticmethod
+    def from_prompt_dict(values: Mapping[str, Any]) -> Sample:
+        """A pending sample from the result of `prompt_dict`. Raises KeyError for a missing field."""
+        fields = {name: values[name] for name in ("index", "prompt", "label", "metadata")}
+        return Sample(**fields, tokens=values["prompt_tokens"])
+
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Sample:
         """The inverse of `to_dict`. Raises KeyError or TypeError for a missing or an unknown field."""
@@ -201,6 +217,23 @@ class Group(list[Sample]):
     def from_dict(values: Mapping[str, Any]) -> Group:
         """The inverse of `to_dict`. Raises KeyError for a missing field."""
         samples = map(Sample.from_dict, values["samples"])
+        return Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
+
+    def prompt_dict(self) -> dict[str, Any]:
+        """What generating the group again takes, as plain data: its prompt and attempts, without generated tokens.
+
+        The cost does not depend on the number of generated tokens.
+        """
+        return {
+            "feed_index": self.feed_index,
+            "attempt": self.attempt,
+            "samples": [sample.prompt_dict() for sample in self],
+        }
+
+    @staticmethod
+    def from_prompt_dict(values: Mapping[str, Any]) -> Group:
+        """A pending group from the result of `prompt_dict`. Raises KeyError for a missing field."""
+        samples = map(Sample.from_prompt_dict, values["samples"])
         return Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
 
     @property

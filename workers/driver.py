@@ -28,7 +28,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
 
-from .preflight import SftExamples, preflight
+from .preflight import SftExamples, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -54,8 +54,9 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     configure_logging(config.observability.log_format)
     try:
         sft_examples = preflight(config, entry)
-        folder = RunFolder.create(config)
-        return asyncio.run(_drive(config, argv, folder, entry, sft_examples))
+        with lock_checkpoints(config):
+            folder = RunFolder.create(config)
+            return asyncio.run(_drive(config, argv, folder, entry, sft_examples))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)

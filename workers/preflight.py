@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import structlog
 from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, schedule_of, trains_only
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, save_folder, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
@@ -39,6 +41,8 @@ HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """An empty SETTINGS frame of HTTP/2; the fourth byte is the type of a frame."""
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SftExamples:
@@ -55,7 +59,7 @@ def preflight(config: RunConfig, entry: str) -> SftExamples:
     args = flat_args(config)
     if config.model.hf_checkpoint is not None:
         check_weights(Path(config.model.hf_checkpoint).expanduser())
-    checkpoint_to_resume(config)
+    checkpoint_to_resume(config, warn=True)
     check_ray(config.cluster.ray_address)
     check_port("agent_port", config.rollout.agent_port)
     check_port("metrics_port", config.observability.metrics_port)
@@ -140,14 +144,27 @@ def check_port(setting: str, port: int) -> None:
         ) from error
 
 
-def checkpoint_to_resume(config: RunConfig) -> Path | None:
-    """Return the newest checkpoint in the folder `load`, or None if `load` is unset.
+def lock_checkpoints(config: RunConfig) -> AbstractContextManager[None]:
+    """Return a block inside which no other run writes to the folder `save`.
 
-    Raises UserError if the folder has no checkpoint, or if the checkpoint was written after the last rollout.
+    Entering it raises UserError if another run writes to the folder.
+    """
+    folder = save_folder(config)
+    return nullcontext() if folder is None else CheckpointFolder(folder).lock()
+
+
+def checkpoint_to_resume(config: RunConfig, *, warn: bool = False) -> Path | None:
+    """Return the newest intact checkpoint in the folder `load`, or None if `load` is unset.
+
+    With `warn`, the log names newer checkpoints that are damaged. Raises UserError if the folder has no intact
+    checkpoint, or if the checkpoint was written after the last rollout.
     """
     if config.learner.load is None:
         return None
-    checkpoint = CheckpointFolder(Path(config.learner.load).expanduser().absolute()).latest()
+    checkpoint, damage = CheckpointFolder(Path(config.learner.load).expanduser().absolute()).latest()
+    if warn:
+        for sentence in damage:
+            log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.name)
     done = read_progress(checkpoint)["rollout"] + 1
     if done >= config.rollout.num_rollout:
         raise UserError(

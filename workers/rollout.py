@@ -142,7 +142,7 @@ class RolloutWorker:
                 generator=skipping or live,
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
-                learner=RayLearner(config, surroundings.learner_ranks),
+                learner=RayLearner(config, surroundings.learner_ranks, checkpoint),
                 channel=Channel(
                     surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
                 ),

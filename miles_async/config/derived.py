@@ -123,6 +123,11 @@ def evaluation_due(config: RunConfig, rollout_id: int) -> bool:
     return interval is not None and done % interval == 0 and done < config.rollout.num_rollout
 
 
+def save_folder(config: RunConfig) -> Path | None:
+    """Absolute path of the folder `save`; None if it is unset."""
+    return None if config.learner.save is None else Path(config.learner.save).expanduser().absolute()
+
+
 def hf_export(template: str, rollout_id: int) -> Path:
     """Absolute path of the Hugging Face export after rollout `rollout_id`; `template` is `save_hf`."""
     return Path(template.replace("{rollout_id}", str(rollout_id))).expanduser().absolute()

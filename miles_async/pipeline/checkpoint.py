@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from miles_async.errors import UserError
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import DataSource, Learner
@@ -32,6 +33,8 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self.newest: asyncio.Task[None] | None = None
         """The task that writes, or wrote, the newest checkpoint; None before the first."""
+        self.last_rollout: int | None = None
+        """The rollout of the newest checkpoint of this run; None before the first."""
 
     async def write(self, rollout_id: int) -> None:
         """Copy the state after `rollout_id` and start to write it; waits for the previous checkpoint first."""
@@ -40,6 +43,7 @@ class Checkpointer:
         # The progress is captured before the first await of the copy, at the same point between two steps.
         progress = progress_of(rollout_id, self._run_state, self._data)
         await self._learner.copy_state(rollout_id)
+        self.last_rollout = rollout_id
         self.newest = self._tasks.spawn(f"checkpoint-{rollout_id}", self._learner.write_state(rollout_id, progress))
         if not self._asynchronous:
             await self.newest
@@ -47,20 +51,28 @@ class Checkpointer:
 
 
 def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
-    """The progress after `rollout_id`. It can be serialised as JSON if the samples' metadata can."""
+    """The progress after `rollout_id`. It can be serialised as JSON if the samples' metadata can.
+
+    This runs on the event loop, so it leaves generated tokens out and does not encode anything.
+    """
     # A rollout function in another thread must not take a prompt between reading the position and listing the prompts.
     with run_state.data_lock:
         owed = [
             group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED
         ] + run_state.taken_groups
-        return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.to_dict() for group in owed]}
+        return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.prompt_dict() for group in owed]}
 
 
 def resume(progress: Mapping[str, Any], data: DataSource) -> int:
-    """Restore the position in the data, put owed prompts first in line, and return the next rollout id."""
-    data.load_state_dict(progress["data"])
-    owed = [Group.from_dict(values) for values in progress["owed"]]
-    for group in owed:
-        group.reset()
-    data.add_samples(owed)
-    return int(progress["rollout"]) + 1
+    """Restore the position in the data, put owed prompts first in line, and return the next rollout id.
+
+    Raises UserError if the progress is incomplete, or if it belongs to other data.
+    """
+    try:
+        data.load_state_dict(progress["data"])
+        data.add_samples([Group.from_prompt_dict(values) for values in progress["owed"]])
+        return int(progress["rollout"]) + 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the progress of the checkpoint is not valid ({type(error).__name__}: {error}): load another checkpoint"
+        ) from error

@@ -190,6 +190,7 @@ class Service:
             self._enter_phase("batch")
             groups = await self._unless_stopped(batch)
             if groups is None:
+                await self._end_early(batch, rollout_id - 1)
                 break
             if schedule is Schedule.ONE_STEP_OFF:
                 # No group is in flight between two batches, so the version goes live before the next batch starts.
@@ -210,8 +211,7 @@ class Service:
                 if schedule is Schedule.FULLY_ASYNC:
                     self._publisher.start()
             if checkpoint_due(self._config, rollout_id):
-                self._enter_phase("save")
-                await self._checkpointer.write(rollout_id)
+                await self._save(rollout_id)
             if schedule is Schedule.SYNCHRONOUS:
                 self._enter_phase("publish")
                 await self._devices.to_engines()
@@ -224,9 +224,6 @@ class Service:
 
     async def _finish(self) -> None:
         """Make the last version live and wait for the last checkpoint."""
-        if self._trained:
-            # The run was stopped between two versions.
-            await self._stage()
         self._enter_phase("publish")
         await self._publisher.idle()
         await self._publisher.publish()
@@ -234,6 +231,32 @@ class Service:
             self._enter_phase("save")
             await self._checkpointer.newest
         self._enter_phase("evaluate")
+
+    async def _end_early(self, batch: asyncio.Task[list[Group]], last_trained: int) -> None:
+        """Save the state after rollout `last_trained` and stage its weights, as far as that has not been done.
+
+        `batch` is the batch that the stopped run will not train.
+        """
+        learner = self._config.learner
+        trained_any = last_trained >= self._first_rollout
+        saves = learner.save is not None or learner.save_hf is not None
+        unsaved = saves and trained_any and self._checkpointer.last_rollout != last_trained
+        if not (unsaved or self._trained):
+            return
+        if self._config.cluster.colocate:
+            # The engines must be idle before the learner gets the devices back.
+            batch.cancel()
+            await asyncio.wait([batch])
+        await self._devices.to_learner()
+        if unsaved:
+            await self._save(last_trained)
+        if self._trained:
+            await self._stage()
+        await self._devices.to_engines()
+
+    async def _save(self, rollout_id: int) -> None:
+        self._enter_phase("save")
+        await self._checkpointer.write(rollout_id)
 
     def _start_batch(self, rollout_id: int) -> asyncio.Task[list[Group]]:
         return self._tasks.spawn(f"rollout-{rollout_id}", self._collect_batch(rollout_id))

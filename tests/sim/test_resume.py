@@ -137,7 +137,8 @@ def test_an_owed_prompt_starts_afresh_with_its_attempts_counted() -> None:
     assert progress["owed"]
     for owed in progress["owed"]:
         owed["attempt"] = 1
-        owed["samples"][0] |= {"tokens": [5, 6, 7], "response_length": 2, "rollout_log_probs": [-1.0, -2.0]}
+        assert owed["samples"][0].keys() == {"index", "prompt", "prompt_tokens", "label", "metadata"}
+        owed["samples"][0]["prompt_tokens"] = [5]
     feed = Feed()
     assert resume(progress, feed) == 7
     for group in feed.get_samples(len(progress["owed"]) + len(progress["data"]["returned"])):

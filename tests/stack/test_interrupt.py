@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from tests.stack.job import job
 from tests.waiting import PATIENCE_SECONDS
 
@@ -21,7 +22,8 @@ RAYS_OWN_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_running(tmp_path: Path) -> None:
-    with job(tmp_path, *LONG) as running:
+    saved = tmp_path / "saved"
+    with job(tmp_path, *LONG, "--save", str(saved)) as running:
         running.says("Staleness stats", START_SECONDS)
         address = re.search(r"page=(http://127\.0\.0\.1:\d+/)", running.err)
         assert address is not None, running.err
@@ -37,6 +39,8 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_ru
     assert summary["reason"] == "interrupted"
     assert summary["rollouts"] >= 1
     assert summary["versions"] == summary["rollouts"], "what was trained was still published"
+    newest = CheckpointFolder(saved).latest().checkpoint
+    assert read_progress(newest)["rollout"] == summary["rollouts"] - 1, "saved at the end"
     assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
 
 

@@ -22,8 +22,8 @@ def test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left(stack:
     often += ["--save-hf", str(tmp_path / "hf-{rollout_id}")]
     stopped = stack.play("train_async.py", *sizes, *often, "--num-rollout", "5")
     assert sorted(path.name for path in saved.iterdir()) == ["latest", "rollout_0000004"], "older ones are removed"
-    newest = CheckpointFolder(saved).latest()
-    assert {path.name for path in newest.iterdir()} == {"progress.json", "actor"}
+    newest = CheckpointFolder(saved).latest().checkpoint
+    assert {path.name for path in newest.iterdir()} == {"progress.json", "files.json", "actor"}
     owed = {group["feed_index"] for group in read_progress(newest)["owed"]}
     assert owed, "a producer that runs on has prompts under way whenever a checkpoint is written"
 

@@ -10,12 +10,18 @@ from tests.configuration import run_config
 from workers.preflight import checkpoint_to_resume
 
 
-def save(root: Path, rollout_id: int, keep: int = 2) -> Path:
-    folder = CheckpointFolder(root)
+def save(root: Path, rollout_id: int, keep: int = 2, folder: CheckpointFolder | None = None) -> Path:
+    """By the run that `folder` belongs to, by default a new one."""
+    folder = folder or CheckpointFolder(root)
     draft = folder.begin(rollout_id)
     (draft / "actor").mkdir()
     (draft / "actor" / "__0_0.distcp").write_text(f"weights of {rollout_id}")
-    return folder.commit(draft, rollout_id, {"rollout": rollout_id}, keep)
+    folder.write_progress(draft, progress_after(rollout_id))
+    return folder.commit(draft, rollout_id, keep)
+
+
+def progress_after(rollout_id: int) -> dict[str, object]:
+    return {"rollout": rollout_id, "data": {}, "owed": []}
 
 
 def names(root: Path) -> list[str]:
@@ -25,16 +31,17 @@ def names(root: Path) -> list[str]:
 def test_the_newest_checkpoint_is_the_one_that_is_resumed(tmp_path: Path) -> None:
     save(tmp_path, 4)
     newest = save(tmp_path, 9)
-    assert CheckpointFolder(tmp_path).latest() == newest
-    assert read_progress(newest) == {"rollout": 9}
+    assert CheckpointFolder(tmp_path).latest().checkpoint == newest
+    assert read_progress(newest) == progress_after(9)
     assert (newest / "actor" / "__0_0.distcp").read_text() == "weights of 9"
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
     for rollout_id in (1, 2, 3):
-        save(tmp_path, rollout_id)
+        save(tmp_path, rollout_id, folder=folder)
     assert names(tmp_path) == ["latest", "rollout_0000002", "rollout_0000003"]
-    save(tmp_path, 4, keep=1)
+    save(tmp_path, 4, keep=1, folder=folder)
     assert names(tmp_path) == ["latest", "rollout_0000004"]
 
 
@@ -42,7 +49,7 @@ def test_a_checkpoint_that_was_not_finished_is_never_resumed(tmp_path: Path) -> 
     whole, folder = save(tmp_path, 1), CheckpointFolder(tmp_path)
     draft = folder.begin(2)
     (draft / "half").write_text("half")
-    assert folder.latest() == whole
+    assert folder.latest().checkpoint == whole
     folder.discard(draft)
     assert names(tmp_path) == ["latest", "rollout_0000001"]
 
@@ -50,7 +57,7 @@ def test_a_checkpoint_that_was_not_finished_is_never_resumed(tmp_path: Path) -> 
 def test_what_a_killed_run_left_half_written_is_cleared_by_the_next_checkpoint(tmp_path: Path) -> None:
     whole = save(tmp_path, 1)
     (CheckpointFolder(tmp_path).begin(2) / "half").write_text("half")
-    assert CheckpointFolder(tmp_path).latest() == whole
+    assert CheckpointFolder(tmp_path).latest().checkpoint == whole
     save(tmp_path, 7)
     assert names(tmp_path) == ["latest", "rollout_0000001", "rollout_0000007"]
 
@@ -66,13 +73,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
-    assert CheckpointFolder(tmp_path).latest() == whole
-    assert read_progress(whole) == {"rollout": 1}
+    assert CheckpointFolder(tmp_path).latest().checkpoint == whole
+    assert read_progress(whole) == progress_after(1)
 
 
 def test_a_resumed_run_may_write_the_same_rollout_again(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    assert save(tmp_path, 1) == CheckpointFolder(tmp_path).latest()
+    assert save(tmp_path, 1) == CheckpointFolder(tmp_path).latest().checkpoint
 
 
 def test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -76,14 +76,15 @@ class Buffer:
         return [before[key] for key in chosen[:num_samples]]
 
     def state(self) -> list[dict[str, Any]]:
-        return [group.to_dict() for group in self._groups]
+        """The waiting groups as plain data, without tokens.
+
+        The weight versions of generated tokens are counted by this run, so their staleness would be unknown to another.
+        """
+        return [group.prompt_dict() for group in self._groups]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
-        """Load the result of `state`. Generated tokens are discarded."""
-        self._groups = [Group.from_dict(group) for group in state]
-        for group in self._groups:
-            # The weight versions of the tokens were counted by the earlier run, so their staleness is unknown here.
-            group.reset()
+        """Load the result of `state`."""
+        self._groups = [Group.from_prompt_dict(group) for group in state]
 
 
 def _key(group: list[Sample]) -> int:

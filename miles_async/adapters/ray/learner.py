@@ -12,7 +12,7 @@ from miles_async.adapters.ray.actor_errors import all_results
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.batching.batch import rank_batches
-from miles_async.config.derived import data_parallel_rank, hf_export
+from miles_async.config.derived import data_parallel_rank, hf_export, save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.types import Group, SendOutcome, StepReport
@@ -28,11 +28,12 @@ class RayLearner:
     Every call raises FatalError if a rank is lost.
     """
 
-    def __init__(self, config: RunConfig, ranks: Sequence[Rank]) -> None:
+    def __init__(self, config: RunConfig, ranks: Sequence[Rank], resumed_from: Path | None = None) -> None:
+        """`resumed_from` is the checkpoint that the ranks were resumed from."""
         self._config = config
         self._ranks = ranks
-        save = config.learner.save
-        self._checkpoints = None if save is None else CheckpointFolder(Path(save).expanduser().absolute())
+        save = save_folder(config)
+        self._checkpoints = None if save is None else CheckpointFolder(save, resumed_from)
         self._draft: Path | None = None
         """Folder of the checkpoint that was copied last, until it is committed."""
 
@@ -87,17 +88,19 @@ class RayLearner:
 
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         """Let all ranks write their parts into one folder on a shared file system, then commit the folder."""
+        if self._checkpoints is not None and self._draft is not None:
+            await asyncio.to_thread(self._checkpoints.write_progress, self._draft, progress)
         written = await all_results(rank.write_state.remote() for rank in self._ranks)
         await all_results([self._ranks[0].finish_state.remote(written)])
         if self._checkpoints is not None and self._draft is not None:
             keep = self._config.learner.save_keep
-            await asyncio.to_thread(self._checkpoints.commit, self._draft, rollout_id, progress, keep)
+            await asyncio.to_thread(self._checkpoints.commit, self._draft, rollout_id, keep)
 
     async def _writing(self, rollout_id: int, work: Awaitable[T]) -> T:
         """Await a step of writing a checkpoint; name the checkpoint and its folder if the step fails."""
         try:
             return await work
-        except (FatalError, OSError) as error:
+        except (FatalError, OSError, TypeError, ValueError) as error:
             folder = self._config.learner.save or self._config.learner.save_hf
             raise FatalError(
                 f"the checkpoint of rollout {rollout_id} could not be written to {folder}: {error}; "

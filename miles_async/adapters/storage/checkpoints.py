@@ -1,88 +1,227 @@
-"""The checkpoint folder of a run: complete checkpoints, and a marker file with the name of the newest one.
+"""The checkpoint folder of a run: complete checkpoints, and a marker file that lists them.
 
     <save>/rollout_0000019/actor/          Megatron distributed checkpoint of the policy; `critic/` likewise
     <save>/rollout_0000019/progress.json   state of the pipeline: rollout, data position, unfinished groups
-    <save>/latest                          name of the newest complete checkpoint, written last
+    <save>/rollout_0000019/files.json      size of each file, by which a damaged checkpoint is recognised
+    <save>/latest                          names of the newest checkpoint and of those before it, one per line
+    <save>/.lock                           locked by the run that writes to the folder
 
 A checkpoint is written to a hidden draft folder, flushed to disk and renamed, so an interrupted run leaves the previous
 checkpoint intact.
+
+`latest` lists the checkpoints of one line of training: a run and the runs that it was resumed from. Only these count
+towards `save_keep`, and only these are deleted. To go back to an older checkpoint, write its name into `latest`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from miles_async.atomic_files import flush_folder, replace_folder, write_atomically
+import structlog
+
+from miles_async.atomic_files import flush_folder, flush_to_disk, replace_folder, write_atomically
 from miles_async.errors import UserError
 
-_MARKER = "latest"
+_MARKER, _LOCK, _PROGRESS, _FILES = "latest", ".lock", "progress.json", "files.json"
 _PREFIX = "rollout_"
+
+log = structlog.get_logger(__name__)
+
+
+class ResumePoint(NamedTuple):
+    """The checkpoint to resume from."""
+
+    checkpoint: Path
+    damage: list[str]
+    """One sentence for each newer checkpoint that is damaged, newest first."""
 
 
 class CheckpointFolder:
-    def __init__(self, root: Path) -> None:
+    """The checkpoints of one run. Call `lock` before the first `begin`."""
+
+    def __init__(self, root: Path, resumed_from: Path | None = None) -> None:
+        """`resumed_from` is the checkpoint that the run was resumed from, in this folder or in another one."""
         self._root = root
+        self._names: list[str] = []
+        """Names of the checkpoints of this line of training, newest first."""
+        if resumed_from is not None and resumed_from.parent.resolve() == root.resolve():
+            listed = self._listed()
+            older = listed[listed.index(resumed_from.name) + 1 :] if resumed_from.name in listed else []
+            # A user who goes back by hand may change only the first line; later rollouts were given up then.
+            self._names = [resumed_from.name, *(name for name in older if name < resumed_from.name)]
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other runs from writing to the folder inside the block; creates the folder.
+
+        The operating system releases the lock when the process ends, however it ends. Raises UserError that names the
+        other run if there is one. On a file system without locks, a warning replaces the lock.
+        """
+        _create_folder(self._root)
+        with (self._root / _LOCK).open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(
+                    f"save {self._root} is in use by another run ({file.read().strip() or 'which is starting'}): wait "
+                    "until that run has ended, or set save to another folder"
+                ) from None
+            except OSError as error:  # some network file systems have no locks
+                log.warning(f"save {self._root} cannot be locked ({error}): let no other run write to it")
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+            file.flush()
+            yield
 
     def begin(self, rollout_id: int) -> Path:
         """Create and return an empty draft folder for the checkpoint after `rollout_id`.
 
         Deletes drafts of killed runs. `latest` never returns a draft.
         """
+        _create_folder(self._root)
         for leftover in self._root.glob(f".{_PREFIX}*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         draft = self._root / f".{_PREFIX}{rollout_id:07d}.tmp"
-        draft.mkdir(parents=True)
+        draft.mkdir()
         return draft
 
-    def commit(self, draft: Path, rollout_id: int, progress: Mapping[str, Any], keep: int) -> Path:
-        """Turn the draft into the newest checkpoint, and delete all but the newest `keep` checkpoints.
+    def write_progress(self, draft: Path, progress: Mapping[str, Any]) -> None:
+        """Write the state of the pipeline into a draft. Other threads run between any two groups of `progress`.
 
-        Returns the path of the checkpoint. Raises OSError if the disk is full; the marker then still names the previous
-        checkpoint.
+        Raises OSError if the disk is full, and TypeError or ValueError if a value cannot be stored as JSON.
         """
-        (draft / "progress.json").write_text(json.dumps(progress))
+        with (draft / _PROGRESS).open("w") as file:
+            file.writelines(json_pieces(progress))
+
+    def commit(self, draft: Path, rollout_id: int, keep: int) -> Path:
+        """Turn the draft into the newest checkpoint, and delete all but the newest `keep` checkpoints of this run.
+
+        Checkpoints of the runs that this run was resumed from count as its own. A checkpoint of another run is replaced
+        if it has the same name, and kept otherwise. Returns the path of the checkpoint. Raises OSError if the disk is
+        full; the marker then still names the previous checkpoint.
+        """
+        (draft / _FILES).write_text(json.dumps(_sizes(draft)))
         flush_folder(draft)
         path = self._root / f"{_PREFIX}{rollout_id:07d}"
         # The folder exists already if this run was resumed from an earlier checkpoint.
         replace_folder(draft, path)
+        names = [path.name, *(name for name in self._names if name != path.name)]
+        self._names, old = names[:keep], names[keep:]
         # The marker is written last: until then, an interrupted commit leaves the previous checkpoint the newest.
-        write_atomically(self._root / _MARKER, path.name.encode())
-        for old in sorted(self._root.glob(f"{_PREFIX}*"))[:-keep]:
-            # After a resume, checkpoints of later rollouts may exist; the new checkpoint must survive all the same.
-            if old != path:
-                shutil.rmtree(old, ignore_errors=True)
+        write_atomically(self._root / _MARKER, "".join(f"{name}\n" for name in self._names).encode())
+        for name in old:
+            shutil.rmtree(self._root / name, ignore_errors=True)
         return path
 
     def discard(self, draft: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
-    def latest(self) -> Path:
-        """Return the newest complete checkpoint. Raises UserError if there is none."""
-        marker = self._root / _MARKER
-        if not marker.is_file():
+    def latest(self) -> ResumePoint:
+        """Return the newest intact checkpoint. Raises UserError if there is none."""
+        if not (self._root / _MARKER).is_file():
             raise UserError(
                 f"load {self._root} holds no checkpoint (no file {_MARKER!r}): unset load to start a new run, or set "
                 "load to the save folder of an earlier run"
             )
-        path = self._root / marker.read_text().strip()
-        if not (path / "progress.json").is_file():
-            raise UserError(
-                f"load {self._root}: the newest checkpoint {path.name} is gone; write the name of another checkpoint "
-                f"into {marker}"
-            )
-        return path
+        damage: list[str] = []
+        for name in self._listed():
+            try:
+                _check(self._root / name)
+                return ResumePoint(self._root / name, damage)
+            except UserError as error:
+                damage.append(str(error))
+        raise UserError(
+            f"load {self._root} holds no intact checkpoint: {'; '.join(damage) or f'{_MARKER} is empty'}. Write the "
+            f"name of another checkpoint into {self._root / _MARKER}, or set load to another folder"
+        )
+
+    def _listed(self) -> list[str]:
+        """The names in the marker, newest first."""
+        try:
+            return (self._root / _MARKER).read_text(errors="replace").split()
+        except FileNotFoundError:
+            return []
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """Return the `progress` that `commit` stored. Raises UserError if the file is not valid JSON."""
+    """Return the progress that `write_progress` stored. Raises UserError if the file is missing or not valid."""
     try:
-        progress: dict[str, Any] = json.loads((checkpoint / "progress.json").read_text())
-    except json.JSONDecodeError as error:
+        progress = json.loads((checkpoint / _PROGRESS).read_text())
+    except FileNotFoundError:
+        raise UserError(f"checkpoint {checkpoint.name} is gone or has no {_PROGRESS}") from None
+    except ValueError as error:  # not JSON, or not even text
+        raise UserError(f"checkpoint {checkpoint}: {_PROGRESS} is broken: {error}; load another checkpoint") from error
+    kinds = {"rollout": int, "data": dict, "owed": list}
+    wrong = [name for name, kind in kinds.items() if not (isinstance(progress, dict) and _has(progress, name, kind))]
+    if wrong:
         raise UserError(
-            f"checkpoint {checkpoint}: progress.json is broken: {error}; load another checkpoint"
-        ) from error
-    return progress
+            f"checkpoint {checkpoint}: {_PROGRESS} is broken: no valid {', '.join(wrong)}; load another checkpoint"
+        )
+    return progress  # type: ignore[no-any-return]
+
+
+def json_pieces(value: Any, depth: int = 3) -> Iterator[str]:
+    """Encode `value` as JSON in many pieces: containers are taken apart down to `depth`.
+
+    The C encoder of `json` never releases the interpreter lock. One call for a large value would stop the event loop
+    just as long if it ran in another thread; one call per group does not. A group's metadata cannot change during the
+    call, for the same reason.
+    """
+    if depth and isinstance(value, dict):
+        yield "{"
+        for number, (name, entry) in enumerate(value.items()):
+            yield f"{', ' if number else ''}{json.dumps(str(name))}: "
+            yield from json_pieces(entry, depth - 1)
+        yield "}"
+    elif depth and isinstance(value, list):
+        yield "["
+        for number, entry in enumerate(value):
+            yield ", " if number else ""
+            yield from json_pieces(entry, depth - 1)
+        yield "]"
+    else:
+        yield json.dumps(value)
+
+
+def _has(values: dict[str, Any], name: str, kind: type[Any]) -> bool:
+    return isinstance(values.get(name), kind)
+
+
+def _check(checkpoint: Path) -> None:
+    """Raises UserError if the checkpoint is incomplete or damaged. Compares the sizes of files, not their contents."""
+    read_progress(checkpoint)
+    if not (checkpoint / _FILES).is_file():
+        return  # written by a version of this project that did not list the files
+    try:
+        expected: dict[str, int] = dict(json.loads((checkpoint / _FILES).read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"checkpoint {checkpoint}: {_FILES} is broken: {error}") from error
+    found = _sizes(checkpoint)
+    for name, size in expected.items():
+        if name not in found:
+            raise UserError(f"checkpoint {checkpoint} is damaged: {name} is missing")
+        if found[name] != size:
+            raise UserError(f"checkpoint {checkpoint} is damaged: {name} has {found[name]} bytes instead of {size}")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Size in bytes of each file below `folder`, except the list of sizes itself."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / _FILES)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _create_folder(folder: Path) -> None:
+    """Create a folder and its parents, and flush their names to disk: fsync of a folder does not flush its own name."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush_to_disk(path.parent)

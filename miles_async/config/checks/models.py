@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.config.derived import (
-    checkpoint_due,
     hf_export,
     keeps_reference,
     micro_batch_tokens,
@@ -84,11 +84,15 @@ def _exports(config: RunConfig) -> Iterator[str]:
         return
     if learner.save_interval is not None and "{rollout_id}" not in learner.save_hf:
         yield f"every export to save_hf {learner.save_hf} would overwrite the last one: add {{rollout_id}} to save_hf"
-    rollouts = (rollout for rollout in range(config.rollout.num_rollout) if checkpoint_due(config, rollout))
-    due = {hf_export(learner.save_hf, rollout).resolve() for rollout in rollouts}
     for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
-        if path is not None and Path(path).expanduser().resolve() in due:
+        if path is not None and _may_export_to(Path(path).expanduser().resolve(), learner.save_hf, config):
             yield f"save_hf {learner.save_hf} would overwrite {setting}: set save_hf to a different folder"
+
+
+def _may_export_to(folder: Path, template: str, config: RunConfig) -> bool:
+    """Whether the export after any rollout is written to `folder`: a run that is stopped may export after each."""
+    rollouts = {0, *map(int, re.findall(r"\d+", str(folder)))}
+    return any(hf_export(template, n).resolve() == folder for n in rollouts if n < config.rollout.num_rollout)
 
 
 def _recomputation(config: RunConfig) -> Iterator[str]:

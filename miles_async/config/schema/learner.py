@@ -119,8 +119,8 @@ class Learner(Section):
     """Number of consecutive batches with a non-finite loss or gradient after which the run stops. The weights are not
     updated by such batches."""
     save: str | None = None
-    """Folder for checkpoints, from which load resumes. A checkpoint is written at the end of the run and every
-    save_interval rollouts. If unset, no checkpoints are written."""
+    """Folder for checkpoints, from which load resumes. A checkpoint is written every save_interval rollouts and at the
+    end of the run, also if Ctrl-C or SIGTERM ends it. If unset, no checkpoints are written."""
     save_interval: int | None = Field(None, ge=1)
     """Number of rollouts between two checkpoints (save) and exports (save_hf). If unset, only the final ones are
     written."""
