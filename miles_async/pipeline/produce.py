@@ -123,6 +123,11 @@ class Producer:
         finally:
             self._stopping = False
 
+    def skip(self, sequence: int) -> None:
+        """Let the window pass a sequence number whose group was generated outside the pipeline."""
+        self.window.drop(sequence)
+        self._fill_queue()
+
     @property
     def exhausted(self) -> bool:
         """Whether the data has ended and no group is in progress that could still reach the queue."""

@@ -50,7 +50,7 @@ class RolloutSource:
 
     def discard(self, group: Group, reason: str) -> None:
         """Count a finished group that was generated outside the pipeline and will not be trained."""
-        self._run_state.adopt(group)
+        self._collector.adopt(group)
         self._run_state.drop_filtered(group, reason)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from threading import Lock
 
-from miles_async.errors import LedgerError, UserError
+from miles_async.errors import LedgerError
 from miles_async.events import EventSink, GroupFiltered, GroupMoved
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
@@ -82,31 +82,19 @@ class RunState:
         self._emit(group, transition)
 
     def adopt(self, group: Group) -> None:
-        """Enter a finished group that a rollout function generated outside the pipeline; it is leased at once."""
+        """Enter a finished group that was generated outside the pipeline; it is leased at once."""
         self.feed(group)
         for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED, GroupState.LEASED):
             self.advance([group], state)
 
-    def reconcile(self, returned: Sequence[Group], leased_before: Sequence[Group]) -> None:
-        """Enter the result of a rollout function into the ledger.
+    def replace(self, group: Group, rebuilt: Group) -> None:
+        """Let `rebuilt`, a new list of the samples of the live `group`, take the place of `group`."""
+        assert group.sequence is not None
+        rebuilt.sequence, rebuilt.feed_index, rebuilt.attempt = group.sequence, group.feed_index, group.attempt
+        self._live[group.sequence] = rebuilt
 
-        `leased_before` are the groups that were leased before the call. Groups that the function generated itself are
-        adopted. Groups that it collected but did not return are dropped, and prompts that it took from the data source
-        but did not return are forgotten. Raises UserError for a group that was returned before.
-        """
-        seen: set[int] = set()
-        for group in returned:
-            if group.sequence is None:
-                self.adopt(group)
-            elif id(group) in seen or self.state_of(group) is not GroupState.LEASED:
-                raise UserError(
-                    f"the rollout function returned group {group.feed_index} a second time: return each group once"
-                )
-            seen.add(id(group))
-        kept = seen.union(map(id, leased_before))
-        for group in self.leased_groups:
-            if id(group) not in kept:
-                self.drop_filtered(group, "rollout_function")
+    def forget_taken(self) -> None:
+        """Forget the groups that a rollout function took, because it has returned."""
         self._taken.clear()
 
     def advance(self, groups: Iterable[Group], state: GroupState) -> None:
