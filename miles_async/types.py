@@ -58,7 +58,7 @@ class Turn(NamedTuple):
     """True if the model sampled the tokens, which are then trained on; False for tokens of a tool or a user."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, weakref_slot=True)
 class Sample:
     """One response to one prompt.
 

@@ -110,8 +110,9 @@ class BatchCollector:
 
         `leased_before` are the groups that were leased before the call. A new list of the samples of a collected group
         (functions written for slime often return such lists) takes the place of that group. Groups that the function
-        generated itself are adopted. Groups that it collected but did not return are dropped, and prompts that it took
-        from the data source but did not return are forgotten. Raises UserError for a group that was returned before.
+        generated itself are adopted. Groups that it collected but did not return are dropped. Prompts that it took from
+        the data source and neither returned nor holds are forgotten. Raises UserError for a group that was returned
+        before.
         """
         run_state = self._run_state
         collected = _GroupsBySample(run_state.leased_groups)
@@ -129,7 +130,9 @@ class BatchCollector:
         for group in run_state.leased_groups:
             if group.sequence not in kept:
                 run_state.drop_filtered(group, "rollout_function")
-        run_state.forget_taken()
+        with run_state.data_lock:
+            run_state.record_returned(returned)
+        run_state.forget_unused()
 
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""

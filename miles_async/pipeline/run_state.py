@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from threading import Lock
+from typing import NamedTuple
+from weakref import ref
 
 from miles_async.errors import LedgerError
 from miles_async.events import EventSink, GroupFiltered, GroupMoved
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
-from miles_async.types import DropReason, Group
+from miles_async.types import DropReason, Group, Sample
+
+
+class _TakenGroup(NamedTuple):
+    """A group that a rollout function took from the data source."""
+
+    copy: Group
+    """The group as it was when it was taken."""
+    samples: list[ref[Sample]]
+    """The samples that the function received."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything still refers to one of the samples."""
+        return any(sample() is not None for sample in self.samples)
 
 
 class RunState:
@@ -37,8 +53,8 @@ class RunState:
         """Held while a rollout function takes prompts from the data source or returns them."""
         self._live: dict[int, Group] = {}
         """Live groups by sequence number."""
-        self._taken: dict[str, Group] = {}
-        """Copies of groups that a rollout function took, by feed index."""
+        self._taken: dict[str, _TakenGroup] = {}
+        """Groups that a rollout function took, by feed index."""
 
     @property
     def live_groups(self) -> list[Group]:
@@ -52,19 +68,26 @@ class RunState:
 
     @property
     def taken_groups(self) -> list[Group]:
-        """Groups that the running rollout function took from the data source, in the state in which it took them."""
-        return list(self._taken.values())
+        """Groups that a rollout function took from the data source and holds, in the state in which it took them."""
+        return [taken.copy for taken in self._taken.values()]
 
     def record_taken(self, groups: Iterable[Group]) -> None:
         """Remember copies of groups that a rollout function takes, because it may change the groups at any time."""
         for group in groups:
-            samples = [replace(sample, metadata=dict(sample.metadata)) for sample in group]
-            self._taken[group.feed_index] = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
+            samples = [replace(sample, metadata=dict(sample.metadata), tokens=list(sample.tokens)) for sample in group]
+            copy = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
+            self._taken[group.feed_index] = _TakenGroup(copy, [ref(sample) for sample in group])
 
     def record_returned(self, groups: Iterable[Group]) -> None:
-        """Forget groups that a rollout function returned to the data source."""
+        """Forget groups that a rollout function returned, to the data source or as its result."""
+        names, samples = set(), set()
         for group in groups:
-            self._taken.pop(Group.of(group).feed_index, None)
+            names.add(Group.of(group).feed_index)
+            samples |= set(map(id, group))
+        for name, taken in list(self._taken.items()):
+            # A function may return new lists of the samples, which have no feed index.
+            if name in names or not samples.isdisjoint(id(sample()) for sample in taken.samples):
+                del self._taken[name]
 
     def state_of(self, group: Group) -> GroupState | None:
         """The live state of an admitted group; None if it has ended."""
@@ -93,9 +116,13 @@ class RunState:
         rebuilt.sequence, rebuilt.feed_index, rebuilt.attempt = group.sequence, group.feed_index, group.attempt
         self._live[group.sequence] = rebuilt
 
-    def forget_taken(self) -> None:
-        """Forget the groups that a rollout function took, because it has returned."""
-        self._taken.clear()
+    def forget_unused(self) -> None:
+        """Forget the taken groups whose samples nothing refers to any more: the rollout function has discarded them.
+
+        A worker thread of the user may still hold other groups, which a later call of the function returns.
+        """
+        with self.data_lock:
+            self._taken = {name: taken for name, taken in self._taken.items() if taken.in_use}
 
     def advance(self, groups: Iterable[Group], state: GroupState) -> None:
         """Move groups to their next state."""
