@@ -25,6 +25,10 @@ With `group_rm` it is `fn(args, samples)` instead and returns a list with one re
 """
 
 
+CANCEL_GRACE_SECONDS = 5.0
+"""Time that an async reward function has to end after it was cancelled."""
+
+
 class Rewarder:
     """Implements the `Rewarder` port.
 
@@ -98,8 +102,42 @@ class Rewarder:
         if self._whole_groups:
             return await self._score_together(samples, group)
         if self._is_async:
-            return await asyncio.gather(*map(self._await, samples))
-        return await _run_in_thread(lambda: list(map(self._call, samples)))  # type: ignore[no-any-return]
+            return await self._score_concurrently(samples)
+        return await self._score_in_thread(samples)
+
+    async def _score_concurrently(self, samples: list[Sample]) -> list[Any]:
+        """Score each sample with the async function. No call is left when this method raises.
+
+        Otherwise a call could write into the samples while the next attempt at the group generates them.
+        """
+        calls = [asyncio.create_task(self._await(sample)) for sample in samples]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            # A function may ignore its cancellation, so the wait is limited.
+            await asyncio.wait(calls, timeout=CANCEL_GRACE_SECONDS)
+
+    async def _score_in_thread(self, samples: list[Sample]) -> list[Any]:
+        """Score the samples with the plain function, one after the other, in a thread.
+
+        A call cannot be interrupted, but no further sample is scored once the group has missed its deadline.
+        """
+        abandoned = threading.Event()
+
+        def score() -> list[Any]:
+            rewards: list[Any] = []
+            for sample in samples:
+                if abandoned.is_set():
+                    break
+                rewards.append(self._call(sample))
+            return rewards
+
+        try:
+            return await _run_in_thread(score)  # type: ignore[no-any-return]
+        finally:
+            abandoned.set()
 
     async def _score_together(self, samples: list[Sample], group: Group) -> list[Any]:
         try:
