@@ -102,6 +102,7 @@ class Generators:
             turns,
             live_version=self._live_version,
             timeout_seconds=self._config.rollout.generate_timeout_seconds,
+            engines_abort=self._config.weights.pause_generation_mode == "abort",
         )
 
     def _max_requests(self, per_engine: int) -> int:

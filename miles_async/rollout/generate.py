@@ -49,7 +49,12 @@ class FunctionGenerator:
         *,
         live_version: Callable[[], int],
         timeout_seconds: float,
+        engines_abort: bool = False,
     ) -> None:
+        """`engines_abort` means that engines abort all requests when weights are published.
+
+        A function that sends its own requests may then return ABORTED through no fault of its own.
+        """
         self._function = function
         self._args = args
         self._sampling = sampling
@@ -57,6 +62,7 @@ class FunctionGenerator:
         self._turns = turns
         self._live_version = live_version
         self._timeout_seconds = timeout_seconds
+        self._engines_abort = engines_abort
         self._running: dict[int, tuple[Group, list[asyncio.Task[None]]]] = {}
         """Groups that are being generated and the tasks of their samples, by identity of the group."""
 
@@ -120,17 +126,26 @@ class FunctionGenerator:
         except (asyncio.CancelledError, MilesError):
             # The function left the sample in an unknown state, so `response_length` may not match the tokens, and
             # nothing of the response can be continued.
-            aborted, status = self._turns.stopped(sample), sample.status
+            stopped, status = self._turns.stopped(sample), sample.status
             sample.tokens, sample.response_length = prompt, 0
             sample.reset()
-            sample.status = SampleStatus.ABORTED if aborted else status
-            if not aborted:
+            sample.status = SampleStatus.ABORTED if stopped else status
+            if not stopped:
                 raise
             return
+        finally:
+            aborted = self._engines_abort or self._turns.aborted(sample)
+            self._turns.forget(sample)
         if not isinstance(result, Sample):
             raise UserError(f"the generate function returned a {type(result).__name__}: return the sample")
         if result.status is SampleStatus.PENDING:
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
+        if result.status is SampleStatus.ABORTED and not aborted:
+            # Without an error the prompt would be fed again for ever, because an abort by the run costs no attempt.
+            raise TrajectoryError(
+                f"sample {sample.index}: the generate function returned status ABORTED, but the run did not abort it; "
+                "set status FAILED or raise an error"
+            )
         if result.status is not SampleStatus.ABORTED:
             await complete(result, version, self._engine.score_logprobs)
             check_lengths(result, "the generate function returned")
