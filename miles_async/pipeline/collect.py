@@ -134,6 +134,15 @@ class BatchCollector:
             run_state.record_returned(returned)
         run_state.forget_unused()
 
+    def refuse(self, group: Group, error: str) -> None:
+        """Dead-letter a group of a rollout function that cannot be trained."""
+        original = _GroupsBySample(self._run_state.leased_groups).find(group)
+        if group.sequence is None and original is not None:
+            self._run_state.replace(original, group)
+        if group.sequence is None:
+            self.adopt(group)
+        self._recycler.dead_letter(group, DropReason.FAILED, error)
+
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""
         self._run_state.adopt(group)

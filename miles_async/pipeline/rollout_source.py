@@ -53,6 +53,10 @@ class RolloutSource:
         self._collector.adopt(group)
         self._run_state.drop_filtered(group, reason)
 
+    def refuse(self, group: Group, error: str) -> None:
+        """Dead-letter a group of a rollout function that cannot be trained."""
+        self._collector.refuse(group, error)
+
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()
 

@@ -93,6 +93,7 @@ class Service:
             generator=ports.generator,
             rewarder=ports.rewarder,
             keep=ports.keep,
+            limits=ports.limits,
             recycler=recycler,
             window_size=bounds.window,
             head_policy=HeadPolicy(

@@ -278,14 +278,14 @@ def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkeypatch:
     tell(mine, story)
 
 
-def test_columns_that_do_not_fit_are_the_users_error() -> None:
+def test_columns_that_do_not_fit_fail_the_group() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         await args.turns.sample(sample, sampling_params)
         sample.loss_mask = [1]
         return sample
 
     async def story(generator: FunctionGenerator, engine: Script) -> None:
-        with pytest.raises(UserError, match="the generate function returned sample 3 with a loss_mask of 1 entries"):
+        with pytest.raises(TrajectoryError, match="sample 3: a loss_mask of 1 entries; response_length is 2"):
             await generator.generate(one())
 
     tell(mine, story)
