@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.json_values import json_value
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError
 from miles_async.types import Group, Sample
@@ -175,7 +176,8 @@ class Rewarder:
             )
         if key not in reward:
             raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)")
-        return {**reward, key: self._number(sample, reward[key])}, key
+        # Other entries may be numbers of NumPy, which checkpoints cannot express.
+        return {**json_value(reward), key: self._number(sample, reward[key])}, key
 
     def _number(self, sample: Sample, reward: Any) -> float:
         if not isinstance(reward, Real):
