@@ -24,7 +24,8 @@ from miles_async.ports import Generator
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
 from miles_async.sample_schema import SampleLimits
-from workers.specs import greedy_of, sampling_of
+
+from .specs import greedy_of, sampling_of
 
 
 class Generators:

@@ -55,7 +55,7 @@ class FunctionGenerator:
     ) -> None:
         """`engines_abort` means that engines abort all requests when weights are published.
 
-        A function that sends its own requests may then return ABORTED through no fault of its own.
+        A function that sends its own requests may then return ABORTED because of an engine.
         """
         self._function = function
         self._args = args

@@ -71,7 +71,7 @@ def test_groups_that_a_function_rebuilds_are_trained_as_the_groups_that_it_colle
 
 
 class Adding(Wrapping):
-    """A user's function that replaces half of each batch with groups of its own."""
+    """A user's function that replaces half of each batch with groups that it makes."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         groups = await super()._rollout(rollout_id, source)

@@ -73,7 +73,7 @@ def test_a_prompt_is_owed_as_it_was_before_the_function_wrote_into_its_tokens() 
 
 
 class Choosing(World):
-    """A user's function that drops every second prompt, as a dynamic filter of its own does."""
+    """A user's function that drops every second prompt, as a dynamic filter inside the function does."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         groups = source.get_samples(2 * BATCH)
