@@ -73,9 +73,9 @@ async def test_posted_trajectories_wait_up_to_the_capacity_of_the_queue() -> Non
     async with generators(queue_capacity=2, n_samples_per_prompt=1) as made:
         trajectories = made.args.trajectories
         for _ in range(2):
-            trajectories.add([posted], claim=lambda session: Sample())
+            trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
         with pytest.raises(BufferFullError):
-            trajectories.add([posted], claim=lambda session: Sample())
+            trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
 
 
 async def scores(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
