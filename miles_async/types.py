@@ -17,12 +17,13 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from miles_async.errors import TrajectoryError
+from miles_async.json_values import json_value
 
 
 class SampleStatus(StrEnum):
@@ -58,7 +59,7 @@ class Turn(NamedTuple):
     """True if the model sampled the tokens, which are then trained on; False for tokens of a tool or a user."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, weakref_slot=True)
 class Sample:
     """One response to one prompt.
 
@@ -144,8 +145,15 @@ class Sample:
         self.status = SampleStatus.PENDING
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain data, by name."""
-        return asdict(self)
+        """All fields by name, as values that JSON can express (see `json_value`)."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        for name in ("prompt", "label", "metadata", "response", "reward"):
+            values[name] = json_value(values[name])
+        for name in ("tokens", "rollout_log_probs"):
+            values[name] = list(values[name])
+        values["loss_mask"] = None if self.loss_mask is None else list(self.loss_mask)
+        values["spans"] = [{"version": span.version, "start": span.start, "end": span.end} for span in self.spans]
+        return values
 
     def prompt_dict(self) -> dict[str, Any]:
         """What `reset` keeps, as plain data. The metadata is copied, but not the values in it."""
@@ -166,10 +174,10 @@ class Sample:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Sample:
         """The inverse of `to_dict`. Raises KeyError or TypeError for a missing or an unknown field."""
-        fields = dict(values)
-        fields["status"] = SampleStatus(fields["status"])
-        fields["spans"] = [VersionSpan(**span) for span in fields["spans"]]
-        return Sample(**fields)
+        arguments = dict(values)
+        arguments["status"] = SampleStatus(arguments["status"])
+        arguments["spans"] = [VersionSpan(**span) for span in arguments["spans"]]
+        return Sample(**arguments)
 
 
 class Group(list[Sample]):

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
+from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import FatalError, UserError
+from miles_async.errors import FatalError, TrajectoryError, UserError
 from miles_async.events import EventSink, SamplesRemoved
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
+from miles_async.sample_schema import SampleLimits, check_sample
 from miles_async.types import Group
 
 
@@ -93,6 +95,12 @@ def saved_batch(config: RunConfig, rollout_id: int) -> list[Group]:
     _, groups = load_groups(path)
     if len(groups) != rollout.rollout_batch_size:
         raise UserError(f"rollout data {path} holds {len(groups)} groups: set rollout_batch_size to {len(groups)}")
+    try:
+        for group in groups:
+            for sample in group:
+                check_sample(sample, SampleLimits(longest=longest_sequence(config.learner)), None)
+    except TrajectoryError as error:
+        raise UserError(f"rollout data {path} cannot be trained: {error}") from error
     return as_groups(groups, rollout.n_samples_per_prompt)
 
 

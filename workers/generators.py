@@ -23,6 +23,7 @@ from miles_async.events import EventSink
 from miles_async.ports import Generator
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
+from miles_async.sample_schema import SampleLimits
 
 from .specs import greedy_of, sampling_of
 
@@ -43,12 +44,19 @@ class Generators:
         *,
         events: EventSink,
         live_version: Callable[[], int],
+        limits: SampleLimits,
     ) -> None:
         self._config = config
+        self._limits = limits
         self._fleet = fleet
         self._tokenizer = tokenizer
         self._live_version = live_version
-        trajectories = TrajectoryBuffer(config.rollout.queue_capacity, config.rollout.n_samples_per_prompt)
+        trajectories = TrajectoryBuffer(
+            config.rollout.queue_capacity,
+            config.rollout.n_samples_per_prompt,
+            limits=limits,
+            newest_version=live_version,
+        )
         self._endpoint = AgentEndpoint(trajectories)
         self.args = args.with_values(tokenizer=tokenizer, trajectories=trajectories)
         """The arguments of user functions."""
@@ -61,7 +69,11 @@ class Generators:
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=events.emit if config.observability.trace else None,
         )
-        self.frontend = engines(sampling_of(config), max_prompt_tokens=config.rollout.rollout_max_prompt_len)
+        self.frontend = engines(
+            sampling_of(config),
+            max_prompt_tokens=config.rollout.rollout_max_prompt_len,
+            longest_sample=limits.longest,
+        )
         """Samples from the engines with the settings of training."""
         self._evaluation = engines(greedy_of(config))
         if extra_requests := evaluation_concurrency(config):
@@ -103,6 +115,8 @@ class Generators:
             turns,
             live_version=self._live_version,
             timeout_seconds=self._config.rollout.generate_timeout_seconds,
+            engines_abort=self._config.weights.pause_generation_mode == "abort",
+            limits=self._limits,
         )
 
     def _max_requests(self, per_engine: int) -> int:

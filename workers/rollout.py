@@ -36,6 +36,7 @@ from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
+from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
@@ -45,7 +46,7 @@ from .batches import BatchPreparation, SavedBatches
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .generators import Generators
 from .preflight import dynamic_filter, rollout_function
-from .specs import eval_sampling_of, greedy_of
+from .specs import eval_sampling_of, greedy_of, sample_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,7 @@ class RolloutWorker:
             fleet = await self._connect(surroundings)
             if surroundings.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
+            limits = sample_limits(config, surroundings.checkpoint)
             generators = await cleanup.enter_async_context(
                 Generators(
                     config,
@@ -125,6 +127,7 @@ class RolloutWorker:
                     self._arguments(surroundings.router_url),
                     events=self._outbox,
                     live_version=self._live_version,
+                    limits=limits,
                 )
             )
             args = generators.args
@@ -149,7 +152,8 @@ class RolloutWorker:
                 fleet=fleet,
                 dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
                 keep=dynamic_filter(config, args),
-                rollout=self._rollout(args, generators, skipping),
+                limits=limits,
+                rollout=self._rollout(args, generators, skipping, limits),
                 prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._outbox),
                 on_rollout=SkipManager.set_step,
                 problems=data.eval_problems(),
@@ -177,7 +181,7 @@ class RolloutWorker:
             await self._service.run()
 
     def _rollout(
-        self, args: Arguments, generators: Generators, skipping: SkippingGenerator | None
+        self, args: Arguments, generators: Generators, skipping: SkippingGenerator | None, limits: SampleLimits
     ) -> RolloutFunction | None:
         """The rollout function; None if the service takes its batches directly from the queue."""
         config = self._config
@@ -187,7 +191,12 @@ class RolloutWorker:
             return None
         function = rollout_function(config, self._entry)
         return RolloutFunctionAdapter(
-            function, args, config, score_tokens=generators.frontend.score_logprobs, skipping=skipping
+            function,
+            args,
+            config,
+            score_tokens=generators.frontend.score_logprobs,
+            skipping=skipping,
+            limits=limits,
         )
 
     async def _connect(self, surroundings: Surroundings) -> SGLangFleet:

@@ -15,8 +15,11 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
-from miles_async.config.derived import evaluation_concurrency
+from miles_async.batching.layout import longest_sequence
+from miles_async.config.derived import evaluation_concurrency, keeps_reference, reference_batching
+from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import EvalDataset, RunConfig
+from miles_async.sample_schema import SampleLimits
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,6 +30,18 @@ ENVIRONMENT = {
 ACTORS_AT_MOST = 64
 """The number of cores that a local Ray schedules with. It may exceed the real number: placement reserves one core per
 learner rank and engine device, and these processes share the cores of the machine."""
+
+
+def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:
+    """Return the limits that the model in `checkpoint` and the learner's batches set to samples."""
+    shape = shape_of(config.model.model_copy(update={"hf_checkpoint": checkpoint}))
+    longest = longest_sequence(config.learner)
+    if keeps_reference(config):
+        longest = min(longest, longest_sequence(reference_batching(config.learner)))
+    return SampleLimits(
+        vocabulary=(shape.vocabulary or None) if shape is not None else None,
+        longest=None if config.debug.debug_rollout_only else longest,
+    )
 
 
 def ray_arguments(config: RunConfig) -> dict[str, Any]:

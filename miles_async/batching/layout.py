@@ -64,6 +64,23 @@ def forward_layout(lengths: Sequence[int], learner: Learner) -> Layout:
     return _packed_layout(lengths, learner, 1, math.inf, fixed_size=False)
 
 
+def longest_sequence(learner: Learner) -> int:
+    """The most tokens of a sequence that fits into the micro-batches of training and of forward passes."""
+    return min(
+        _longest_row(learner, learner.max_tokens_per_microbatch_in_train, learner.sequence_length_round_in_train)
+        if learner.use_dynamic_batching_in_train
+        else micro_batch_tokens(learner),
+        _longest_row(learner, learner.max_tokens_per_microbatch_in_infer, learner.sequence_length_round_in_infer)
+        if learner.use_dynamic_batching_in_infer
+        else micro_batch_tokens(learner),
+    )
+
+
+def _longest_row(learner: Learner, limit: int | None, round_to: int) -> int:
+    limit = limit or micro_batch_tokens(learner)
+    return limit - limit % math.lcm(round_to, sequence_unit(learner))
+
+
 def _packed_layout(
     lengths: Sequence[int], learner: Learner, ranks: int, crossover: float, *, fixed_size: bool
 ) -> Layout:

@@ -19,6 +19,7 @@ from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
+from miles_async.config.user_functions import check_functions
 from miles_async.errors import UserError
 
 EXIT_INVALID = 2
@@ -42,6 +43,8 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
             # Python hides deprecation warnings outside of the main module, but the user who typed the flag needs them.
             warnings.simplefilter("default", DeprecationWarning)
             config = load_config(argv, entry=entry)
+        if flags.check:
+            check_functions(config)
     except UserError as error:
         for sentence in str(error).splitlines():
             print(f"{program}: {sentence}", file=sys.stderr)
@@ -63,7 +66,7 @@ def help_text(command: str) -> str:
         "overrides (section.setting=VALUE).",
         "",
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",
-        "  --check-config          check the settings, print the values derived from them, and exit",
+        "  --check-config          check settings and user functions, print derived values, and exit",
         "  --help                  print this help and exit",
         "  --sglang-NAME VALUE     set any SGLang server argument without a flag below",
     ]

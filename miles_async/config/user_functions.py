@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import reduce
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from miles_async.config.fields import SETTINGS
+from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+
+PLAIN_FUNCTIONS = (
+    "buffer_filter_path",
+    "dynamic_sampling_filter_path",
+    "over_sampling_filter_path",
+    "rollout_sample_filter_path",
+)
+"""Settings whose functions are not awaited."""
+
+
+def check_functions(config: RunConfig) -> None:
+    """Import every function that a setting names. Raises UserError for the first one that cannot be imported.
+
+    The modules of this project are only read: importing them would load NumPy and other libraries, which takes seconds.
+    """
+    for setting in SETTINGS.values():
+        if not setting.name.endswith("_path"):
+            continue
+        path = reduce(getattr, setting.path, config)
+        if isinstance(path, str) and not _is_defined_here(path):
+            load_function(path, setting=setting.name, plain=setting.name in PLAIN_FUNCTIONS)
+
+
+def _is_defined_here(path: str) -> bool:
+    """Whether a module of this project defines or imports the function."""
+    module_path, _, name = path.rpartition(".")
+    if not module_path.startswith("miles_async."):
+        return False
+    try:
+        spec = importlib.util.find_spec(module_path)
+    except ModuleNotFoundError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return True
+    return False
 
 
 def load_function(path: str, *, setting: str, plain: bool = False) -> Callable[..., Any]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from miles_async.errors import UserError
 from miles_async.events import BatchDrained, QueueChanged
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
-from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.run_state import RunState, sequence_of
 from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import DropReason, Group
+from miles_async.types import DropReason, Group, Sample
 
 Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""
@@ -105,6 +105,49 @@ class BatchCollector:
             await self._producer.stop()
         return groups if choose is None else self._choose(choose, groups, size)
 
+    def reconcile(self, returned: Sequence[Group], leased_before: Sequence[Group]) -> None:
+        """Enter the result of a rollout function into the ledger.
+
+        `leased_before` are the groups that were leased before the call. A new list of the samples of a collected group
+        (functions written for slime often return such lists) takes the place of that group. Groups that the function
+        generated itself are adopted. Groups that it collected but did not return are dropped. Prompts that it took from
+        the data source and neither returned nor holds are forgotten. Raises UserError for a group that was returned
+        before.
+        """
+        run_state = self._run_state
+        collected = _GroupsBySample(run_state.leased_groups)
+        kept = {sequence_of(group) for group in leased_before}
+        for group in returned:
+            if group.sequence is None and (original := collected.find(group)) is not None:
+                run_state.replace(original, group)
+            if group.sequence is None:
+                self.adopt(group)
+            elif group.sequence in kept or run_state.state_of(group) is not GroupState.LEASED:
+                raise UserError(
+                    f"the rollout function returned group {group.feed_index} a second time: return each group once"
+                )
+            kept.add(sequence_of(group))
+        for group in run_state.leased_groups:
+            if group.sequence not in kept:
+                run_state.drop_filtered(group, "rollout_function")
+        with run_state.data_lock:
+            run_state.record_returned(returned)
+        run_state.forget_unused()
+
+    def refuse(self, group: Group, error: str) -> None:
+        """Dead-letter a group of a rollout function that cannot be trained."""
+        original = _GroupsBySample(self._run_state.leased_groups).find(group)
+        if group.sequence is None and original is not None:
+            self._run_state.replace(original, group)
+        if group.sequence is None:
+            self.adopt(group)
+        self._recycler.dead_letter(group, DropReason.FAILED, error)
+
+    def adopt(self, group: Group) -> None:
+        """Enter a finished group that was generated outside the pipeline; it is leased at once."""
+        self._run_state.adopt(group)
+        self._producer.skip(sequence_of(group))
+
     def sweep_queue(self) -> None:
         """Recycle queued groups that are too stale already, so that they are regenerated at once."""
         version = self._run_state.trainer_version
@@ -144,3 +187,23 @@ class BatchCollector:
             f"its oldest token is of version {group.oldest_version}, the trainer is at {version}, "
             f"and --max-weight-staleness is {self._gate.limit}",
         )
+
+
+class _GroupsBySample:
+    """Finds the group to which given samples belong: the same objects, or copies with the same indices."""
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self._by_object: dict[int, Group] = {}
+        self._by_index: dict[int, Group] = {}
+        for group in groups:
+            self._by_object |= {id(sample): group for sample in group}
+            self._by_index |= {sample.index: group for sample in group if sample.index is not None}
+
+    def find(self, samples: Group) -> Group | None:
+        """The group that all `samples` come from; None if there is no such group."""
+        first, *others = map(self._group_of, samples)
+        return first if all(other is first for other in others) else None
+
+    def _group_of(self, sample: Sample) -> Group | None:
+        group = self._by_object.get(id(sample))
+        return group if group is not None or sample.index is None else self._by_index.get(sample.index)

@@ -21,6 +21,7 @@ from miles_async.pipeline.run_state import RunState, sequence_of
 from miles_async.pipeline.sample_display import SampleDisplay
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import DataSource, Generator, Rewarder
+from miles_async.sample_schema import SampleLimits, check_group
 from miles_async.scheduling.admission import Admission, Blocked
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.queue import GroupQueue
@@ -62,6 +63,7 @@ class Producer:
         generator: Generator,
         rewarder: Rewarder,
         keep: Callable[[Group], bool | Verdict],
+        limits: SampleLimits,
         recycler: Recycler,
         window_size: int,
         head_policy: HeadPolicy,
@@ -70,13 +72,16 @@ class Producer:
         engines_available: Callable[[], bool],
         sample_display: SampleDisplay,
     ) -> None:
-        """`keep` is the dynamic filter; `engines_available` tells whether any engine accepts requests."""
+        """`keep` is the dynamic filter; `limits` are those of the model and the learner; `engines_available` tells
+        whether any engine accepts requests.
+        """
         self._run_state = run_state
         self._tasks = tasks
         self._data = data
         self._generator = generator
         self._rewarder = rewarder
         self._keep = keep
+        self._limits = limits
         self._recycler = recycler
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
@@ -122,6 +127,11 @@ class Producer:
             await self._run_state.changed.until(lambda: counts[GroupState.FED] + counts[GroupState.IN_FLIGHT] == 0)
         finally:
             self._stopping = False
+
+    def skip(self, sequence: int) -> None:
+        """Let the window pass a sequence number whose group was generated outside the pipeline."""
+        self.window.drop(sequence)
+        self._fill_queue()
 
     @property
     def exhausted(self) -> bool:
@@ -238,6 +248,7 @@ class Producer:
             del self._generating[sequence], self.at_engines_since[sequence]
         if any(sample.status is SampleStatus.ABORTED for sample in group):
             return Outcome.ABORTED
+        check_group(group, self._limits, self._run_state.trainer_version)
         generated = clock.now()
         self.rewarding += 1
         try:

@@ -50,8 +50,12 @@ class RolloutSource:
 
     def discard(self, group: Group, reason: str) -> None:
         """Count a finished group that was generated outside the pipeline and will not be trained."""
-        self._run_state.adopt(group)
+        self._collector.adopt(group)
         self._run_state.drop_filtered(group, reason)
+
+    def refuse(self, group: Group, error: str) -> None:
+        """Dead-letter a group of a rollout function that cannot be trained."""
+        self._collector.refuse(group, error)
 
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()

@@ -9,6 +9,7 @@ from miles_async.events import EventSink
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.ports import Clock, DataSource, DeadLetters, Fleet, Generator, Learner, Rewarder, WeightChannel
+from miles_async.sample_schema import NO_LIMITS, SampleLimits
 from miles_async.types import Group, Verdict
 
 EvaluationFunction = Callable[[int, RolloutSource], Awaitable[Scores]]
@@ -42,6 +43,8 @@ class Ports:
     dead_letters: DeadLetters
     keep: Callable[[Group], bool | Verdict]
     """The dynamic sampling filter, called with each finished group."""
+    limits: SampleLimits = NO_LIMITS
+    """The limits that the model and the learner set to samples."""
     problems: Sequence[Group]
     """Held-out problems with one sample each; without any, they are not evaluated."""
     rollout: RolloutFunction | None = None

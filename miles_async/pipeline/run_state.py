@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from threading import Lock
+from typing import NamedTuple
+from weakref import ref
 
-from miles_async.errors import LedgerError, UserError
+from miles_async.errors import LedgerError
 from miles_async.events import EventSink, GroupFiltered, GroupMoved
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
-from miles_async.types import DropReason, Group
+from miles_async.types import DropReason, Group, Sample
+
+
+class _TakenGroup(NamedTuple):
+    """A group that a rollout function took from the data source."""
+
+    copy: Group
+    """The group as it was when it was taken."""
+    samples: list[ref[Sample]]
+    """The samples that the function received."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything still refers to one of the samples."""
+        return any(sample() is not None for sample in self.samples)
 
 
 class RunState:
@@ -37,8 +53,8 @@ class RunState:
         """Held while a rollout function takes prompts from the data source or returns them."""
         self._live: dict[int, Group] = {}
         """Live groups by sequence number."""
-        self._taken: dict[str, Group] = {}
-        """Copies of groups that a rollout function took, by feed index."""
+        self._taken: dict[str, _TakenGroup] = {}
+        """Groups that a rollout function took, by feed index."""
 
     @property
     def live_groups(self) -> list[Group]:
@@ -52,19 +68,26 @@ class RunState:
 
     @property
     def taken_groups(self) -> list[Group]:
-        """Groups that the running rollout function took from the data source, in the state in which it took them."""
-        return list(self._taken.values())
+        """Groups that a rollout function took from the data source and holds, in the state in which it took them."""
+        return [taken.copy for taken in self._taken.values()]
 
     def record_taken(self, groups: Iterable[Group]) -> None:
         """Remember copies of groups that a rollout function takes, because it may change the groups at any time."""
         for group in groups:
-            samples = [replace(sample, metadata=dict(sample.metadata)) for sample in group]
-            self._taken[group.feed_index] = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
+            samples = [replace(sample, metadata=dict(sample.metadata), tokens=list(sample.tokens)) for sample in group]
+            copy = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
+            self._taken[group.feed_index] = _TakenGroup(copy, [ref(sample) for sample in group])
 
     def record_returned(self, groups: Iterable[Group]) -> None:
-        """Forget groups that a rollout function returned to the data source."""
+        """Forget groups that a rollout function returned, to the data source or as its result."""
+        names, samples = set(), set()
         for group in groups:
-            self._taken.pop(Group.of(group).feed_index, None)
+            names.add(Group.of(group).feed_index)
+            samples |= set(map(id, group))
+        for name, taken in list(self._taken.items()):
+            # A function may return new lists of the samples, which have no feed index.
+            if name in names or not samples.isdisjoint(id(sample()) for sample in taken.samples):
+                del self._taken[name]
 
     def state_of(self, group: Group) -> GroupState | None:
         """The live state of an admitted group; None if it has ended."""
@@ -82,32 +105,24 @@ class RunState:
         self._emit(group, transition)
 
     def adopt(self, group: Group) -> None:
-        """Enter a finished group that a rollout function generated outside the pipeline; it is leased at once."""
+        """Enter a finished group that was generated outside the pipeline; it is leased at once."""
         self.feed(group)
         for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED, GroupState.LEASED):
             self.advance([group], state)
 
-    def reconcile(self, returned: Sequence[Group], leased_before: Sequence[Group]) -> None:
-        """Enter the result of a rollout function into the ledger.
+    def replace(self, group: Group, rebuilt: Group) -> None:
+        """Let `rebuilt`, a new list of the samples of the live `group`, take the place of `group`."""
+        assert group.sequence is not None
+        rebuilt.sequence, rebuilt.feed_index, rebuilt.attempt = group.sequence, group.feed_index, group.attempt
+        self._live[group.sequence] = rebuilt
 
-        `leased_before` are the groups that were leased before the call. Groups that the function generated itself are
-        adopted. Groups that it collected but did not return are dropped, and prompts that it took from the data source
-        but did not return are forgotten. Raises UserError for a group that was returned before.
+    def forget_unused(self) -> None:
+        """Forget the taken groups whose samples nothing refers to any more: the rollout function has discarded them.
+
+        A worker thread of the user may still hold other groups, which a later call of the function returns.
         """
-        seen: set[int] = set()
-        for group in returned:
-            if group.sequence is None:
-                self.adopt(group)
-            elif id(group) in seen or self.state_of(group) is not GroupState.LEASED:
-                raise UserError(
-                    f"the rollout function returned group {group.feed_index} a second time: return each group once"
-                )
-            seen.add(id(group))
-        kept = seen.union(map(id, leased_before))
-        for group in self.leased_groups:
-            if id(group) not in kept:
-                self.drop_filtered(group, "rollout_function")
-        self._taken.clear()
+        with self.data_lock:
+            self._taken = {name: taken for name, taken in self._taken.items() if taken.in_use}
 
     def advance(self, groups: Iterable[Group], state: GroupState) -> None:
         """Move groups to their next state."""

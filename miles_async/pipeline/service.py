@@ -93,6 +93,7 @@ class Service:
             generator=ports.generator,
             rewarder=ports.rewarder,
             keep=ports.keep,
+            limits=ports.limits,
             recycler=recycler,
             window_size=bounds.window,
             head_policy=HeadPolicy(
@@ -268,7 +269,7 @@ class Service:
             return await self._collector.collect(rollout_id, self._config.rollout.rollout_batch_size)
         leased_before = self.run_state.leased_groups
         groups = await self._ports.rollout(rollout_id, self._source)
-        self.run_state.reconcile(groups, leased_before)
+        self._collector.reconcile(groups, leased_before)
         return groups
 
     async def _replace_stale(self, rollout_id: int, groups: list[Group]) -> list[Group]:

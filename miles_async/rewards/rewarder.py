@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.json_values import json_value
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError
 from miles_async.types import Group, Sample
@@ -23,6 +24,10 @@ RewardFunction = Callable[..., Any]
 
 With `group_rm` it is `fn(args, samples)` instead and returns a list with one reward per sample.
 """
+
+
+CANCEL_GRACE_SECONDS = 5.0
+"""Time that an async reward function has to end after it was cancelled."""
 
 
 class Rewarder:
@@ -98,8 +103,42 @@ class Rewarder:
         if self._whole_groups:
             return await self._score_together(samples, group)
         if self._is_async:
-            return await asyncio.gather(*map(self._await, samples))
-        return await _run_in_thread(lambda: list(map(self._call, samples)))  # type: ignore[no-any-return]
+            return await self._score_concurrently(samples)
+        return await self._score_in_thread(samples)
+
+    async def _score_concurrently(self, samples: list[Sample]) -> list[Any]:
+        """Score each sample with the async function. No call is left when this method raises.
+
+        Otherwise a call could write into the samples while the next attempt at the group generates them.
+        """
+        calls = [asyncio.create_task(self._await(sample)) for sample in samples]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            # A function may ignore its cancellation, so the wait is limited.
+            await asyncio.wait(calls, timeout=CANCEL_GRACE_SECONDS)
+
+    async def _score_in_thread(self, samples: list[Sample]) -> list[Any]:
+        """Score the samples with the plain function, one after the other, in a thread.
+
+        A call cannot be interrupted, but no further sample is scored once the group has missed its deadline.
+        """
+        abandoned = threading.Event()
+
+        def score() -> list[Any]:
+            rewards: list[Any] = []
+            for sample in samples:
+                if abandoned.is_set():
+                    break
+                rewards.append(self._call(sample))
+            return rewards
+
+        try:
+            return await _run_in_thread(score)  # type: ignore[no-any-return]
+        finally:
+            abandoned.set()
 
     async def _score_together(self, samples: list[Sample], group: Group) -> list[Any]:
         try:
@@ -137,7 +176,8 @@ class Rewarder:
             )
         if key not in reward:
             raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)")
-        return {**reward, key: self._number(sample, reward[key])}, key
+        # Other entries may be numbers of NumPy, which checkpoints cannot express.
+        return {**json_value(reward), key: self._number(sample, reward[key])}, key
 
     def _number(self, sample: Sample, reward: Any) -> float:
         if not isinstance(reward, Real):

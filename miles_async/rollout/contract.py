@@ -16,9 +16,10 @@ from itertools import groupby
 from typing import Any
 
 from miles_async.config.schema import RunConfig, Section
-from miles_async.errors import UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
+from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_reward, check_sample
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import Group, Sample, VersionSpan
 
@@ -61,6 +62,10 @@ def _leaves(section: Section) -> Iterator[tuple[str, Any]]:
             yield section.flag_prefix + name, value
 
 
+MAX_USELESS_CALLS = 3
+"""Calls of a rollout function in a row that may return no valid group."""
+
+
 class RolloutFunctionAdapter:
     """Implements `pipeline.rollout_source.RolloutFunction` with a function in slime's shape.
 
@@ -76,26 +81,72 @@ class RolloutFunctionAdapter:
         *,
         score_tokens: Callable[[Sample], Awaitable[None]],
         skipping: SkippingGenerator | None = None,
+        limits: SampleLimits = NO_LIMITS,
     ) -> None:
         """`score_tokens` asks the engines for missing log-probabilities; `skipping` records or replays each batch."""
         self._function = function
         self._args = args
-        self._config = config
+        self._rollout = config.rollout
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
         self._skipping = skipping
+        self._limits = limits
 
     async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
-        """Return `rollout_batch_size` groups. Raises UserError if the function's result is invalid."""
+        """Return `rollout_batch_size` groups.
+
+        A group with an invalid sample becomes a dead letter, and the function is called again for the missing groups.
+        Raises UserError if the result is not a list of groups of the right sizes, or if several results in a row have
+        no valid group.
+        """
+        collect = partial(self._collect, rollout_id, source)
+        return await (collect() if self._skipping is None else self._skipping.batch(collect))
+
+    async def _collect(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        groups: list[Group] = []
+        useless_calls = 0
+        while missing := self._rollout.rollout_batch_size - len(groups):
+            valid, error = await self._collect_part(rollout_id, source, missing)
+            useless_calls = 0 if valid else useless_calls + 1
+            if useless_calls == MAX_USELESS_CALLS:
+                raise UserError(f"{error}; {useless_calls} calls in a row returned no valid group")
+            groups += valid
+        return groups
+
+    async def _collect_part(self, rollout_id: int, source: RolloutSource, size: int) -> tuple[list[Group], str]:
+        """Call the function for `size` groups. Return the valid groups and the error of the last invalid group."""
         version = source.trainer_version
-        call = partial(call_rollout_function, self._function, self._args, rollout_id, source, evaluation=False)
-        result = await (call() if self._skipping is None else self._skipping.batch(call))
-        groups = as_groups(result, self._config.rollout.n_samples_per_prompt)
-        if len(groups) != (size := self._config.rollout.rollout_batch_size):
+        args = self._args.with_values(rollout_batch_size=size)
+        result = await call_rollout_function(self._function, args, rollout_id, source, evaluation=False)
+        groups = as_groups(result, self._rollout.n_samples_per_prompt)
+        if len(groups) != size:
             raise UserError(f"the rollout function returned {len(groups)} groups: rollout_batch_size is {size}")
         # At once, because the engines must still hold the weights that sampled the tokens.
-        incomplete = [sample for group in groups for sample in group if not (sample.rollout_log_probs and sample.spans)]
-        await asyncio.gather(*(complete(sample, version, self._score_tokens) for sample in incomplete))
-        return groups
+        errors = await asyncio.gather(*(self._complete(group, version, source) for group in groups))
+        valid, sentence = [], ""
+        for group, error in zip(groups, errors, strict=True):
+            if error is None:
+                valid.append(group)
+            else:
+                sentence = f"the rollout function returned an invalid group; {error}"
+                source.refuse(group, sentence)
+        return valid, sentence
+
+    async def _complete(self, group: Group, version: int, source: RolloutSource) -> TrajectoryError | None:
+        """Check a group and add what is missing. Return the error if the group cannot be trained."""
+        try:
+            for sample in group:
+                check_sample(sample, self._limits, source.trainer_version)
+                if isinstance(sample.reward, dict) and sample.reward_key is None:
+                    sample.reward_key = self._rollout.reward_key
+                check_reward(sample)
+            await asyncio.gather(*(complete(sample, version, self._score_tokens) for sample in group))
+            if not group.response_tokens:
+                return TrajectoryError(f"sample {group[0].index}: no sample of its group has response tokens")
+            # Raises TrajectoryError for a sample without a weight version.
+            _ = group.oldest_version
+        except TrajectoryError as error:
+            return error
+        return None
 
 
 async def _zero_log_probs(sample: Sample) -> None:
@@ -117,7 +168,7 @@ def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
     """Convert the result of a rollout function (a list of groups, of lists of samples, or of samples) to groups.
 
     A flat list is grouped by sample index if every sample has one, else in order. Raises UserError that names the
-    sample if a group has the wrong size, or if a loss mask or log-probabilities have the wrong length.
+    sample if a group has the wrong size. The contents of the samples are not checked.
     """
     if not isinstance(result, Sequence):
         raise UserError(f"the rollout function returned a {type(result).__name__}: return a list of groups")
@@ -131,8 +182,6 @@ def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
                 f"the rollout function returned {len(group)} samples in the group of sample {group[0].index} "
                 f"({group.feed_index}): n_samples_per_prompt is {n_samples_per_prompt}"
             )
-        for sample in group:
-            check_lengths(sample, "the rollout function returned")
     return groups
 
 
@@ -163,17 +212,3 @@ async def complete(sample: Sample, version: int, score_tokens: Callable[[Sample]
         await score_tokens(sample)
     if sample.response_length and not sample.spans:
         sample.spans = [VersionSpan(version, 0, sample.response_length)]
-
-
-def check_lengths(sample: Sample, origin: str) -> None:
-    """Raise UserError if the sample's columns have inconsistent lengths; log-probabilities may be absent.
-
-    `origin` begins the sentence, such as "the rollout function returned".
-    """
-    name, tokens = f"{origin} sample {sample.index} with", sample.response_length
-    if len(sample.tokens) < tokens:
-        raise UserError(f"{name} {len(sample.tokens)} tokens, fewer than its response_length {tokens}")
-    if sample.loss_mask is not None and len(sample.loss_mask) != tokens:
-        raise UserError(f"{name} a loss_mask of {len(sample.loss_mask)} entries: response_length is {tokens}")
-    if sample.rollout_log_probs and len(sample.rollout_log_probs) != tokens:
-        raise UserError(f"{name} {len(sample.rollout_log_probs)} rollout_log_probs: response_length is {tokens}")

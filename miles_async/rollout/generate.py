@@ -20,7 +20,8 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.config.user_functions import load_function
 from miles_async.errors import MilesError, TrajectoryError, UserError
-from miles_async.rollout.contract import Arguments, check_lengths, complete
+from miles_async.rollout.contract import Arguments, complete
+from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_sample
 from miles_async.types import Group, Sample, SampleStatus
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample]]
@@ -49,7 +50,13 @@ class FunctionGenerator:
         *,
         live_version: Callable[[], int],
         timeout_seconds: float,
+        engines_abort: bool = False,
+        limits: SampleLimits = NO_LIMITS,
     ) -> None:
+        """`engines_abort` means that engines abort all requests when weights are published.
+
+        A function that sends its own requests may then return ABORTED because of an engine.
+        """
         self._function = function
         self._args = args
         self._sampling = sampling
@@ -57,6 +64,8 @@ class FunctionGenerator:
         self._turns = turns
         self._live_version = live_version
         self._timeout_seconds = timeout_seconds
+        self._engines_abort = engines_abort
+        self._limits = limits
         self._running: dict[int, tuple[Group, list[asyncio.Task[None]]]] = {}
         """Groups that are being generated and the tasks of their samples, by identity of the group."""
 
@@ -73,8 +82,8 @@ class FunctionGenerator:
     async def generate(self, group: Group) -> None:
         """Generate the unfinished samples of a group, concurrently.
 
-        Raises TrajectoryError if the function raises or exceeds `generate_timeout_seconds`, and UserError if its result
-        is invalid.
+        Raises TrajectoryError if the function raises, exceeds `generate_timeout_seconds` or returns an invalid sample,
+        and UserError if it returns no sample.
         """
         self._engine.tokenize(group)
         unfinished = [i for i, s in enumerate(group) if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
@@ -120,20 +129,29 @@ class FunctionGenerator:
         except (asyncio.CancelledError, MilesError):
             # The function left the sample in an unknown state, so `response_length` may not match the tokens, and
             # nothing of the response can be continued.
-            aborted, status = self._turns.stopped(sample), sample.status
+            stopped, status = self._turns.stopped(sample), sample.status
             sample.tokens, sample.response_length = prompt, 0
             sample.reset()
-            sample.status = SampleStatus.ABORTED if aborted else status
-            if not aborted:
+            sample.status = SampleStatus.ABORTED if stopped else status
+            if not stopped:
                 raise
             return
+        finally:
+            aborted = self._engines_abort or self._turns.aborted(sample)
+            self._turns.forget(sample)
         if not isinstance(result, Sample):
             raise UserError(f"the generate function returned a {type(result).__name__}: return the sample")
         if result.status is SampleStatus.PENDING:
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
+        if result.status is SampleStatus.ABORTED and not aborted:
+            # Without an error the prompt would be fed again for ever, because an abort by the run costs no attempt.
+            raise TrajectoryError(
+                f"sample {sample.index}: the generate function returned status ABORTED, but the run did not abort it; "
+                "set status FAILED or raise an error"
+            )
         if result.status is not SampleStatus.ABORTED:
+            check_sample(result, self._limits, None)
             await complete(result, version, self._engine.score_logprobs)
-            check_lengths(result, "the generate function returned")
         group[index] = result
 
     async def _call(self, sample: Sample) -> Any:

@@ -14,9 +14,10 @@ import pytest
 
 from miles_async.config.schema import Section
 from miles_async.config.user_functions import load_function
-from miles_async.errors import UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.ports import DataSource
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
+from miles_async.sample_schema import NO_LIMITS, check_sample
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
@@ -135,12 +136,12 @@ def test_wrong_lengths_name_their_sample() -> None:
     logprobs.rollout_log_probs = [-0.1]
     tokens.tokens = [1]
     for sample, complaint in (
-        (mask, "sample 6 with a loss_mask of 1 entries: response_length is 2"),
-        (logprobs, "sample 7 with 1 rollout_log_probs: response_length is 2"),
-        (tokens, "sample 8 with 1 tokens, fewer than its response_length 2"),
+        (mask, "sample 6: a loss_mask of 1 entries; response_length is 2"),
+        (logprobs, "sample 7: 1 rollout_log_probs; response_length is 2"),
+        (tokens, "sample 8: 1 tokens, fewer than its response_length 2"),
     ):
-        with pytest.raises(UserError, match=complaint):
-            as_groups([[sample]], 1)
+        with pytest.raises(TrajectoryError, match=complaint):
+            check_sample(sample, NO_LIMITS, None)
 
 
 @pytest.mark.parametrize("result", [None, {"samples": []}, [None], [[]], [["text"]]])

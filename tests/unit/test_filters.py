@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_async.adapters.storage.rollout_file import load_groups
+from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
 from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import pack_samples
 from miles_async.config.derived import trains_only
@@ -202,7 +202,7 @@ async def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: st
     late = group(0.0, 1.0)
     late[0].spans, late[1].spans = [VersionSpan(7, 0, 1), VersionSpan(9, 1, 2)], [VersionSpan(5, 0, 2)]
     template = str(tmp_path / "{rollout_id}.st")
-    await batches(mine, Trace(), [late], save_debug_rollout_data=template)
+    save_groups(rollout_path(template, 4), 4, [late])
     [found] = await batches(mine, Trace(), None, load_debug_rollout_data=template, rollout_batch_size=1)
     assert found[0].spans == [VersionSpan(0, 0, 1), VersionSpan(2, 1, 2)]
     assert found[1].spans == [VersionSpan(0, 0, 2)]

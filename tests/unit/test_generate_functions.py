@@ -265,14 +265,14 @@ async def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkey
         assert (bytes(group[0].tokens), group[0].status) == (b"Q", SampleStatus.ABORTED)
 
 
-async def test_columns_that_do_not_fit_are_the_users_error() -> None:
+async def test_columns_that_do_not_fit_fail_the_group() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         await args.turns.sample(sample, sampling_params)
         sample.loss_mask = [1]
         return sample
 
     async with generating_with(mine) as (generator, _):
-        with pytest.raises(UserError, match="the generate function returned sample 3 with a loss_mask of 1 entries"):
+        with pytest.raises(TrajectoryError, match="sample 3: a loss_mask of 1 entries; response_length is 2"):
             await generator.generate(one())
 
 

@@ -16,6 +16,7 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.errors import TrajectoryError
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rollout.contract import flat_args
+from miles_async.sample_schema import NO_LIMITS
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.sim.world import Trace
@@ -37,7 +38,8 @@ async def generators(**settings: Any) -> AsyncIterator[Generators]:
     config = run_config(**settings)
     fleet = SGLangFleet(NOBODY)
     tokenizer: Any = Bytes()
-    made = Generators(config, NOBODY, fleet, tokenizer, flat_args(config), events=Trace(), live_version=lambda: 0)
+    args, events = flat_args(config), Trace()
+    made = Generators(config, NOBODY, fleet, tokenizer, args, events=events, live_version=lambda: 0, limits=NO_LIMITS)
     try:
         async with made:
             yield made
@@ -71,9 +73,9 @@ async def test_posted_trajectories_wait_up_to_the_capacity_of_the_queue() -> Non
     async with generators(queue_capacity=2, n_samples_per_prompt=1) as made:
         trajectories = made.args.trajectories
         for _ in range(2):
-            trajectories.add([posted], claim=lambda session: Sample())
+            trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
         with pytest.raises(BufferFullError):
-            trajectories.add([posted], claim=lambda session: Sample())
+            trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
 
 
 async def scores(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

@@ -225,13 +225,13 @@ async def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
     "samples, complaint",
     [
         ([], "n_samples_per_prompt=1 samples, not 0"),
-        ([{**OWN, "reward": None}], "needs a number as reward"),
+        ([{**OWN, "reward": None}], "reward: expected bool | float, got null"),
         ([{"session": "s", "reward": 1}], "session 's' is unknown"),
-        ([{"reward": 1}], "lacks 'tokens'"),
+        ([{"reward": 1}], "name a session, or post a prompt and a response"),
         ([{**OWN, "rollout_log_probs": []}], "0 rollout_log_probs, but response_length is 2"),
         ([{**OWN, "weight_versions": []}], "weight_versions for 0 of its 2 response tokens"),
-        ([{**OWN, "metadata": [1]}], "metadata is a list, not an object"),
-        ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "each need at least one"),
+        ([{**OWN, "metadata": [1]}], "metadata: expected object, got array"),
+        ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "3 tokens, 3 of them response"),
     ],
 )
 async def test_a_trajectory_that_cannot_be_trained_is_refused_with_a_sentence(samples: Any, complaint: str) -> None:

@@ -132,7 +132,8 @@ def test_the_named_function_generates_and_taking_turns_needs_one_without_a_backg
 
 
 def group(reward: float) -> Group:
-    return Group([Sample(index=0, reward=reward)], feed_index="sample_0_0")
+    sample = Sample(index=0, tokens=[1, 2], response_length=1, rollout_log_probs=[-0.5], reward=reward)
+    return Group([sample], feed_index="sample_0_0")
 
 
 def test_the_filter_that_is_named_decides_what_is_kept(user_module: str) -> None:

@@ -136,28 +136,24 @@ class AgentEndpoint:
     async def _post_trajectory(self, http: web.Request) -> web.Response:
         try:
             posted = msgspec.json.decode(await http.read(), type=dict[str, Any]).get("samples")
-            self._check_sessions(posted)
-            return _json(200, {"group": self._trajectories.add(posted, self._claim)})
+            return _json(200, {"group": self._trajectories.add(posted, self._lookup, self._claim)})
         except (InvalidRequestError, msgspec.DecodeError) as error:
             return _error(400, str(error))
         except BufferFullError as full:
             return _error(429, str(full))
 
-    def _check_sessions(self, posted: Any) -> None:
-        """Raises InvalidRequestError if the session of a posted sample is unknown, busy, failed or empty."""
-        names = [entry["session"] for entry in posted or () if isinstance(entry, dict) and "session" in entry]
-        if len(set(names)) < len(names):
-            raise InvalidRequestError("a session is posted twice: each sample needs its own session")
-        for name in names:
-            if name not in self._external_sessions:
-                raise InvalidRequestError(
-                    f"session {name!r} is unknown, was posted already, or was closed because "
-                    f"{MAX_EXTERNAL_SESSIONS} newer sessions are open"
-                )
-            conversation, tasks = self._conversations[name]
-            if tasks or conversation.failure is not None or not conversation.sample.response_length:
-                cause = conversation.failure or ("a request is in progress" if tasks else "it has no response tokens")
-                raise InvalidRequestError(f"session {name!r} cannot be trained: {cause}")
+    def _lookup(self, session: str) -> Sample:
+        """The sample of a session. Raises InvalidRequestError if the session is unknown, busy, failed or empty."""
+        if session not in self._external_sessions:
+            raise InvalidRequestError(
+                f"session {session!r} is unknown, was posted already, or was closed because "
+                f"{MAX_EXTERNAL_SESSIONS} newer sessions are open"
+            )
+        conversation, tasks = self._conversations[session]
+        if tasks or conversation.failure is not None or not conversation.sample.response_length:
+            cause = conversation.failure or ("a request is in progress" if tasks else "it has no response tokens")
+            raise InvalidRequestError(f"session {session!r} cannot be trained: {cause}")
+        return conversation.sample
 
     def _claim(self, session: str) -> Sample:
         del self._external_sessions[session]

@@ -11,6 +11,7 @@ from miles_async.adapters.datasets.buffer import Buffer, Report
 from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.problems import Problem, Problems
 from miles_async.errors import DataRowError, UserError
+from miles_async.json_values import json_value
 from miles_async.types import Group, Sample
 
 Render = Callable[[Problem], Any]
@@ -174,10 +175,11 @@ class BufferedSource:
         )
 
     def _sample(self, index: int, problem: Problem, prompt: Any, feed_index: str) -> Sample:
-        metadata = {**problem.metadata, "feed_index": feed_index}
+        # A Parquet file may hold dates and other values that checkpoints cannot express.
+        metadata = {**json_value(problem.metadata), "feed_index": feed_index}
         if problem.tools is not None:
             metadata["tools"] = problem.tools
-        return Sample(index=index, prompt=prompt, label=problem.label, metadata=metadata)
+        return Sample(index=index, prompt=prompt, label=json_value(problem.label), metadata=metadata)
 
     def _epoch_order(self) -> Sequence[int] | Permutation:
         rows = len(self._problems)

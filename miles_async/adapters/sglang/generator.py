@@ -23,6 +23,7 @@ from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
 from miles_async.events import RequestEnded
+from miles_async.sample_schema import ScoredAnswer, parse, too_long
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_TIMEOUT_SECONDS = 30.0
@@ -103,13 +104,15 @@ class SGLangGenerator:
         engine_urls: Callable[[], Sequence[str]],
         request_timeout: float = 600.0,
         max_prompt_tokens: int | None = None,
+        longest_sample: int | None = None,
         priority: int = 0,
         on_request: Callable[[RequestEnded], None] | None = None,
     ) -> None:
         """`limit` returns how many samples may be at the engines at once: it changes with the number of engines.
 
         `engine_urls` returns the URLs of the routed engines, which receive aborts directly. `request_timeout` is in
-        seconds. A prompt of more than `max_prompt_tokens` tokens is refused. Requests of a lower `priority` are served
+        seconds. A prompt of more than `max_prompt_tokens` tokens is refused, and one that leaves no room for a
+        response in the `longest_sample` tokens that the learner can train. Requests of a lower `priority` are served
         only while no request of a higher one waits. `on_request` is called after each answered request.
         """
         self._url = f"{router_url}/generate"
@@ -119,6 +122,7 @@ class SGLangGenerator:
         self._engine_urls = engine_urls
         self._timeout = request_timeout
         self._max_prompt_tokens = max_prompt_tokens
+        self._longest_sample = longest_sample
         # Engines of a run without evaluations do not schedule by priority, so the default priority is not sent.
         self._priority = {"priority": priority} if priority else {}
         self._on_request = on_request
@@ -225,8 +229,14 @@ class SGLangGenerator:
                 sample.status = SampleStatus.ABORTED
                 return
             answer = await self._client.post(self._url, body, within=self._timeout)
-        logprobs = answer["meta_info"]["input_token_logprobs"][-sample.response_length :]
-        sample.rollout_log_probs = [entry[0] for entry in logprobs]
+        scored = parse(answer, ScoredAnswer, f"sample {sample.index}: the engine's answer").meta_info
+        log_probs = [log_prob for log_prob, _, _ in scored.input_token_logprobs[-sample.response_length :]]
+        known = [log_prob for log_prob in log_probs if log_prob is not None]
+        if len(known) != sample.response_length:
+            raise TrajectoryError(
+                f"sample {sample.index}: the engine scored {len(known)} of {sample.response_length} response tokens"
+            )
+        sample.rollout_log_probs = known
 
     async def close(self) -> None:
         await self._client.close()
@@ -245,6 +255,11 @@ class SGLangGenerator:
                 raise PromptTooLongError(
                     f"sample {sample.index} of group {group.feed_index}: its prompt has {sample.prompt_length} tokens, "
                     f"more than rollout_max_prompt_len {self._max_prompt_tokens}"
+                )
+            if self._longest_sample is not None and sample.prompt_length >= self._longest_sample:
+                raise PromptTooLongError(
+                    f"sample {sample.index} of group {group.feed_index}: its prompt alone has "
+                    f"{too_long(sample.prompt_length, self._longest_sample)}"
                 )
 
     def _requests(self, samples: Sequence[Sample], sampling: SamplingParams) -> Iterator[tuple[int, list[Sample]]]:
@@ -284,20 +299,22 @@ class SGLangGenerator:
             started = time.time()
             answers = await self._client.post(self._url, body, within=self._timeout)
             ended = time.time()
+        if not isinstance(answers, list) or len(answers) != len(samples):
+            raise TrajectoryError(f"an engine did not answer with a list of {len(samples)} samples")
+        before = sum(sample.response_length for sample in samples)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
+        for sample, answer in zip(samples, answers, strict=True):
+            extend(sample, answer, decode)
         if self._on_request is not None:
-            response_tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
             self._on_request(
                 RequestEnded(
                     time=ended,
                     started=started,
                     sequence=call.sequence,
                     samples=len(samples),
-                    response_tokens=response_tokens,
+                    response_tokens=sum(sample.response_length for sample in samples) - before,
                 )
             )
-        decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
-        for sample, answer in zip(samples, answers, strict=True):
-            extend(sample, answer, decode)
 
 
 @dataclass(frozen=True, slots=True)

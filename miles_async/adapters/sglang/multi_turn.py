@@ -33,6 +33,8 @@ class MultiTurnSampler:
         """The turn that is being sampled, as a group of one, by `id` of its sample."""
         self._stopped: set[int] = set()
         """`id`s of the samples that are to end."""
+        self._aborted: set[int] = set()
+        """`id`s of the samples whose latest turn was aborted, until `forget`."""
 
     async def sample(self, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
         """Continue `sample` by one turn and set its status; `max_new_tokens` bounds the whole response.
@@ -41,6 +43,7 @@ class MultiTurnSampler:
         length. ABORTED: the pipeline has stopped the sample; the caller must return it unchanged. Raises as
         `SGLangGenerator.generate`.
         """
+        self._aborted.discard(id(sample))
         if id(sample) in self._stopped:
             sample.status = SampleStatus.ABORTED
             return sample
@@ -51,6 +54,8 @@ class MultiTurnSampler:
             await self._engine.generate(turn, SamplingParams.of(sampling_params))
         finally:
             del self._turns[id(sample)]
+        if sample.status is SampleStatus.ABORTED:
+            self._aborted.add(id(sample))
         return sample
 
     def observe(self, sample: Sample, text: str, room: int | None = None) -> int:
@@ -90,6 +95,14 @@ class MultiTurnSampler:
 
     def stopped(self, sample: Sample) -> bool:
         return id(sample) in self._stopped
+
+    def aborted(self, sample: Sample) -> bool:
+        """Whether the run stopped the sample, or its engine aborted the sample's latest turn."""
+        return id(sample) in self._stopped or id(sample) in self._aborted
+
+    def forget(self, sample: Sample) -> None:
+        """Forget how the latest turn of the sample ended."""
+        self._aborted.discard(id(sample))
 
     def release(self, samples: Iterable[Sample]) -> None:
         self._stopped.difference_update(map(id, samples))

@@ -6,25 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 from miles_async.errors import TrajectoryError
+from miles_async.sample_schema import AnswerMeta, EngineAnswer, parse
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
 
 
-def extend(sample: Sample, answer: dict[str, Any], decode: Callable[[list[int]], str]) -> None:
+def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str]) -> None:
     """Append the answer's tokens, log-probabilities and version spans to the sample, and set its text and status.
 
-    Raises TrajectoryError, without changing the sample, if a token has no log-probability or no integer weight version:
-    without a version the staleness of the token is unknown.
+    Raises TrajectoryError, without changing the sample, if the answer lacks a field, or if a token has no
+    log-probability or no integer weight version: without a version the staleness of the token is unknown.
     """
-    meta = answer["meta_info"]
-    ids: list[int] = answer["output_ids"]
-    log_probs = [entry[0] for entry in meta["output_token_logprobs"]]
+    answer = parse(reported, EngineAnswer, f"sample {sample.index}: the engine's answer")
+    meta, ids = answer.meta_info, answer.output_ids
+    log_probs = [log_prob for log_prob, _, _ in meta.output_token_logprobs]
     if len(log_probs) != len(ids):
         raise TrajectoryError(f"sample {sample.index}: {len(ids)} tokens came with {len(log_probs)} log-probabilities")
-    status = _STATUS.get(meta["finish_reason"]["type"])
+    status = _STATUS.get(meta.finish_reason.type)
     if status is None:
-        raise TrajectoryError(f"sample {sample.index}: unknown finish reason {meta['finish_reason']}")
+        raise TrajectoryError(f"sample {sample.index}: unknown finish reason {meta.finish_reason.type!r}")
     spans = _spans(sample, meta, len(ids))
 
     continued = sample.response_length > 0
@@ -33,17 +34,17 @@ def extend(sample: Sample, answer: dict[str, Any], decode: Callable[[list[int]],
     sample.rollout_log_probs += log_probs
     if sample.loss_mask is not None:
         sample.loss_mask += [1] * len(ids)
-    sample.response = decode(sample.tokens[sample.prompt_length :]) if continued else answer["text"]
+    sample.response = decode(sample.tokens[sample.prompt_length :]) if continued else answer.text
     sample.spans = spans
     sample.status = status
 
 
-def _spans(sample: Sample, meta: dict[str, Any], tokens: int) -> list[VersionSpan]:
+def _spans(sample: Sample, meta: AnswerMeta, tokens: int) -> list[VersionSpan]:
     """Return the sample's spans followed by those of `tokens` new tokens; adjacent spans of one version are merged."""
     spans = list(sample.spans)
     covered = 0
-    for entry in meta.get("weight_versions") or ():
-        version, start, end = entry["version"], entry["start"], entry["end"]
+    for entry in meta.weight_versions or ():
+        version, start, end = entry.version, entry.start, entry.end
         if start == end:
             continue
         if not version.isdecimal() or start != covered:
@@ -56,7 +57,7 @@ def _spans(sample: Sample, meta: dict[str, Any], tokens: int) -> list[VersionSpa
         spans.append(VersionSpan(int(version), start, end))
     if covered != tokens:
         raise TrajectoryError(
-            f"sample {sample.index}: weight versions {meta.get('weight_versions')} do not name an integer version for "
+            f"sample {sample.index}: weight versions {meta.weight_versions} do not name an integer version for "
             f"each of its {tokens} tokens; commit a version on the engine before admitting requests"
         )
     return spans

@@ -29,5 +29,4 @@ class DeadLetterFile:
             "samples": values["samples"],
         }
         with self._path.open("ab") as file:
-            # Metadata comes from the user and may hold any object: what JSON cannot express is written as text.
-            file.write(orjson.dumps(line, default=str) + b"\n")
+            file.write(orjson.dumps(line) + b"\n")

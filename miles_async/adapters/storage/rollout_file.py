@@ -73,9 +73,12 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
         raise UserError(f"rollout data {path} cannot be read: {error}") from error
     if header.get("format") != FORMAT:
         raise UserError(f"{path} is not a rollout file: name a file that save_debug_rollout_data wrote")
-    if header["checksum"] != _checksum(columns):
+    if header.get("checksum") != _checksum(columns):
         raise UserError(f"rollout data {path} is damaged: the checksum does not match; save the batch again")
-    return int(header["rollout_id"]), _groups(columns)
+    try:
+        return int(header["rollout_id"]), _groups(columns)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"rollout data {path} has another structure: {error!r}; save the batch again") from error
 
 
 def _groups(columns: Mapping[str, NDArray[Any]]) -> list[Group]:

@@ -134,7 +134,9 @@ class Audit:
 
     def _collected(self, sequence: int) -> None:
         del self._waiting[sequence]
-        if not self._windowed or self._window is None:
+        # A group that a user's function generated does not go through the window.
+        generated_outside = self._live[sequence].oldest is None
+        if generated_outside or not self._windowed or self._window is None:
             return
         for older, life in self._waiting.items():
             if older > sequence:

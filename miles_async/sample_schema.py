@@ -1,0 +1,210 @@
+"""The schema of all samples that enter a run: answers of engines, posted samples and results of user functions.
+
+Each function raises TrajectoryError that names the first invalid field, such as `tokens[3]: expected int, got str`.
+Lengths are compared before anything of that length is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from miles_async.errors import TrajectoryError
+from miles_async.types import Group, Sample
+
+T = TypeVar("T")
+_Natural = Annotated[int, Meta(ge=0)]
+_COLUMNS = "tokens", "rollout_log_probs", "loss_mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLimits:
+    """The limits that the model and the learner set; None means no limit."""
+
+    vocabulary: int | None = None
+    """Number of token ids; ids begin at 0."""
+    longest: int | None = None
+    """Most tokens, of prompt and response together, that fit into a micro-batch of the learner."""
+
+
+NO_LIMITS = SampleLimits()
+
+
+class FinishReason(Struct):
+    """The reason why a response ended."""
+
+    type: str
+
+
+class ReportedSpan(Struct):
+    """The weight version that sampled the output tokens `[start, end)`, as SGLang reports it."""
+
+    version: str
+    start: _Natural
+    end: _Natural
+
+
+class AnswerMeta(Struct):
+    """The part of `meta_info` that is read."""
+
+    finish_reason: FinishReason
+    output_token_logprobs: list[tuple[float, _Natural, str | None]]
+    """(log-probability, token id, text) of each output token."""
+    weight_versions: list[ReportedSpan] | None = None
+
+
+class EngineAnswer(Struct):
+    """SGLang's answer for one sample."""
+
+    output_ids: list[_Natural]
+    meta_info: AnswerMeta
+    text: str = ""
+
+
+class PromptMeta(Struct):
+    """The part of `meta_info` that is read if an engine scores given tokens."""
+
+    input_token_logprobs: list[tuple[float | None, _Natural, str | None]]
+    """The first token of a sequence has no log-probability."""
+
+
+class ScoredAnswer(Struct):
+    """SGLang's answer with the log-probabilities of given tokens."""
+
+    meta_info: PromptMeta
+
+
+class PostedSpan(Struct):
+    """The weight version that sampled the response tokens `[start, end)`, as an external generator posts it."""
+
+    version: int | str
+    start: _Natural
+    end: _Natural
+
+
+class PostedSample(Struct, kw_only=True):
+    """A sample that an external generator posts: its reward, and either a session or its columns."""
+
+    reward: float | bool
+    metadata: dict[str, Any] = {}
+    session: str | None = None
+    tokens: list[_Natural] = []
+    response: str = ""
+    response_length: _Natural = 0
+    rollout_log_probs: list[float] = []
+    loss_mask: list[int] | None = None
+    weight_versions: list[PostedSpan] = []
+
+
+class _Span(Struct):
+    version: _Natural
+    start: _Natural
+    end: _Natural
+
+
+class _Columns(Struct):
+    """The columns of a finished sample."""
+
+    tokens: list[_Natural]
+    response_length: _Natural
+    rollout_log_probs: list[float]
+    loss_mask: list[int | float | bool] | None
+    spans: list[_Span]
+
+
+def parse(value: Any, schema: type[T], name: str) -> T:
+    """Convert `value` to `schema`. `name` begins the error message, such as "sample 3"."""
+    try:
+        return msgspec.convert(value, schema, from_attributes=True)
+    except msgspec.ValidationError as error:
+        complaint, _, path = str(error).replace("`", "").partition(" - at ")
+        where = path.removeprefix("$").removeprefix(".")
+        sentence = complaint[:1].lower() + complaint[1:]
+        raise TrajectoryError(f"{name}: {where + ': ' if where else ''}{sentence}") from None
+
+
+def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
+    """Check the columns of a finished sample; log-probabilities and spans may be empty.
+
+    Arrays of NumPy become lists. `newest_version` is the newest weight version of the run; None if versions of another
+    run are allowed.
+    """
+    for column in _COLUMNS:
+        value = getattr(sample, column)
+        if hasattr(value, "tolist"):
+            setattr(sample, column, value.tolist())
+    name = f"sample {sample.index}"
+    columns = parse(sample, _Columns, name)
+    tokens, response = len(columns.tokens), columns.response_length
+    if response > tokens:
+        raise TrajectoryError(f"{name}: {tokens} tokens, fewer than its response_length {response}")
+    if response == tokens:
+        raise TrajectoryError(f"{name}: its tokens contain no prompt; put the prompt first")
+    if limits.longest is not None and tokens > limits.longest:
+        raise TrajectoryError(f"{name}: {too_long(tokens, limits.longest)}")
+    if (mask := columns.loss_mask) is not None:
+        if len(mask) != response:
+            raise TrajectoryError(f"{name}: a loss_mask of {len(mask)} entries; response_length is {response}")
+        if not set(mask) <= {0, 1}:
+            raise TrajectoryError(f"{name}: its loss_mask has entries other than 0 and 1")
+        sample.loss_mask = [int(entry) for entry in mask]
+    if columns.rollout_log_probs and len(columns.rollout_log_probs) != response:
+        raise TrajectoryError(
+            f"{name}: {len(columns.rollout_log_probs)} rollout_log_probs; response_length is {response}"
+        )
+    if not all(map(isfinite, columns.rollout_log_probs)):
+        raise TrajectoryError(f"{name}: a rollout_log_prob is not finite")
+    if limits.vocabulary is not None and max(columns.tokens) >= limits.vocabulary:
+        raise TrajectoryError(
+            f"{name}: token {max(columns.tokens)} is outside the vocabulary of {limits.vocabulary} tokens"
+        )
+    end = 0
+    for span in columns.spans:
+        if not end <= span.start < span.end <= response:
+            raise TrajectoryError(
+                f"{name}: its version spans must be in order and within the response, and one covers "
+                f"[{span.start}, {span.end}) of {response} tokens"
+            )
+        end = span.end
+        if newest_version is not None:
+            check_version(span.version, newest_version, name)
+
+
+def check_group(group: Group, limits: SampleLimits, newest_version: int) -> None:
+    """Check a group that the pipeline generated: its length and its weight versions."""
+    for sample in group:
+        name = f"sample {sample.index}"
+        if limits.longest is not None and len(sample.tokens) > limits.longest:
+            raise TrajectoryError(f"{name}: {too_long(len(sample.tokens), limits.longest)}")
+        for span in sample.spans:
+            check_version(span.version, newest_version, name)
+
+
+def check_version(version: int, newest: int, name: str) -> None:
+    """Check that a weight version exists in this run. `name` begins the error message."""
+    if version > newest:
+        raise TrajectoryError(f"{name}: weight version {version} does not exist; the newest version is {newest}")
+
+
+def check_reward(sample: Sample) -> None:
+    """Check the reward that is trained on, and convert numbers of other types, such as NumPy's, to float."""
+    reward, key = sample.reward, sample.reward_key
+    number = reward.get(str(key)) if isinstance(reward, Mapping) else reward
+    if not isinstance(number, Real) or not isfinite(number):
+        entry = f" under reward_key {key!r}" if isinstance(reward, Mapping) else ""
+        raise TrajectoryError(f"sample {sample.index}: reward {reward!r} has no finite number{entry}")
+    sample.reward = {**reward, str(key): float(number)} if isinstance(reward, Mapping) else float(number)
+
+
+def too_long(tokens: int, longest: int) -> str:
+    """The end of the error message for a sample that does not fit into a micro-batch."""
+    return (
+        f"{tokens} tokens, and a micro-batch of the learner holds at most {longest}; raise max_tokens_per_gpu, or set "
+        "rollout_max_prompt_len and rollout_max_response_len so that every sample fits"
+    )

@@ -1,0 +1,45 @@
+"""`--check-config` imports the functions that the settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.config.cli import parse_or_exit
+from miles_async.config.fields import SETTINGS
+
+FUNCTIONS = sorted(name for name in SETTINGS if name.endswith("_path"))
+JOB = ["--reasoning-gym-task", "chain_sum", "--rollout-max-response-len", "64"]
+
+
+def check(setting: str, path: str) -> int:
+    reward = ["--rm-type", "exact"] if setting != "custom_rm_path" else []
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit([*JOB, *reward, f"--{setting.replace('_', '-')}", path, "--check-config"], "train.py")
+    assert isinstance(exited.value.code, int)
+    return exited.value.code
+
+
+def test_all_settings_that_name_functions_are_known() -> None:
+    assert len(FUNCTIONS) == 8
+
+
+@pytest.mark.parametrize("setting", FUNCTIONS)
+@pytest.mark.parametrize("path", ["no_such_module.f", "json.no_such_function", "miles_async.filters.no_such_function"])
+def test_a_function_that_cannot_be_imported_is_refused(
+    setting: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(setting, path) == 2
+    assert f"{setting} '{path}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["miles_async.filters.mask_truncated", "user_filters.mine"])
+def test_a_function_that_exists_is_accepted(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "user_filters.py").write_text("def mine(args, groups): ...\n\nasync def later(args, groups): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check("rollout_sample_filter_path", path) == 0
+    assert check("rollout_sample_filter_path", "user_filters.later") == 2
+    assert "is async: write it with a plain def" in capsys.readouterr().err
