@@ -102,13 +102,10 @@ class Job:
             assert time.monotonic() < deadline, f"it did not {what} within {within:.0f} s: {self.out}"
             time.sleep(0.1)
 
-    def left_running(self, patience: float = 0.0, but: tuple[str, ...] = ()) -> dict[int, str]:
-        """Pid and command line of what still runs of it and its offspring after `patience` seconds.
-
-        Command lines that begin with one of `but` do not count.
-        """
+    def left_running(self, patience: float = 0.0) -> dict[int, str]:
+        """Pid and command line of what still runs of it and its offspring after `patience` seconds."""
         deadline = time.monotonic() + patience
-        while left := {pid: line for pid, line in _marked(self.mark) if not line.startswith(but)}:
+        while left := dict(_marked(self.mark)):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import pytest
 
 from miles_async.errors import FatalError
+from miles_async.events import RunEnded
 from workers import driver
+from workers.driver import StopRequest
 
 
 class Hung:
@@ -28,6 +31,15 @@ class Hung:
         self.asked_to_stop += 1
 
 
+class Summary:
+    """Records the end that the early summary reports."""
+
+    reason = ""
+
+    def write_early_summary(self, end: RunEnded) -> None:
+        self.reason = end.reason
+
+
 class Watchdog:
     """Gives the run up at the third look."""
 
@@ -44,9 +56,9 @@ def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monk
     hung: Any = Hung()
 
     async def follow() -> None:
-        stop = asyncio.Event()
-        stop.set()
-        nobody: Any = None
+        nobody: Any = Summary()
+        stop = StopRequest(nobody)
+        stop.request(signal.SIGINT)
         watchdog: Any = Watchdog()
         await driver._follow(hung, nobody, watchdog, stop, "train_async.py")
 
@@ -82,7 +94,7 @@ def test_the_last_event_of_a_run_is_told() -> None:
         ended: Any = Ended()
         subscribers: Any = EventSubscribers()
         watchdog: Any = Watchdog()
-        await driver._follow(ended, subscribers, watchdog, asyncio.Event(), "train_async.py")
+        await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers), "train_async.py")
 
     asyncio.run(follow())
     assert told == ["the last event"]
