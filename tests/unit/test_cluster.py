@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from miles_async.config.device_plan import Bundle
 from miles_async.config.schema import RunConfig
@@ -45,9 +46,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     handles: Any = made
     handles._worker = Actor()
     handles.surroundings = SimpleNamespace(checkpoint="")
-    monkeypatch.setattr(made, "_server", lambda kind, name, *rest: made.probes.setdefault(name, Actor()))
+    probes: Any = made.probes
+    monkeypatch.setattr(made, "_server", lambda kind, name, *rest: probes.setdefault(name, Actor()))
     monkeypatch.setattr(module, "engine_spec", lambda *arguments, **settings: None)
-    monkeypatch.setattr(module.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
     for method in ("host", "devices", "actor_options"):
         monkeypatch.setattr(Placement, method, lambda self, *arguments: None, raising=False)
     made._placements.append(created)
@@ -98,7 +100,7 @@ def test_a_lost_head_node_of_ray_ends_the_run_with_a_sentence(
     def refuse(address: str, within: float) -> None:
         raise UserError("connection refused")
 
-    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
     monkeypatch.setattr(module, "check_ray", refuse)
     monkeypatch.setattr(module, "RAY_CHECK_SECONDS", 0.0)
     monkeypatch.setattr(module, "OWN_RAY_LOST_SECONDS", 0.0)

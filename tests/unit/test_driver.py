@@ -1,4 +1,4 @@
-"""The process that the user started, while the run beneath it does not answer, and when it ends."""
+"""The driver while the run does not answer, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import RunEnded
 from workers import driver
@@ -51,19 +52,17 @@ class Watchdog:
             raise FatalError("the rollout worker has not answered")
 
 
-def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(driver, "TICK_SECONDS", 0.0)
     hung: Any = Hung()
-
-    async def follow() -> None:
-        nobody: Any = Summary()
-        stop = StopRequest(nobody)
-        stop.request(signal.SIGINT)
-        watchdog: Any = Watchdog()
-        await driver._follow(hung, nobody, watchdog, stop, "train_async.py")
-
+    subscribers: Any = Summary()
+    stop = StopRequest(subscribers)
+    stop.request(signal.SIGINT)
+    watchdog: Any = Watchdog()
     with pytest.raises(FatalError, match="has not answered"):
-        asyncio.run(follow())
+        await driver._follow(hung, subscribers, watchdog, stop, RunConfig)
     assert hung.asked_to_stop == 1
 
 
@@ -83,18 +82,15 @@ class Ended:
         return answer
 
 
-def test_the_last_event_of_a_run_is_told() -> None:
-    told: list[str] = []
+async def test_the_last_event_of_a_run_is_emitted() -> None:
+    emitted: list[str] = []
 
     class EventSubscribers:
         def emit(self, *events: str) -> None:
-            told.extend(events)
+            emitted.extend(events)
 
-    async def follow() -> None:
-        ended: Any = Ended()
-        subscribers: Any = EventSubscribers()
-        watchdog: Any = Watchdog()
-        await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers), "train_async.py")
-
-    asyncio.run(follow())
-    assert told == ["the last event"]
+    ended: Any = Ended()
+    subscribers: Any = EventSubscribers()
+    watchdog: Any = Watchdog()
+    await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers), RunConfig)
+    assert emitted == ["the last event"]

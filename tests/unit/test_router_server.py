@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.adapters.sglang import router
+from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError
@@ -15,7 +15,7 @@ from miles_async.errors import FatalError
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers start without a process."""
-    monkeypatch.setattr(router.ServerProcess, "start", lambda *arguments: None)
+    monkeypatch.setattr(ServerProcess, "start", lambda *arguments: None)
 
 
 @pytest.fixture

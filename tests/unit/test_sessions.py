@@ -15,7 +15,7 @@ from miles_async.adapters.system.sessions import SessionReaper, kill_sessions, m
 LEADER_WITH_CHILD = (
     "import os, time; os.fork() or os.setpgid(0, 0); os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
 )
-"""The child moves to a process group of its own, as the workers of Ray do, and stays in the session."""
+"""The child moves to another process group, as the workers of Ray do, and stays in the session."""
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ class SessionReaper:
     """Kills sessions as soon as this process ends, even by SIGKILL, or calls `close`.
 
     A separate process holds the read end of a pipe, whose write end is closed by the kernel when this process ends.
-    That process has a session of its own, so that a signal to the process group of this process does not reach it.
+    That process leads another session, so that a signal to the process group of this process does not reach it.
     """
 
     def __init__(self) -> None:
