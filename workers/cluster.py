@@ -15,10 +15,10 @@ import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import psutil
 import ray
@@ -26,11 +26,13 @@ import structlog
 from ray.actor import ActorHandle
 
 from miles_async.adapters.ray.actor_errors import actor_result
+from miles_async.adapters.ray.isolation import isolated_ray
 from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.storage.warm_starts import find_warm_start
+from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
@@ -43,7 +45,7 @@ from .engine import Engine
 from .heartbeats import Probe
 from .learner import LearnerRank
 from .placement import Placement, on_driver_node, reserve
-from .preflight import SftExamples, checkpoint_to_resume
+from .preflight import SftExamples, check_ray, checkpoint_to_resume
 from .rollout import RolloutWorker, Surroundings
 from .router import Router
 from .specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
@@ -52,8 +54,21 @@ LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
 SHUTDOWN_SECONDS = 5.0
 """Time limit for servers to stop, and again for processes to end; then processes are killed."""
+RAY_CHECK_SECONDS = 2.0
+"""Interval between checks of Ray's head node, and time limit of a check."""
+OWN_RAY_LOST_SECONDS, JOINED_RAY_LOST_SECONDS = 10.0, 40.0
+"""Time without an answer after which the head node of Ray is lost. After 60 seconds, Ray's native code would end this
+process. The head node of a joined cluster may be restarted in time; that of a Ray that this run started never is."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDevices:
+    """The devices of one engine, and the placement that they belong to."""
+
+    placement: Placement
+    bundles: Sequence[Bundle]
 
 
 class Cluster:
@@ -67,12 +82,16 @@ class Cluster:
         self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
         """The actors of each engine, one per node. The server of the first actor receives the requests."""
         self._router_actor: ActorHandle[Any] | None = None
-        self._daemons: set[psutil.Process] = set()
-        """Processes of Ray that this process started. All actors and servers are their descendants."""
+        self._reaper: SessionReaper
+        """Kills the processes of a Ray that this run started, also if this process is killed."""
+        self._ray_is_lost = False
         self.probes: dict[str, Probe] = {}
         """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
         self._placements: list[Placement] = []
-        """The placement of the run, and one for each engine that was added later."""
+        """The placement of the run, and one for each engine that was added later and still runs."""
+        self._engine_devices: dict[str, EngineDevices] = {}
+        self._free_devices: list[EngineDevices] = []
+        """Devices of removed engines in the placement of the run, which can be released only as a whole."""
         self._worker: ActorHandle[Any]
         self.surroundings: Surroundings
         """The processes that `start` started, for the rollout worker."""
@@ -84,17 +103,18 @@ class Cluster:
     async def __aenter__(self) -> Self:
         os.environ |= ENVIRONMENT
         started = time.monotonic()
-        others = set(psutil.Process().children())
+        self._reaper = SessionReaper()
         try:
-            ray.init(**ray_arguments(self._config))
+            with isolated_ray(self._reaper):
+                ray.init(**ray_arguments(self._config))
         except Exception as error:  # Ray raises different exceptions for different causes
+            self._reaper.close(grace=0)
             reason, address = " ".join(str(error).split()), self._config.cluster.ray_address
             if address is None:
                 raise FatalError(
                     f"Ray does not start on this machine: {reason} See its logs in /tmp/ray/session_latest/logs"
                 ) from error
             raise UserError(f"cannot connect to Ray at ray_address {address}: {reason}{_token_hint()}") from error
-        self._daemons = set(psutil.Process().children()) - others
         # Ray keeps logs and sockets in one folder, and paths of sockets are limited to about 100 characters. Its folder
         # can therefore not be inside the run folder, which holds a link to the logs instead.
         session = ray.get_runtime_context()
@@ -111,10 +131,6 @@ class Cluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ours: list[psutil.Process] = []
-        for daemon in self._daemons:
-            with suppress(psutil.NoSuchProcess):  # the run may be ending because this process died
-                ours += [daemon, *daemon.children(recursive=True)]
         try:
             # Servers are stopped before their actors: an actor that is killed takes its server with it, and the server
             # cannot shut down in an orderly way.
@@ -124,13 +140,13 @@ class Cluster:
                 async with asyncio.timeout(SHUTDOWN_SECONDS):
                     await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
         finally:  # a second Ctrl-C interrupts only the orderly shutdown of the servers
-            for placement in self._placements:
-                placement.release()
+            # A lost head node would block the release until Ray's native code ends this process.
+            if not self._ray_is_lost:
+                for placement in self._placements:
+                    placement.release()
             ray.shutdown()
             # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
-            for process in psutil.wait_procs(ours, SHUTDOWN_SECONDS)[1]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            self._reaper.close(SHUTDOWN_SECONDS)
 
     async def start(self, sft_examples: SftExamples) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
@@ -196,6 +212,22 @@ class Cluster:
         """Return the events since the last call. Waits up to half a second for the first event."""
         return await _call(self._worker.events)
 
+    async def watch_ray(self) -> NoReturn:
+        """Raise FatalError if the head node of Ray (its GCS process) stops answering."""
+        address = ray.get_runtime_context().gcs_address
+        limit = OWN_RAY_LOST_SECONDS if self._config.cluster.ray_address is None else JOINED_RAY_LOST_SECONDS
+        answered = time.monotonic()
+        while (silence := time.monotonic() - answered) < limit:
+            await asyncio.sleep(RAY_CHECK_SECONDS)
+            with suppress(UserError):
+                await asyncio.to_thread(check_ray, address, RAY_CHECK_SECONDS)
+                answered = time.monotonic()
+        self._ray_is_lost = True
+        raise FatalError(
+            f"the head node of Ray at {address} has not answered for {silence:.0f} s, and no run can continue without "
+            f"it; see gcs_server.out in {self.logs / 'ray'}"
+        )
+
     def stop(self) -> None:
         """Ask the rollout worker to end the run after the current step. Does not wait, because the worker may hang."""
         self._worker.stop.remote()
@@ -205,12 +237,10 @@ class Cluster:
 
         Raises UserError if the Ray cluster has no free devices for another engine.
         """
-        one_engine = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
         while len(self._engine_actors) < engines:
-            placement = await asyncio.to_thread(reserve, one_engine)
-            self._placements.append(placement)
             name = f"engine-{len(self._engine_actors)}"
-            actors = self._create_engine(placement, name, placement.plan.engines[0], self.surroundings.checkpoint)
+            devices = self._free_devices.pop() if self._free_devices else await self._reserve_engine()
+            actors = self._create_engine(devices, name, self.surroundings.checkpoint)
             self._engine_actors[name] = actors
             await _call(self._worker.add_engine, name, actors)
             log.info("engine is being added", engine=name)
@@ -220,9 +250,26 @@ class Cluster:
                 del self.probes[_actor_name(name, rank)]
             await _call(self._worker.remove_engine, name)
             for actor in actors:
-                await _call(actor.stop)
+                with suppress(FatalError):  # the actor may have died already
+                    await _call(actor.stop)
                 ray.kill(actor)
+            self._return_devices(self._engine_devices.pop(name))
             log.info("engine was removed", engine=name)
+
+    async def _reserve_engine(self) -> EngineDevices:
+        """Reserve the devices of another engine. Raises UserError if the Ray cluster has none that are free."""
+        one_engine = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
+        placement = await asyncio.to_thread(reserve, one_engine)
+        self._placements.append(placement)
+        return EngineDevices(placement, placement.plan.engines[0])
+
+    def _return_devices(self, devices: EngineDevices) -> None:
+        """Give the devices of a removed engine back to Ray, or keep them for the next engine that is added."""
+        if devices.placement is self._placements[0]:
+            self._free_devices.append(devices)
+        else:
+            self._placements.remove(devices.placement)
+            devices.placement.release()
 
     @property
     def _world_size(self) -> int:
@@ -264,16 +311,16 @@ class Cluster:
         return url
 
     async def _start_engines(self, placement: Placement, checkpoint: str) -> list[EngineInfo]:
-        names = [f"engine-{number}" for number in range(len(placement.plan.engines))]
-        for name, bundles in zip(names, placement.plan.engines, strict=True):
-            self._engine_actors[name] = self._create_engine(placement, name, bundles, checkpoint)
-        return await _gather(*map(self._start_engine, names))
+        engines = {f"engine-{number}": bundles for number, bundles in enumerate(placement.plan.engines)}
+        for name, bundles in engines.items():
+            self._engine_actors[name] = self._create_engine(EngineDevices(placement, bundles), name, checkpoint)
+        return await _gather(*map(self._start_engine, engines))
 
-    def _create_engine(
-        self, placement: Placement, name: str, bundles: Sequence[Bundle], checkpoint: str
-    ) -> list[ActorHandle[Any]]:
+    def _create_engine(self, devices: EngineDevices, name: str, checkpoint: str) -> list[ActorHandle[Any]]:
         """Create the actors of one engine, one per node, without starting their servers."""
-        nodes, actors = by_node(bundles), []
+        self._engine_devices[name] = devices
+        placement = devices.placement
+        nodes, actors = by_node(devices.bundles), []
         for rank, node_bundles in enumerate(nodes):
             spec = engine_spec(
                 self._config,

@@ -7,13 +7,13 @@ worker hangs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
@@ -24,6 +24,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging
+from miles_async.observability.console.lossy_output import survive_lost_output
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
@@ -36,10 +37,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes; REFUSED means that the configuration or another input of the user is wrong."""
+DONE, FAILED, REFUSED = 0, 1, 2
+"""Exit codes; REFUSED means that the configuration or another input of the user is wrong. A run that a signal ends has
+the exit code of `StopRequest`."""
 TICK_SECONDS = 0.25
 """Longest time between two updates of console, metrics and heartbeats."""
+TERMINATION_SECONDS = 8.0
+"""Time after a SIGTERM in which the current step may end; then the step is abandoned. Kubernetes and Slurm send SIGKILL
+30 seconds after SIGTERM, and ending all processes takes a few seconds too."""
+
+log = structlog.get_logger(__name__)
 
 
 class RunInterruptedError(Exception):
@@ -51,6 +58,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
 
     `config` is what `argv` resolved to; SIGHUP resolves `argv` again, to read changed YAML files.
     """
+    survive_lost_output()
     configure_logging(config.observability.log_format)
     try:
         sft_examples = preflight(config, entry)
@@ -66,11 +74,11 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
 async def _drive(
     config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, sft_examples: SftExamples
 ) -> int:
-    stop = asyncio.Event()
-    _handle_interrupts(stop)
-    log = structlog.get_logger(__name__)
+    _ignore_hangup()
     print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
+        stop = StopRequest(subscribers)
+        stop.handle_signals()
         # Importing Ray takes seconds, so it is imported after all fast checks have passed.
         from .cluster import Cluster
         from .watchdog import Watchdog
@@ -81,20 +89,83 @@ async def _drive(
         reason = "done"
         try:
             async with Cluster(config, folder, entry) as cluster:
-                subscribers.emit(await _run_unless_stopped(stop, cluster.start(sft_examples)))
+                # The native code of Ray has installed its own handler of SIGTERM.
+                stop.handle_signals()
+                ready = await _guard(cluster.start(sft_examples), stop.wait(), cluster.watch_ray())
+                subscribers.emit(ready)
                 with Watchdog(cluster, subscribers, config.observability) as watchdog:
-                    await _follow(cluster, subscribers, watchdog, stop, partial(load_config, argv, entry=entry))
-            if stop.is_set():
+                    run = _follow(cluster, subscribers, watchdog, stop, partial(load_config, argv, entry=entry))
+                    await _guard(run, stop.wait_until_overdue(), cluster.watch_ray())
+            if stop.requested:
                 raise RunInterruptedError
         except (RunInterruptedError, asyncio.CancelledError):
             reason = "interrupted"
-            return INTERRUPTED
+            return stop.exit_code
         except BaseException as error:
             reason = redact_text(str(error)) or type(error).__name__
             raise
         finally:
             subscribers.emit(RunEnded(time=time.time(), reason=reason))
     return DONE
+
+
+class StopRequest:
+    """The user's request to end the run: Ctrl-C (SIGINT) or SIGTERM.
+
+    The first signal ends the run after the current step, the second one immediately. Batch systems send SIGKILL some
+    time after SIGTERM, so the current step has only `TERMINATION_SECONDS` to end after a SIGTERM.
+    """
+
+    def __init__(self, subscribers: EventSubscribers) -> None:
+        """Create it in the task that the second signal cancels."""
+        task = asyncio.current_task()
+        assert task is not None, "created in a coroutine"
+        self._task = task
+        self._subscribers = subscribers
+        self._arrived, self._terminated = asyncio.Event(), asyncio.Event()
+        self._signal = signal.SIGINT
+
+    @property
+    def requested(self) -> bool:
+        return self._arrived.is_set()
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the number of the signal, as shells report it."""
+        return 128 + self._signal
+
+    def handle_signals(self) -> None:
+        """Install the signal handlers, or install them again after a library has replaced them."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.request, number)
+
+    def request(self, number: signal.Signals) -> None:
+        """Handle one signal."""
+        self._signal = number
+        if self.requested:
+            print("\nstopping immediately", file=sys.stderr)
+            self._task.cancel()
+            return
+        again = "press Ctrl-C" if number == signal.SIGINT else "send SIGTERM"
+        print(f"\nstopping after this step; {again} again to stop immediately", file=sys.stderr)
+        self._arrived.set()
+        if number == signal.SIGTERM:
+            self._terminated.set()
+        # `ray job stop` sends SIGKILL three seconds after SIGTERM, perhaps before the run has ended.
+        self._subscribers.write_early_summary(RunEnded(time=time.time(), reason="interrupted"))
+
+    async def wait(self) -> NoReturn:
+        """Raise RunInterruptedError as soon as a signal arrives."""
+        await self._arrived.wait()
+        raise RunInterruptedError
+
+    async def wait_until_overdue(self) -> NoReturn:
+        """Raise RunInterruptedError when the current step has used up its time after a SIGTERM."""
+        await self._terminated.wait()
+        await asyncio.sleep(TERMINATION_SECONDS)
+        log.warning("the current step was abandoned", seconds_after_sigterm=TERMINATION_SECONDS)
+        raise RunInterruptedError
 
 
 class _Resizer:
@@ -114,7 +185,6 @@ class _Resizer:
             self._task.cancel()
 
     async def _resize(self) -> None:
-        log = structlog.get_logger(__name__)
         try:
             await self._cluster.resize(engines(self._reload()))
         except MilesError as error:
@@ -125,7 +195,7 @@ async def _follow(
     cluster: Cluster,
     subscribers: EventSubscribers,
     watchdog: Watchdog,
-    stop: asyncio.Event,
+    stop: StopRequest,
     reload: Callable[[], RunConfig],
 ) -> None:
     """Pass events of the pipeline to the subscribers until it ends.
@@ -147,46 +217,40 @@ async def _follow(
                 # The last events may be in the call in progress, or not requested yet: one more call gets all of them.
                 subscribers.emit(*await events, *await cluster.events())
                 return run.result()
-            if stop.is_set() and not stop_was_sent:
+            if stop.requested and not stop_was_sent:
                 stop_was_sent = True
                 cluster.stop()
             watchdog.look(time.time())
     finally:
+        _ignore_hangup()
         resizer.cancel()
         run.cancel()
         events.cancel()
 
 
-async def _run_unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
-    """Return the result of `work`. Raises RunInterruptedError, and cancels `work`, as soon as `stop` is set."""
-    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+async def _guard(work: Awaitable[T], *watchers: Awaitable[NoReturn]) -> T:
+    """Return the result of `work`. If a watcher raises before, cancel `work` and raise the error of the watcher."""
+    task = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(watcher) for watcher in watchers]
     try:
-        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise RunInterruptedError
+        done, _ = await asyncio.wait([task, *watching], return_when=asyncio.FIRST_COMPLETED)
+        for ended in done - {task}:
+            ended.result()
         return task.result()
     finally:
-        stopping.cancel()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
+        for future in (task, *watching):
+            future.cancel()
+        with suppress(asyncio.CancelledError, Exception):
             await task
 
 
-def _handle_interrupts(stop: asyncio.Event) -> None:
-    """Let the first Ctrl-C (or SIGTERM) end the run after the current step, and the second one immediately."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None, "called from a coroutine"
+def _ignore_hangup() -> None:
+    """Ignore SIGHUP, which would otherwise end this process: the number of engines can change only during training."""
 
-    def interrupt() -> None:
-        if stop.is_set():
-            print("\nstopping immediately", file=sys.stderr)
-            task.cancel()
-            return
-        print("\nstopping after this step; press Ctrl-C again to stop immediately", file=sys.stderr)
-        stop.set()
+    def ignore() -> None:
+        log.info("SIGHUP was ignored: the number of engines can change only while the run trains")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ignore)
 
 
 def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:

@@ -203,7 +203,10 @@ class RolloutWorker:
         """Connect to the running engines and add them to the router."""
         engine = self._config.engine
         self._servers = RayServers(
-            surroundings.engine_actors, surroundings.router_actor, engine.engine_start_timeout_seconds
+            surroundings.engine_actors,
+            surroundings.router_actor,
+            surroundings.router_url,
+            engine.engine_start_timeout_seconds,
         )
         self._fleet = SGLangFleet(
             surroundings.router_url,

@@ -20,9 +20,9 @@ class Router:
         """Start the router and return its URL. Raises FatalError with one sentence."""
         return self._server.start()
 
-    def restart(self) -> str:
-        """Start the router at its previous address, without engines. Raises FatalError with one sentence."""
-        return self._server.restart()
+    def restart(self, url: str) -> str:
+        """Start the router at `url`, its previous address, without engines. Raises FatalError with one sentence."""
+        return self._server.restart(url)
 
     def answers(self) -> str | Literal[False]:
         """See `RouterServer.answers`."""

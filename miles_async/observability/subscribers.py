@@ -149,6 +149,14 @@ class EventSubscribers:
             case _:
                 pass
 
+    def write_early_summary(self, end: RunEnded) -> None:
+        """Write `summary.json` before the run has ended, in case that this process is killed before it ends.
+
+        `end` is the event that is expected; the summary is written again with the actual event.
+        """
+        self._summary.observe(end)
+        self._write_summary()
+
     def _write_summary(self) -> None:
         try:
             self._summary.write(self._folder.summary)

@@ -106,13 +106,10 @@ class Job:
 
         wait_until(reached_or_ended, f"the job can {what}", within=within)
 
-    def left_running(self, patience: float = 0.0, but: tuple[str, ...] = ()) -> dict[int, str]:
-        """Pid and command line of what still runs of it and its offspring after `patience` seconds.
-
-        Command lines that begin with one of `but` do not count.
-        """
+    def left_running(self, patience: float = 0.0) -> dict[int, str]:
+        """Pid and command line of what still runs of it and its offspring after `patience` seconds."""
         deadline = time.monotonic() + patience
-        while left := {pid: line for pid, line in _marked(self.mark) if not line.startswith(but)}:
+        while left := dict(_marked(self.mark)):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.1)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import pytest
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
+from miles_async.events import RunEnded
 from workers import driver
+from workers.driver import StopRequest
 
 
 class Hung:
@@ -29,6 +32,15 @@ class Hung:
         self.asked_to_stop += 1
 
 
+class Summary:
+    """Records the end that the early summary reports."""
+
+    reason = ""
+
+    def write_early_summary(self, end: RunEnded) -> None:
+        self.reason = end.reason
+
+
 class Watchdog:
     """Gives the run up at the third look."""
 
@@ -45,12 +57,12 @@ async def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_u
 ) -> None:
     monkeypatch.setattr(driver, "TICK_SECONDS", 0.0)
     hung: Any = Hung()
-    stop = asyncio.Event()
-    stop.set()
-    no_subscribers: Any = None
+    subscribers: Any = Summary()
+    stop = StopRequest(subscribers)
+    stop.request(signal.SIGINT)
     watchdog: Any = Watchdog()
     with pytest.raises(FatalError, match="has not answered"):
-        await driver._follow(hung, no_subscribers, watchdog, stop, RunConfig)
+        await driver._follow(hung, subscribers, watchdog, stop, RunConfig)
     assert hung.asked_to_stop == 1
 
 
@@ -80,5 +92,5 @@ async def test_the_last_event_of_a_run_is_emitted() -> None:
     ended: Any = Ended()
     subscribers: Any = EventSubscribers()
     watchdog: Any = Watchdog()
-    await driver._follow(ended, subscribers, watchdog, asyncio.Event(), RunConfig)
+    await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers), RunConfig)
     assert emitted == ["the last event"]

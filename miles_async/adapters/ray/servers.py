@@ -35,13 +35,16 @@ class RayServers:
     Ray restarts an actor that died by itself, without its server. This class starts the server again.
     """
 
-    def __init__(self, engines: Mapping[str, Sequence[Actor]], router: Actor | None, start_timeout: float) -> None:
+    def __init__(
+        self, engines: Mapping[str, Sequence[Actor]], router: Actor | None, router_url: str, start_timeout: float
+    ) -> None:
         """`engines` has the actors of each engine, one per node. `router` is None if the run uses an external router.
 
         `start_timeout` is the time in seconds that a server may take to start.
         """
         self._engines = dict(engines)
         self._router = router
+        self._router_url = router_url
         self._timeout = start_timeout + ACTOR_RESTART_SECONDS
 
     def add(self, engine: str, parts: Sequence[Actor]) -> None:
@@ -56,7 +59,7 @@ class RayServers:
             raise EngineLostError(
                 "the external router does not answer; start it again, the run uses it as soon as it answers"
             )
-        await self._within_timeout("sglang-router", self._router.restart.remote())
+        await self._within_timeout("sglang-router", self._router.restart.remote(self._router_url))
 
     async def _within_timeout(self, server: str, call: Awaitable[T]) -> T:
         """Raise EngineLostError for any failure: a restart is tried again, it does not end the run."""

@@ -46,14 +46,20 @@ class RouterServer:
                 return self._serve()
         raise FatalError(f"sglang-router found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})")
 
-    def restart(self) -> str:
-        """Start the router at its previous address, which everyone else keeps using. Raises FatalError as `start`."""
+    def restart(self, url: str) -> str:
+        """Start the router at `url`, its previous address, which all other processes keep using.
+
+        The router may have been started by another process that has died since, so this object may not have claimed the
+        ports yet. Raises FatalError as `start`, or if the port is in use: try again, the old router may be ending.
+        """
         if self._process is not None:
             self._process.stop(grace=0)
         try:
+            if not self._ports:
+                self._ports = [ClaimedPort(urlsplit(url).port or 80), claim_port()]
             return self._serve()
-        except PortTakenError as taken:
-            raise FatalError(f"the previous port of sglang-router is in use: {taken}") from taken
+        except (PortTakenError, OSError) as taken:
+            raise FatalError(f"sglang-router cannot listen on its previous port again: {taken}") from taken
 
     def _serve(self) -> str:
         port, metrics_port = (claimed.number for claimed in self._ports)

@@ -1,0 +1,51 @@
+"""SIGTERM ends the run as Ctrl-C does, and so does the loss of Ray's head node, with a sentence; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.stack.job import Job, job
+
+LONG = ("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "500")
+START_SECONDS = 150
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its process group"])
+def test_sigterm_ends_the_run_with_summary_and_report_and_leaves_nothing_running(
+    tmp_path: Path, send: Callable[[int, int], None]
+) -> None:
+    with job(tmp_path, *LONG) as running:
+        running.says("Staleness stats", START_SECONDS)
+        send(running.pid, signal.SIGTERM)
+        assert running.ended(within=15) == 128 + signal.SIGTERM
+        assert running.left_running() == {}
+    assert "stopping after this step; send SIGTERM again" in running.err
+    assert "*** SIGTERM received" not in running.err, "native code printed its stack"
+    assert "Traceback" not in running.err
+    assert "ended      interrupted" in running.out
+    summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert summary["reason"] == "interrupted"
+    assert summary["versions"] == summary["rollouts"]
+    assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
+
+
+def test_without_rays_head_node_the_run_ends_with_a_sentence_and_a_summary(tmp_path: Path) -> None:
+    with job(tmp_path, *LONG) as running:
+        running.says("Staleness stats", START_SECONDS)
+        os.kill(_process(running, "gcs_server"), signal.SIGKILL)
+        assert running.ended(within=50) == 1
+        assert running.left_running() == {}
+    assert "train_async.py: the head node of Ray at " in running.err
+    assert "Traceback" not in running.err
+    assert "has not answered" in json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())["reason"]
+
+
+def _process(running: Job, command: str) -> int:
+    [pid] = [pid for pid, line in running.left_running().items() if command in line.split()[0]]
+    return pid

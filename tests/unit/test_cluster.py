@@ -1,0 +1,108 @@
+"""What the cluster does about a lost head node of Ray, and with the devices of removed engines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from miles_async.config.device_plan import Bundle
+from miles_async.config.schema import RunConfig
+from miles_async.errors import FatalError, UserError
+from miles_async.observability.run_folder import RunFolder
+from workers import cluster as module
+from workers.cluster import Cluster, EngineDevices
+
+
+class Placement:
+    """Devices for one engine."""
+
+    def __init__(self) -> None:
+        self.plan = SimpleNamespace(engines=[[Bundle(0, "127.0.0.1", 0)]])
+        self.released = False
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Actor:
+    """Answers every call of every method."""
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=self._answer)
+
+    async def _answer(self, *arguments: Any) -> None: ...
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A running cluster with one engine, whose actors do nothing."""
+    made = Cluster(RunConfig(), RunFolder(tmp_path), "train_async.py")
+    created: Any = Placement()
+    handles: Any = made
+    handles._worker = Actor()
+    handles.surroundings = SimpleNamespace(checkpoint="")
+    probes: Any = made.probes
+    monkeypatch.setattr(made, "_server", lambda kind, name, *rest: probes.setdefault(name, Actor()))
+    monkeypatch.setattr(module, "engine_spec", lambda *arguments, **settings: None)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    for method in ("host", "devices", "actor_options"):
+        monkeypatch.setattr(Placement, method, lambda self, *arguments: None, raising=False)
+    made._placements.append(created)
+    devices = EngineDevices(created, created.plan.engines[0])
+    made._engine_actors["engine-0"] = made._create_engine(devices, "engine-0", "")
+    return made
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[Placement]:
+    """All placements that were reserved for further engines."""
+    made: list[Placement] = []
+
+    def reserve(demand: Any) -> Placement:
+        made.append(Placement())
+        return made[-1]
+
+    monkeypatch.setattr(module, "reserve", reserve)
+    return made
+
+
+def test_the_devices_of_an_added_engine_are_given_back_when_it_is_removed(
+    cluster: Cluster, reserved: list[Placement]
+) -> None:
+    async def resize() -> None:
+        await cluster.resize(3)
+        await cluster.resize(2)
+
+    asyncio.run(resize())
+    assert [placement.released for placement in reserved] == [False, True]
+
+
+def test_an_engine_that_is_added_later_uses_the_devices_of_an_engine_that_the_run_started_with(
+    cluster: Cluster, reserved: list[Placement]
+) -> None:
+    async def resize() -> None:
+        await cluster.resize(0)
+        await cluster.resize(1)
+
+    asyncio.run(resize())
+    assert reserved == []
+    assert not cluster._placements[0].released  # type: ignore[attr-defined]
+
+
+def test_a_lost_head_node_of_ray_ends_the_run_with_a_sentence(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: str, within: float) -> None:
+        raise UserError("connection refused")
+
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    monkeypatch.setattr(module, "check_ray", refuse)
+    monkeypatch.setattr(module, "RAY_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "OWN_RAY_LOST_SECONDS", 0.0)
+    with pytest.raises(FatalError, match=r"head node of Ray at 127\.0\.0\.1:6379 has not answered"):
+        asyncio.run(cluster.watch_ray())

@@ -1,0 +1,99 @@
+"""How signals end a run: the summary is written first, and a step has limited time after SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from miles_async.events import RunEnded
+from workers import driver
+from workers.driver import RunInterruptedError, StopRequest
+
+
+class Subscribers:
+    def __init__(self) -> None:
+        self.early_summaries: list[str] = []
+
+    def write_early_summary(self, end: RunEnded) -> None:
+        self.early_summaries.append(end.reason)
+
+
+def stop_request() -> StopRequest:
+    subscribers: Any = Subscribers()
+    return StopRequest(subscribers)
+
+
+def test_the_summary_is_written_as_soon_as_the_signal_arrives() -> None:
+    async def interrupted() -> list[str]:
+        subscribers: Any = Subscribers()
+        StopRequest(subscribers).request(signal.SIGTERM)
+        written: list[str] = subscribers.early_summaries
+        return written
+
+    assert asyncio.run(interrupted()) == ["interrupted"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_exit_code_names_the_signal(number: signal.Signals) -> None:
+    async def interrupted() -> int:
+        stop = stop_request()
+        stop.handle_signals()
+        os.kill(os.getpid(), number)
+        with pytest.raises(RunInterruptedError):
+            await stop.wait()
+        return stop.exit_code
+
+    assert asyncio.run(interrupted()) == 128 + number
+
+
+def test_a_step_that_outlives_its_time_after_sigterm_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "TERMINATION_SECONDS", 0.0)
+
+    async def interrupted() -> None:
+        stop = stop_request()
+        stop.request(signal.SIGTERM)
+        await driver._guard(asyncio.Event().wait(), stop.wait_until_overdue())
+
+    with pytest.raises(RunInterruptedError):
+        asyncio.run(interrupted())
+
+
+def test_a_step_has_unlimited_time_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "TERMINATION_SECONDS", 0.0)
+
+    async def interrupted() -> str:
+        stop = stop_request()
+        stop.request(signal.SIGINT)
+
+        async def step() -> str:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            return "done"
+
+        return await driver._guard(step(), stop.wait_until_overdue())
+
+    assert asyncio.run(interrupted()) == "done"
+
+
+def test_the_second_signal_cancels_the_run() -> None:
+    async def interrupted() -> None:
+        stop = stop_request()
+        stop.request(signal.SIGTERM)
+        stop.request(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+
+
+def test_sighup_does_not_end_a_run_that_starts() -> None:
+    async def hung_up() -> None:
+        driver._ignore_hangup()
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+
+    asyncio.run(hung_up())
