@@ -58,7 +58,7 @@ def test_a_checkpoint_owes_the_prompts_that_a_persistent_worker_holds(flat: bool
     assert max(Counter(owed).values()) == 1
     trained = set(range(5 * BATCH))
     assert trained | set(owed) == set(range(progress["data"]["next"]))
-    assert all(not sample["response_length"] for group in progress["owed"][-HELD:] for sample in group["samples"])
+    assert all(sample["prompt_tokens"] == [] for group in progress["owed"][-HELD:] for sample in group["samples"])
 
 
 def test_a_prompt_is_owed_as_it_was_before_the_function_wrote_into_its_tokens() -> None:
