@@ -14,7 +14,7 @@ from functools import partial
 
 import structlog
 
-from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
+from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import AdmissionBlocked, GroupFiltered, GroupGenerated, QueueChanged
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, sequence_of
@@ -28,7 +28,7 @@ from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCo
 from miles_async.types import DropReason, Group, SampleStatus, Verdict
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
-"""Delay before a group whose engine was lost is fed again: the router needs a moment to notice the loss."""
+"""Delay before a group whose engine or router was lost is fed again: the next health check has to notice the loss."""
 
 
 class Outcome(Enum):
@@ -70,7 +70,7 @@ class Producer:
         engines_available: Callable[[], bool],
         sample_display: SampleDisplay,
     ) -> None:
-        """`keep` is the dynamic filter; `engines_available` tells whether any engine accepts requests."""
+        """`keep` is the dynamic filter; `engines_available` returns whether requests reach an engine."""
         self._run_state = run_state
         self._tasks = tasks
         self._data = data
@@ -210,7 +210,10 @@ class Producer:
             outcome = Outcome.FAILED
             if not self._stopping:
                 await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
-            self._recycler.handle_engine_loss(group, str(error))
+            if isinstance(error, RouterLostError):
+                self._recycler.requeue(group, DropReason.ROUTER_LOST)
+            else:
+                self._recycler.handle_engine_loss(group, str(error))
         if outcome is Outcome.ABORTED:
             self._feed_aborted_again(group)
         elif outcome is Outcome.FILTERED:

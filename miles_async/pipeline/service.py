@@ -294,4 +294,4 @@ class Service:
         self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.now(), to=phase))
 
     def _engines_available(self) -> bool:
-        return bool(self._ports.fleet.routed())
+        return self._ports.fleet.serving()

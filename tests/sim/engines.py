@@ -223,6 +223,9 @@ class Engines:
     def routed(self) -> Sequence[str]:
         return ["engine-0"]
 
+    def serving(self) -> bool:
+        return bool(self.routed())
+
     async def loads(self) -> Sequence[EngineLoad]:
         return [EngineLoad(kv_usage=self._taken / self._permits, queued=self.in_flight - self._taken)]
 

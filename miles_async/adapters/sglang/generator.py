@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from miles_async.adapters.sglang.client import JsonClient
+from miles_async.adapters.sglang.client import JsonClient, UnavailableError
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
+from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -144,8 +144,8 @@ class SGLangGenerator:
         """Finish every unfinished sample of the group, in place; `sampling` overrides the default parameters.
 
         A sample that already has response tokens is continued. Raises TrajectoryError if a prompt is empty or too long,
-        an engine refuses the request, or an answer cannot be trained on; and EngineLostError if another attempt may
-        succeed.
+        an engine refuses the request, or an answer cannot be trained on; EngineLostError if the engine was lost; and
+        RouterLostError if the request reached no engine.
         """
         chosen = sampling or self.sampling
         self.tokenize(group)
@@ -224,7 +224,7 @@ class SGLangGenerator:
             if not granted:
                 sample.status = SampleStatus.ABORTED
                 return
-            answer = await self._client.post(self._url, body, within=self._timeout)
+            answer = await self._ask(body)
         logprobs = answer["meta_info"]["input_token_logprobs"][-sample.response_length :]
         sample.rollout_log_probs = [entry[0] for entry in logprobs]
 
@@ -282,7 +282,7 @@ class SGLangGenerator:
                 **self._priority,
             }
             started = time.time()
-            answers = await self._client.post(self._url, body, within=self._timeout)
+            answers = await self._ask(body)
             ended = time.time()
         if self._on_request is not None:
             response_tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
@@ -298,6 +298,13 @@ class SGLangGenerator:
         decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
         for sample, answer in zip(samples, answers, strict=True):
             extend(sample, answer, decode)
+
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        """Send one request to the router and return its answer."""
+        try:
+            return await self._client.post(self._url, body, within=self._timeout)
+        except UnavailableError as error:
+            raise RouterLostError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
