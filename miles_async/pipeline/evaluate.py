@@ -43,8 +43,8 @@ class Evaluator:
     run_state: RunState
     rewarder: Rewarder
     sets: Sequence[EvalSet]
-    engines_available: Callable[[], bool]
-    """Returns whether requests reach an engine."""
+    may_generate: Callable[[], bool]
+    """Returns whether requests reach an engine and may be sent now."""
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
         """Return rewards and truncation flags of every sample, by data set.
@@ -110,7 +110,7 @@ class Evaluator:
         losses = interruptions = 0
         while True:
             try:
-                await generator.generate(group)
+                await self._generate(group, generator)
                 if not _interrupted(group):
                     await self.rewarder.score(group)
                     return None
@@ -130,12 +130,20 @@ class Evaluator:
                 losses += not isinstance(error, RouterLostError)
             if losses == MAX_ENGINE_LOSSES or interruptions == MAX_INTERRUPTIONS:
                 break
-            if isinstance(failure, EngineLostError):
-                await self.run_state.changed.until(self.engines_available)
             await self.run_state.clock.sleep(RETRY_SECONDS)
         for sample in group:
             sample.reward = 0.0
         return failure
+
+    async def _generate(self, group: Group, generator: Generator) -> None:
+        """Generate once requests may be sent."""
+        await self.run_state.changed.until(self.may_generate)
+        self.run_state.evaluation_requests += 1
+        try:
+            await generator.generate(group)
+        finally:
+            self.run_state.evaluation_requests -= 1
+            self.run_state.changed.notify()
 
     def _warn(self, text: str) -> None:
         self.run_state.events.emit(WarningRaised(time=self.run_state.clock.now(), text=text))

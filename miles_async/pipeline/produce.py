@@ -7,7 +7,7 @@ tasks change shared state only between two awaits, so no lock is needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -68,9 +68,11 @@ class Producer:
         queue_capacity: int,
         partial_rollout: bool,
         engines_available: Callable[[], bool],
+        check_engines: Callable[[], Awaitable[None]],
         sample_display: SampleDisplay,
     ) -> None:
-        """`keep` is the dynamic filter; `engines_available` returns whether requests reach an engine."""
+        """`keep` is the dynamic filter. `engines_available` returns whether requests reach an engine; `check_engines`
+        fences the engines that do not answer."""
         self._run_state = run_state
         self._tasks = tasks
         self._data = data
@@ -81,6 +83,8 @@ class Producer:
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
         self._engines_available = engines_available
+        self._check_engines = check_engines
+        self._quarantine = run_state.quarantine
         self._sample_display = sample_display
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
@@ -131,14 +135,19 @@ class Producer:
             counts[state] for state in (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED)
         )
         # A notification after the feed looked may have been a prompt that was fed again, so the look is outdated.
-        return self._data_empty_at == self._run_state.changed.count and not in_progress
+        data_empty = self._data_empty_at == self._run_state.changed.count
+        return data_empty and not in_progress and not self._quarantine.waiting
 
     async def _feed(self, admission: Admission) -> None:
         """Admit groups while no limit blocks. Unblocked by a group that ends, a publish, a batch or a new engine."""
         run_state = self._run_state
 
         def blocked() -> Blocked | None:
-            return admission.blocked_by(run_state.ledger) if self._engines_available() else Blocked.NO_ENGINE
+            if not self._engines_available():
+                return Blocked.NO_ENGINE
+            if self._quarantine.wants_engines_alone and self._engines_in_use():
+                return Blocked.TRIAL
+            return admission.blocked_by(run_state.ledger)
 
         def no_longer_blocked_by(cause: Blocked) -> bool:
             return blocked() is not cause
@@ -156,7 +165,8 @@ class Producer:
                     )
                 )
                 continue
-            groups = self._data.get_samples(1)
+            suspect = self._quarantine.release()
+            groups = self._data.get_samples(1) if suspect is None else [suspect]
             if not groups:
                 # Wakes the collector, which checks `exhausted`. A group in progress may still feed its prompt again.
                 run_state.changed.notify()
@@ -168,6 +178,11 @@ class Producer:
                 self._tasks.spawn(f"group-{group.sequence}", self._produce(group))
             # A generator that never suspends (a replayed recording) must not starve the other loops.
             await asyncio.sleep(0)
+
+    def _engines_in_use(self) -> bool:
+        counts = self._run_state.ledger.counts
+        in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
+        return bool(in_flight or self._run_state.evaluation_requests)
 
     async def _enforce_head_deadline(self) -> None:
         """Abort each head of the window that stays at the engines past its deadline."""
@@ -205,6 +220,7 @@ class Producer:
             self._recycler.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
         except TrajectoryError as error:
             outcome = Outcome.FAILED
+            self._quarantine.clear(group)
             self._recycler.retry(group, DropReason.FAILED, str(error))
         except EngineLostError as error:
             outcome = Outcome.FAILED
@@ -219,6 +235,7 @@ class Producer:
         elif outcome is Outcome.FILTERED:
             run_state.drop(group, DropReason.FILTERED)
         self._overdue.discard(sequence)
+        self._quarantine.end_trial(group)
         if outcome is Outcome.KEPT:
             run_state.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)
@@ -230,6 +247,10 @@ class Producer:
     async def _attempt(self, group: Group) -> Outcome:
         """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
         clock, sequence = self._run_state.clock, sequence_of(group)
+        if self._quarantine.suspects(group):
+            # The trial must not be lost at an engine that another group crashed a moment ago.
+            await self._check_engines()
+            await self._run_state.changed.until(lambda: self._stopping or self._engines_available())
         if self._stopping:
             return Outcome.ABORTED
         started = clock.now()
@@ -241,6 +262,7 @@ class Producer:
             del self._generating[sequence], self.at_engines_since[sequence]
         if any(sample.status is SampleStatus.ABORTED for sample in group):
             return Outcome.ABORTED
+        self._quarantine.clear(group)
         generated = clock.now()
         self.rewarding += 1
         try:

@@ -68,6 +68,10 @@ class Repair:
             # Admission and evaluations wait for a router that serves requests.
             self._run_state.changed.notify()
 
+    async def check_engines(self) -> None:
+        """Check all routed engines now, and fence those that fail."""
+        await asyncio.gather(*map(self._check, self._fleet.routed()))
+
     async def _keep_alive(self, engine: str) -> None:
         """Check or restart one engine until it is no member of the fleet."""
         while engine in self._fleet.members():

@@ -19,6 +19,8 @@ class Blocked(StrEnum):
 
     NO_ENGINE = "no_engine"
     """Requests reach no engine; an engine that joins, or a router that answers again, unblocks admission."""
+    TRIAL = "trial"
+    """A prompt that may crash engines is generated alone (`scheduling/quarantine.py`); its end unblocks admission."""
     IN_FLIGHT = "in_flight"
     """N groups are being generated; a group that ends unblocks admission."""
     ENGINES = "engines"
