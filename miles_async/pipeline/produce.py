@@ -257,10 +257,10 @@ class Producer:
         self._generating[sequence] = group
         self.at_engines_since[sequence] = started
         try:
-            await self._generator.generate(group)
+            await self._generate(group)
         finally:
             del self._generating[sequence], self.at_engines_since[sequence]
-        if any(sample.status is SampleStatus.ABORTED for sample in group):
+        if _aborted(group):
             return Outcome.ABORTED
         self._quarantine.clear(group)
         generated = clock.now()
@@ -288,6 +288,24 @@ class Producer:
         self._sample_display.offer(clock.now(), group)
         return Outcome.KEPT if verdict else Outcome.FILTERED
 
+    async def _generate(self, group: Group) -> None:
+        """Generate the group, and again after each publish that aborts it.
+
+        The group keeps its sequence number. The trainer cannot run ahead of the head of the window by more than the
+        window and the slots allow, so publishes stop until the group has ended, however long it takes.
+        """
+        run_state = self._run_state
+        while True:
+            aborts_before = run_state.publish_aborts
+            await self._generator.generate(group)
+            by_publish = run_state.publish_aborts != aborts_before
+            if not _aborted(group) or not by_publish or self._stopping or sequence_of(group) in self._overdue:
+                return
+            if not self._partial_rollout:
+                for sample in group:
+                    if sample.status is SampleStatus.ABORTED:
+                        sample.reset()
+
     def _feed_aborted_again(self, group: Group) -> None:
         """Feed an aborted group again: with its tokens, or as a fresh attempt."""
         if sequence_of(group) not in self._overdue:
@@ -314,3 +332,7 @@ class Producer:
         self._run_state.events.emit(
             QueueChanged(time=self._run_state.clock.now(), depth=len(self.queue), blocked=self.window.blocked)
         )
+
+
+def _aborted(group: Group) -> bool:
+    return any(sample.status is SampleStatus.ABORTED for sample in group)

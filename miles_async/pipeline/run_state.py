@@ -35,6 +35,8 @@ class RunState:
         """Newest weight version on every routed engine; -1 before the first publish."""
         self.evaluation_requests = 0
         """Problems of evaluations that are at the engines."""
+        self.publish_aborts = 0
+        """Publishes that aborted the requests at the engines (`pause_generation_mode` abort)."""
         self.last_progress = clock.now()
         """When a group was last collected, a step ended or a version went live."""
         self.data_lock = Lock()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from miles_async.adapters.sglang.client import JsonClient, UnavailableError
+from miles_async.adapters.sglang.client import JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
@@ -144,8 +144,8 @@ class SGLangGenerator:
         """Finish every unfinished sample of the group, in place; `sampling` overrides the default parameters.
 
         A sample that already has response tokens is continued. Raises TrajectoryError if a prompt is empty or too long,
-        an engine refuses the request, or an answer cannot be trained on; EngineLostError if the engine was lost; and
-        RouterLostError if the request reached no engine.
+        an engine refuses the request or exceeds the time limit, or an answer cannot be trained on; EngineLostError if
+        the engine was lost; and RouterLostError if the request reached no engine.
         """
         chosen = sampling or self.sampling
         self.tokenize(group)
@@ -305,6 +305,12 @@ class SGLangGenerator:
             return await self._client.post(self._url, body, within=self._timeout)
         except UnavailableError as error:
             raise RouterLostError(str(error)) from error
+        except NoAnswerError as error:
+            # Health checks find engines and routers that hang, so this answer is only slow.
+            raise TrajectoryError(
+                f"an engine has not answered within {self._timeout:g} s: raise sglang_router_request_timeout_secs, or "
+                "lower rollout_max_response_len"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
