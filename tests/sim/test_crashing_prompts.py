@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_async.config.schema import Rollout, RunConfig
 from miles_async.events import Evaluated, GroupMoved, StepEnded
 from miles_async.pipeline.checkpoint import progress_of
 from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.quarantine import CULPRIT_LOSSES
 from miles_async.types import DropReason, Group, SampleStatus
+from tests.configuration import run_config
 from tests.sim.test_repair import START_SECONDS, Fate, MortalEngines
 from tests.sim.world import World
 
@@ -50,21 +50,19 @@ def play(
     problems: int = 0,
     world_kind: type[World] = World,
 ) -> World:
-    rollout = Rollout(rollout_batch_size=8, num_rollout=BATCHES, n_samples_per_prompt=2, max_weight_staleness=3)
+    config = run_config(rollout_batch_size=8, num_rollout=BATCHES, n_samples_per_prompt=2, max_weight_staleness=3)
     kind = type(
         "Crashing",
         (CrashingEngines,),
         {"fate": Fate(engines=engines), "culprits": {f"sample_0_{i}" for i in culprits}, "delays": delays},
     )
-    return world_kind(
-        config=RunConfig(rollout=rollout), engine_kind=kind, schedule=schedule, seed=seed, problems=problems
-    ).run()
+    return world_kind(config=config, engine_kind=kind, schedule=schedule, seed=seed, problems=problems).run()
 
 
 def check_that_only_culprits_are_charged(world: World, culprits: Collection[int]) -> None:
     names = {f"sample_0_{i}" for i in culprits}
-    assert world.graveyard.prompts <= names
-    assert {reason for _, reason, _ in world.graveyard.buried} <= {DropReason.ENGINE_LOST}
+    assert world.dead_letters.prompts <= names
+    assert {reason for _, reason, _ in world.dead_letters.letters} <= {DropReason.ENGINE_LOST}
     assert {move.attempt for move in world.trace.of(GroupMoved)} == {0}, "no attempt is charged"
     assert len(world.trace.of(StepEnded)) == BATCHES
     assert world.audit.violations == []
@@ -77,7 +75,7 @@ def check_that_only_culprits_are_charged(world: World, culprits: Collection[int]
 def test_a_prompt_that_crashes_engines_is_found_and_no_other_is_charged(engines: int, schedule: Schedule) -> None:
     world = play([3], engines=engines, schedule=schedule)
     check_that_only_culprits_are_charged(world, [3])
-    assert world.graveyard.prompts == {"sample_0_3"}
+    assert world.dead_letters.prompts == {"sample_0_3"}
     undisturbed = play([], engines=engines, schedule=schedule)
     assert world.seconds < undisturbed.seconds + CULPRIT_LOSSES * (START_SECONDS + 20), "the search is bounded"
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from miles_async.config.schema import Rollout, RunConfig
 from miles_async.errors import EngineLostError, RouterLostError
 from miles_async.events import AdmissionBlocked, Evaluated, GroupMoved, StepEnded
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, SampleStatus
+from tests.configuration import run_config
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import World
@@ -59,9 +59,9 @@ class RouterDown(Engines):
 def play(
     seconds: float, *, begins: float = 10.2, schedule: Schedule = Schedule.FULLY_ASYNC, problems: int = 0
 ) -> World:
-    rollout = Rollout(rollout_batch_size=8, num_rollout=40, n_samples_per_prompt=2, max_weight_staleness=3)
+    config = run_config(rollout_batch_size=8, num_rollout=40, n_samples_per_prompt=2, max_weight_staleness=3)
     engines = type("RouterDownFor", (RouterDown,), {"seconds": seconds, "begins": begins})
-    return World(config=RunConfig(rollout=rollout), schedule=schedule, engine_kind=engines, problems=problems).run()
+    return World(config=config, schedule=schedule, engine_kind=engines, problems=problems).run()
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
@@ -69,7 +69,7 @@ def play(
 def test_no_prompt_is_charged_for_an_outage_of_the_router(seconds: float, schedule: Schedule) -> None:
     world = play(seconds, schedule=schedule)
     assert len(world.trace.of(StepEnded)) == 40
-    assert world.graveyard.buried == []
+    assert world.dead_letters.letters == []
     assert world.audit.violations == []
     moves = world.trace.of(GroupMoved)
     assert {move.attempt for move in moves} == {0}

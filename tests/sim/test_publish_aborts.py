@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from miles_async.config.schema import Rollout, RunConfig, Weights
 from miles_async.events import GroupMoved, PublishEnded, StepEnded
 from miles_async.types import DropReason, Group
+from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.world import World
 
@@ -36,14 +36,14 @@ class AbortingEngines(Engines):
 
 
 def play(*, max_weight_staleness: int | None, partial_rollout: bool = False) -> World:
-    rollout = Rollout(
+    config = run_config(
+        pause_generation_mode="abort",
         rollout_batch_size=8,
         num_rollout=BATCHES,
         max_weight_staleness=max_weight_staleness,
         partial_rollout=partial_rollout,
         max_attempts=2,
     )
-    config = RunConfig(rollout=rollout, weights=Weights(pause_generation_mode="abort"))
     world = World(
         config=config,
         engine_kind=AbortingEngines,
@@ -51,7 +51,7 @@ def play(*, max_weight_staleness: int | None, partial_rollout: bool = False) -> 
     ).run()
     assert len(world.trace.of(StepEnded)) == BATCHES
     assert world.audit.violations == []
-    assert world.graveyard.buried == []
+    assert world.dead_letters.letters == []
     return world
 
 
@@ -85,7 +85,6 @@ def test_partial_rollout_continues_the_tokens_of_an_aborted_response() -> None:
             await super().generate(group)
             versions[group.feed_index] = {span.version for span in group[0].spans}
 
-    rollout = Rollout(rollout_batch_size=8, num_rollout=BATCHES, partial_rollout=True)
-    config = RunConfig(rollout=rollout, weights=Weights(pause_generation_mode="abort"))
+    config = run_config(pause_generation_mode="abort", rollout_batch_size=8, num_rollout=BATCHES, partial_rollout=True)
     World(config=config, engine_kind=Watching, latency=lambda group, rng: 4.0 + rng.random()).run()
     assert max(map(len, versions.values())) > 1

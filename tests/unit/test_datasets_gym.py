@@ -1,17 +1,16 @@
-"""Problems of reasoning-gym: what is fed, held out and taught, and how answers are scored."""
+"""Problems of reasoning-gym: which ones are fed, held out and used for the warm start, and how answers are scored."""
 
 from __future__ import annotations
 
-import asyncio
 from itertools import islice
 from typing import Any
 
 import pytest
 
-from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.rewards.factory import open_rewarder
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM, open_gym
 
 
@@ -67,7 +66,7 @@ def test_the_template_takes_the_question_or_the_expression_after_its_last_colon(
         ),
     ],
 )
-def test_a_task_that_cannot_be_had_is_one_sentence(data: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_task_is_refused_in_one_sentence(data: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         open_gym(**data)
 
@@ -79,11 +78,9 @@ def test_a_task_without_single_answers_cannot_warm_start() -> None:
         next(source.warm_start_problems())
 
 
-def test_the_task_itself_scores_the_stripped_response() -> None:
-    rewarder = open_rewarder(
-        RunConfig.model_validate({"data": CHAIN_SUM, "rollout": {"rm_type": "reasoning_gym"}}), args=None
-    )
+async def test_the_task_itself_scores_the_stripped_response() -> None:
+    rewarder = open_rewarder(run_config(**CHAIN_SUM, rm_type="reasoning_gym"), args=None)
     entry = {"question": "1 + 3 =", "answer": "4", "metadata": {}}
     answers = [Sample(response=text, metadata={"entry": entry}) for text in (" 4 ", "4.0", "5")]
-    asyncio.run(rewarder.score(Group(answers, feed_index="sample_0_0")))
+    await rewarder.score(Group(answers, feed_index="sample_0_0"))
     assert [answer.reward for answer in answers] == [1.0, 1.0, 0.0]

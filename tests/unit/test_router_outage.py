@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -59,67 +58,58 @@ async def error_of(url: str) -> EngineLostError:
         await generator.close()
 
 
-def test_a_router_that_refuses_connections_is_no_lost_engine() -> None:
-    assert isinstance(asyncio.run(error_of("http://127.0.0.1:1")), RouterLostError)
+async def test_a_router_that_refuses_connections_is_no_lost_engine() -> None:
+    assert isinstance(await error_of("http://127.0.0.1:1"), RouterLostError)
 
 
-def test_a_router_that_dies_during_a_request_is_no_lost_engine() -> None:
+async def test_a_router_that_dies_during_a_request_is_no_lost_engine() -> None:
     async def closes(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.close()
         return web.Response()
 
-    async def story() -> EngineLostError:
-        async with router(closes) as url:
-            return await error_of(url)
-
-    assert isinstance(asyncio.run(story()), RouterLostError)
+    async with router(closes) as url:
+        assert isinstance(await error_of(url), RouterLostError)
 
 
 @pytest.mark.parametrize("status, router_lost", [(503, True), (429, True), (500, False), (502, False)])
-def test_only_answers_about_a_failed_engine_count_as_its_loss(status: int, router_lost: bool) -> None:
+async def test_only_answers_about_a_failed_engine_count_as_its_loss(status: int, router_lost: bool) -> None:
     """The router answers 503 if it has no engine to send a request to, and 500 if the engine failed."""
 
     async def answers(request: web.Request) -> web.StreamResponse:
         return web.json_response({}, status=status)
 
-    async def story() -> EngineLostError:
-        async with router(answers) as url:
-            return await error_of(url)
-
-    assert isinstance(asyncio.run(story()), RouterLostError) is router_lost
+    async with router(answers) as url:
+        assert isinstance(await error_of(url), RouterLostError) is router_lost
 
 
-def test_a_fleet_serves_while_the_router_answers_and_has_a_healthy_routed_engine() -> None:
+async def test_a_fleet_serves_while_the_router_answers_and_has_a_healthy_routed_engine() -> None:
     listed = [{"id": "1", "url": GONE.url, "is_healthy": True}]
 
     async def workers(request: web.Request) -> web.StreamResponse:
         return web.json_response({"workers": listed})
 
-    async def story() -> None:
-        port = claim_port()
-        fleet = SGLangFleet(f"http://127.0.0.1:{port.number}", timeout=5)
-        fleet.register_engine(GONE)
-        assert not fleet.serving()
-        async with router(workers, port.number):
-            await fleet.admit("e")
-            assert fleet.serving()
-            listed[0]["is_healthy"] = False
-            await fleet.check_router()
-            assert not fleet.serving(), "the router has no healthy engine"
-            listed[0]["is_healthy"] = True
-            await fleet.check_router()
-            assert fleet.serving()
-        with pytest.raises(EngineLostError):
-            await fleet.check_router()
-        assert not fleet.serving(), "the router does not answer"
-        async with router(workers, port.number):
-            await fleet.check_router()
-            assert fleet.serving()
-            listed.clear()
-            await fleet.fence("e", "the test fences it")
-            assert not fleet.serving(), "no engine is routed"
-        await fleet.close()
-        port.release()
-
-    asyncio.run(story())
+    port = claim_port()
+    fleet = SGLangFleet(f"http://127.0.0.1:{port.number}", timeout=5)
+    fleet.register_engine(GONE)
+    assert not fleet.serving()
+    async with router(workers, port.number):
+        await fleet.admit("e")
+        assert fleet.serving()
+        listed[0]["is_healthy"] = False
+        await fleet.check_router()
+        assert not fleet.serving(), "the router has no healthy engine"
+        listed[0]["is_healthy"] = True
+        await fleet.check_router()
+        assert fleet.serving()
+    with pytest.raises(EngineLostError):
+        await fleet.check_router()
+    assert not fleet.serving(), "the router does not answer"
+    async with router(workers, port.number):
+        await fleet.check_router()
+        assert fleet.serving()
+        listed.clear()
+        await fleet.fence("e", "the test fences it")
+        assert not fleet.serving(), "no engine is routed"
+    await fleet.close()
+    port.release()
