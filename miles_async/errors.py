@@ -5,6 +5,8 @@
 - `TrajectoryError`: one group failed. The group is retried, then dead-lettered and counted; the run continues.
 - `EngineLostError`: an engine stopped answering. Its groups are retried on other engines; the engine is fenced and
   replaced.
+- `RouterLostError`: the router did not answer, or had no engine to send a request to. Admission waits until the router
+  serves requests again; neither prompts nor engines are charged.
 - `FatalError`: the run cannot continue because the learner, the producer or a disk failed. The run stops within seconds
   and reports the cause.
 """
@@ -34,6 +36,10 @@ class PromptTooLongError(TrajectoryError):
 
 class EngineLostError(MilesError):
     """An engine stopped answering or was fenced while it held a request."""
+
+
+class RouterLostError(EngineLostError):
+    """A request reached no engine, because the router did not answer or had no engine available."""
 
 
 class FatalError(MilesError):

@@ -50,8 +50,9 @@ class Generator(Protocol):
     async def generate(self, group: Group) -> None:
         """Set tokens, log-probabilities, spans and status of every sample.
 
-        Raises TrajectoryError if the group cannot be generated (a 4xx answer, a prompt that is too long), and
-        EngineLostError if its engine was lost and another attempt may succeed.
+        Raises TrajectoryError if the group cannot be generated (a 4xx answer, a prompt that is too long),
+        EngineLostError if its engine was lost and another attempt may succeed, and RouterLostError if the requests
+        reached no engine.
         """
         ...
 
@@ -156,6 +157,10 @@ class Fleet(Protocol):
 
     def routed(self) -> Sequence[str]:
         """Return the names of the engines that receive requests."""
+        ...
+
+    def serving(self) -> bool:
+        """Return whether requests reach an engine: the router answers, and it has a routed engine."""
         ...
 
     def members(self) -> Sequence[str]:

@@ -294,6 +294,8 @@ class DropReason(StrEnum):
     """Its prompt exceeded `--rollout-max-prompt-len`."""
     ENGINE_LOST = "engine_lost"
     """The engine that generated it was lost."""
+    ROUTER_LOST = "router_lost"
+    """Its requests reached no engine, because the router did not answer. Its prompt is fed again."""
     HEAD_DEADLINE = "head_deadline"
     """It was the head of the window for too long (`scheduling/window.py`)."""
     NONFINITE = "nonfinite"

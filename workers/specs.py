@@ -27,6 +27,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Environment variables of every process: no telemetry, and no downloads from the Hugging Face Hub."""
+ROUTER_GRACE_SECONDS = 60.0
+"""The router's time limit for a request exceeds that of the client by so much."""
 ACTORS_AT_MOST = 64
 """The number of cores that a local Ray schedules with. It may exceed the real number: placement reserves one core per
 learner rank and engine device, and these processes share the cores of the machine."""
@@ -120,7 +122,8 @@ def router_spec(config: RunConfig, logs: Path) -> RouterSpec:
     return RouterSpec(
         log_path=logs / "router.log",
         policy=config.engine.sglang_router_policy,
-        request_timeout=config.engine.sglang_router_request_timeout_secs,
+        # The router answers a request that it gives up as if the engine had failed, so the client must give up first.
+        request_timeout=config.engine.sglang_router_request_timeout_secs + ROUTER_GRACE_SECONDS,
     )
 
 

@@ -63,6 +63,9 @@ class NullEngines:
     def routed(self) -> Sequence[str]:
         return ("no-engine",)
 
+    def serving(self) -> bool:
+        return True
+
     def members(self) -> Sequence[str]:
         return ()
 

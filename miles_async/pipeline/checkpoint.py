@@ -57,9 +57,8 @@ def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[
     """
     # A rollout function in another thread must not take a prompt between reading the position and listing the prompts.
     with run_state.data_lock:
-        owed = [
-            group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED
-        ] + run_state.taken_groups
+        untrained = [group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED]
+        owed = [*untrained, *run_state.taken_groups, *run_state.quarantine.waiting]
         return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.prompt_dict() for group in owed]}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from miles_async.errors import EngineLostError, MilesError, TrajectoryError, UserError
+from miles_async.errors import EngineLostError, MilesError, RouterLostError, TrajectoryError, UserError
 from miles_async.events import Evaluated, WarningRaised
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import Generator, Rewarder
@@ -16,8 +16,9 @@ from miles_async.types import Group, Sample, SampleStatus
 
 CORRECT = 0.999
 """A sample is correct from this reward on; partial credit does not count."""
-MAX_ENGINE_LOSSES = 3
-"""A problem fails after losing this many engines."""
+MAX_ENGINE_LOSSES = 5
+"""An evaluation is given up once a problem has lost this many engines. One prompt of the training data that crashes
+engines costs its neighbours fewer."""
 MAX_INTERRUPTIONS = 300
 """A problem fails after this many aborts. The end of a batch or a publish may abort every running request."""
 RETRY_SECONDS = 1.0
@@ -42,18 +43,23 @@ class Evaluator:
     run_state: RunState
     rewarder: Rewarder
     sets: Sequence[EvalSet]
-    engines_available: Callable[[], bool]
-    """Whether any engine accepts requests."""
+    may_generate: Callable[[], bool]
+    """Returns whether requests reach an engine and may be sent now."""
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
         """Return rewards and truncation flags of every sample, by data set.
 
-        A problem that fails scores 0; one warning per data set reports failures. Data sets without problems are left
-        out.
+        A problem that fails scores 0; one warning per data set reports failures. Left out are data sets without
+        problems, and those with a problem that lost its engine too often: a missing score must not look like a wrong
+        answer.
         """
         sets = [eval_set for eval_set in self.sets if eval_set.problems]
         scores = await asyncio.gather(*map(self._evaluate_set, sets))
-        return dict(zip([eval_set.name for eval_set in sets], scores, strict=True))
+        return {
+            eval_set.name: set_scores
+            for eval_set, set_scores in zip(sets, scores, strict=True)
+            if set_scores is not None
+        }
 
     def report(self, rollout_id: int, scores: Scores, seconds: float) -> None:
         """Emit the scores as events. Raises UserError if a user's evaluation function returned invalid scores."""
@@ -79,13 +85,20 @@ class Evaluator:
                 )
             )
 
-    async def _evaluate_set(self, eval_set: EvalSet) -> dict[str, list[float]]:
+    async def _evaluate_set(self, eval_set: EvalSet) -> dict[str, list[float]] | None:
+        """Return the scores of one data set, or None if a problem lost its engine too often."""
         # Each evaluation works on copies, because the same problems are evaluated again later.
         groups = [Group(map(_copy_prompt, problem), feed_index=problem.feed_index) for problem in eval_set.problems]
         failures = await asyncio.gather(*(self._answer(group, eval_set.generator) for group in groups))
-        if failed := [failure for failure in failures if failure is not None]:
-            sentence = f"{len(failed)} of {len(groups)} problems of {eval_set.name} failed and score 0: {failed[0]}"
-            self.run_state.events.emit(WarningRaised(time=self.run_state.clock.now(), text=sentence))
+        failed = [failure for failure in failures if failure is not None]
+        if unanswered := [failure for failure in failed if isinstance(failure, EngineLostError)]:
+            self._warn(
+                f"{eval_set.name} was not evaluated: {len(unanswered)} of {len(groups)} problems lost their engine "
+                f"{MAX_ENGINE_LOSSES} times: {unanswered[0]}"
+            )
+            return None
+        if failed:
+            self._warn(f"{len(failed)} of {len(groups)} problems of {eval_set.name} failed and score 0: {failed[0]}")
         samples = [sample for group in groups for sample in group]
         return {
             "rewards": [sample.scalar_reward for sample in samples],
@@ -97,7 +110,7 @@ class Evaluator:
         losses = interruptions = 0
         while True:
             try:
-                await generator.generate(group)
+                await self._generate(group, generator)
                 if not _interrupted(group):
                     await self.rewarder.score(group)
                     return None
@@ -114,15 +127,26 @@ class Evaluator:
                 interruptions += 1
             except EngineLostError as error:
                 failure = error
-                losses += 1
+                losses += not isinstance(error, RouterLostError)
             if losses == MAX_ENGINE_LOSSES or interruptions == MAX_INTERRUPTIONS:
                 break
-            if isinstance(failure, EngineLostError):
-                await self.run_state.changed.until(self.engines_available)
             await self.run_state.clock.sleep(RETRY_SECONDS)
         for sample in group:
             sample.reward = 0.0
         return failure
+
+    async def _generate(self, group: Group, generator: Generator) -> None:
+        """Generate once requests may be sent."""
+        await self.run_state.changed.until(self.may_generate)
+        self.run_state.evaluation_requests += 1
+        try:
+            await generator.generate(group)
+        finally:
+            self.run_state.evaluation_requests -= 1
+            self.run_state.changed.notify()
+
+    def _warn(self, text: str) -> None:
+        self.run_state.events.emit(WarningRaised(time=self.run_state.clock.now(), text=text))
 
 
 def _interrupted(group: Group) -> bool:

@@ -7,14 +7,14 @@ tasks change shared state only between two awaits, so no lock is needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 
 import structlog
 
-from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
+from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import AdmissionBlocked, GroupFiltered, GroupGenerated, QueueChanged
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, sequence_of
@@ -29,7 +29,7 @@ from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCo
 from miles_async.types import DropReason, Group, SampleStatus, Verdict
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
-"""Delay before a group whose engine was lost is fed again: the router needs a moment to notice the loss."""
+"""Delay before a group whose engine or router was lost is fed again: the next health check has to notice the loss."""
 
 
 class Outcome(Enum):
@@ -70,10 +70,11 @@ class Producer:
         queue_capacity: int,
         partial_rollout: bool,
         engines_available: Callable[[], bool],
+        check_engines: Callable[[], Awaitable[None]],
         sample_display: SampleDisplay,
     ) -> None:
-        """`keep` is the dynamic filter; `limits` are those of the model and the learner; `engines_available` tells
-        whether any engine accepts requests.
+        """`keep` is the dynamic filter; `limits` are those of the model and the learner; `engines_available` returns
+        whether requests reach an engine; `check_engines` fences the engines that do not answer.
         """
         self._run_state = run_state
         self._tasks = tasks
@@ -86,6 +87,8 @@ class Producer:
         self._head_policy = head_policy
         self._partial_rollout = partial_rollout
         self._engines_available = engines_available
+        self._check_engines = check_engines
+        self._quarantine = run_state.quarantine
         self._sample_display = sample_display
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
@@ -141,14 +144,19 @@ class Producer:
             counts[state] for state in (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED)
         )
         # A notification after the feed looked may have been a prompt that was fed again, so the look is outdated.
-        return self._data_empty_at == self._run_state.changed.count and not in_progress
+        data_empty = self._data_empty_at == self._run_state.changed.count
+        return data_empty and not in_progress and not self._quarantine.waiting
 
     async def _feed(self, admission: Admission) -> None:
         """Admit groups while no limit blocks. Unblocked by a group that ends, a publish, a batch or a new engine."""
         run_state = self._run_state
 
         def blocked() -> Blocked | None:
-            return admission.blocked_by(run_state.ledger) if self._engines_available() else Blocked.NO_ENGINE
+            if not self._engines_available():
+                return Blocked.NO_ENGINE
+            if self._quarantine.wants_engines_alone and self._engines_in_use():
+                return Blocked.TRIAL
+            return admission.blocked_by(run_state.ledger)
 
         def no_longer_blocked_by(cause: Blocked) -> bool:
             return blocked() is not cause
@@ -166,7 +174,8 @@ class Producer:
                     )
                 )
                 continue
-            groups = self._data.get_samples(1)
+            suspect = self._quarantine.release()
+            groups = self._data.get_samples(1) if suspect is None else [suspect]
             if not groups:
                 # Wakes the collector, which checks `exhausted`. A group in progress may still feed its prompt again.
                 run_state.changed.notify()
@@ -178,6 +187,11 @@ class Producer:
                 self._tasks.spawn(f"group-{group.sequence}", self._produce(group))
             # A generator that never suspends (a replayed recording) must not starve the other loops.
             await asyncio.sleep(0)
+
+    def _engines_in_use(self) -> bool:
+        counts = self._run_state.ledger.counts
+        in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
+        return bool(in_flight or self._run_state.evaluation_requests)
 
     async def _enforce_head_deadline(self) -> None:
         """Abort each head of the window that stays at the engines past its deadline."""
@@ -215,17 +229,22 @@ class Producer:
             self._recycler.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
         except TrajectoryError as error:
             outcome = Outcome.FAILED
+            self._quarantine.clear(group)
             self._recycler.retry(group, DropReason.FAILED, str(error))
         except EngineLostError as error:
             outcome = Outcome.FAILED
             if not self._stopping:
                 await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
-            self._recycler.handle_engine_loss(group, str(error))
+            if isinstance(error, RouterLostError):
+                self._recycler.requeue(group, DropReason.ROUTER_LOST)
+            else:
+                self._recycler.handle_engine_loss(group, str(error))
         if outcome is Outcome.ABORTED:
             self._feed_aborted_again(group)
         elif outcome is Outcome.FILTERED:
             run_state.drop(group, DropReason.FILTERED)
         self._overdue.discard(sequence)
+        self._quarantine.end_trial(group)
         if outcome is Outcome.KEPT:
             run_state.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)
@@ -237,17 +256,23 @@ class Producer:
     async def _attempt(self, group: Group) -> Outcome:
         """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
         clock, sequence = self._run_state.clock, sequence_of(group)
+        if self._quarantine.suspects(group):
+            # The trial must not be lost at an engine that another group crashed a moment ago.
+            await self._check_engines()
+            await self._run_state.changed.until(lambda: self._stopping or self._engines_available())
         if self._stopping:
             return Outcome.ABORTED
         started = clock.now()
         self._generating[sequence] = group
         self.at_engines_since[sequence] = started
         try:
-            await self._generator.generate(group)
+            await self._generate(group)
         finally:
             del self._generating[sequence], self.at_engines_since[sequence]
-        if any(sample.status is SampleStatus.ABORTED for sample in group):
+        if _aborted(group):
             return Outcome.ABORTED
+        # The engines survived the prompt, whatever the group is worth.
+        self._quarantine.clear(group)
         check_group(group, self._limits, self._run_state.trainer_version)
         generated = clock.now()
         self.rewarding += 1
@@ -273,6 +298,24 @@ class Producer:
         )
         self._sample_display.offer(clock.now(), group)
         return Outcome.KEPT if verdict else Outcome.FILTERED
+
+    async def _generate(self, group: Group) -> None:
+        """Generate the group, and again after each publish that aborts it.
+
+        The group keeps its sequence number. The trainer cannot run ahead of the head of the window by more than the
+        window and the slots allow, so publishes stop until the group has ended, however long it takes.
+        """
+        run_state = self._run_state
+        while True:
+            aborts_before = run_state.publish_aborts
+            await self._generator.generate(group)
+            by_publish = run_state.publish_aborts != aborts_before
+            if not _aborted(group) or not by_publish or self._stopping or sequence_of(group) in self._overdue:
+                return
+            if not self._partial_rollout:
+                for sample in group:
+                    if sample.status is SampleStatus.ABORTED:
+                        sample.reset()
 
     def _feed_aborted_again(self, group: Group) -> None:
         """Feed an aborted group again: with its tokens, or as a fresh attempt."""
@@ -300,3 +343,7 @@ class Producer:
         self._run_state.events.emit(
             QueueChanged(time=self._run_state.clock.now(), depth=len(self.queue), blocked=self.window.blocked)
         )
+
+
+def _aborted(group: Group) -> bool:
+    return any(sample.status is SampleStatus.ABORTED for sample in group)

@@ -128,6 +128,7 @@ class Publisher:
         run_state, version = self._run_state, staged.version
         run_state.events.emit(PublishStarted(time=run_state.clock.now(), version=version, queue=self._queue_depth()))
         paused_at = run_state.clock.now()
+        run_state.publish_aborts += self._pause_mode == "abort"
         try:
             await self._fleet.pause(self._pause_mode)
             stopped_at = run_state.clock.now()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource, DeadLetters
+from miles_async.scheduling.quarantine import ALONE_LOSSES, CULPRIT_LOSSES
 from miles_async.types import DropReason, Group
-
-MAX_ENGINE_LOSSES = 10
-"""Engines that one prompt may lose. Some prompts crash every engine that they reach."""
 
 
 class Recycler:
@@ -20,8 +16,6 @@ class Recycler:
         self._data = data
         self._dead_letters = dead_letters
         self._max_attempts = max_attempts
-        self._engine_losses: Counter[str] = Counter()
-        """Number of engines lost, by feed index."""
         self.recycled = 0
         """Number of groups recycled as stale since the run began."""
 
@@ -44,15 +38,17 @@ class Recycler:
         """End the attempt but keep its tokens, which the next attempt continues; their weight versions stay."""
         self._run_state.drop(group, reason)
         group.sequence = None
-        self._data.add_samples([group])
+        self._return(group)
 
     def handle_engine_loss(self, group: Group, error: str) -> None:
-        """Requeue a group whose engine was lost, or dead-letter a prompt that lost `MAX_ENGINE_LOSSES` engines."""
-        self._engine_losses[group.feed_index] += 1
-        if (losses := self._engine_losses[group.feed_index]) < MAX_ENGINE_LOSSES:
+        """Requeue a group whose engine was lost, or dead-letter a prompt that is proven to crash engines."""
+        losses = self._run_state.quarantine.count_loss(group)
+        if losses < CULPRIT_LOSSES:
             self.requeue(group, DropReason.ENGINE_LOST)
-        else:
-            self.dead_letter(group, DropReason.ENGINE_LOST, f"its engine was lost {losses} times: {error}")
+            return
+        alone = CULPRIT_LOSSES - ALONE_LOSSES
+        sentence = f"its engine was lost {losses} times, {alone} of them while nothing else was generated: {error}"
+        self.dead_letter(group, DropReason.ENGINE_LOST, sentence)
 
     def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
         """End the attempt and dead-letter the prompt, because every further attempt would fail the same way."""
@@ -61,4 +57,11 @@ class Recycler:
 
     def _feed_again(self, group: Group) -> None:
         group.reset()
-        self._data.add_samples([group])
+        self._return(group)
+
+    def _return(self, group: Group) -> None:
+        """Put the prompt first in line; a prompt that may crash engines waits for its trial instead."""
+        if self._run_state.quarantine.suspects(group):
+            self._run_state.quarantine.hold(group)
+        else:
+            self._data.add_samples([group])

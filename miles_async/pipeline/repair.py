@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractAsyncContextManager
 
-from miles_async.errors import EngineLostError, FatalError
+from miles_async.errors import EngineLostError, FatalError, RouterLostError
 from miles_async.events import WarningRaised
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.run_state import RunState
@@ -65,6 +65,12 @@ class Repair:
                 if str(lost) != last_failure:
                     last_failure = str(lost)
                     self._warn(last_failure)
+            # Admission and evaluations wait for a router that serves requests.
+            self._run_state.changed.notify()
+
+    async def check_engines(self) -> None:
+        """Check all routed engines now, and fence those that fail."""
+        await asyncio.gather(*map(self._check, self._fleet.routed()))
 
     async def _keep_alive(self, engine: str) -> None:
         """Check or restart one engine until it is no member of the fleet."""
@@ -93,6 +99,9 @@ class Repair:
                     await self._fleet.restart(engine)
                     await self._publisher.join(engine)
                 return
+            except RouterLostError as lost:
+                # The engine started; no router could take it.
+                sentence = f"engine {engine} waits for the router: {lost}"
             except EngineLostError as lost:
                 failures += 1
                 sentence = f"engine {engine} could not be replaced ({failures} attempts): {lost}"

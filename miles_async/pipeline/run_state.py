@@ -13,6 +13,7 @@ from miles_async.events import EventSink, GroupFiltered, GroupMoved
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
+from miles_async.scheduling.quarantine import Quarantine
 from miles_async.types import DropReason, Group, Sample
 
 
@@ -39,6 +40,7 @@ class RunState:
 
     def __init__(self, clock: Clock, events: EventSink) -> None:
         self.ledger = Ledger()
+        self.quarantine = Quarantine()
         self.changed = ChangeSignal()
         """Notified at every transition and publish. No loop waits for anything else inside the run."""
         self.clock = clock
@@ -47,6 +49,10 @@ class RunState:
         """Newest weight version that was staged, live or not."""
         self.live_version = -1
         """Newest weight version on every routed engine; -1 before the first publish."""
+        self.evaluation_requests = 0
+        """Problems of evaluations that are at the engines."""
+        self.publish_aborts = 0
+        """Publishes that aborted the requests at the engines (`pause_generation_mode` abort)."""
         self.last_progress = clock.now()
         """When a group was last collected, a step ended or a version went live."""
         self.data_lock = Lock()

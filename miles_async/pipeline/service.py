@@ -101,7 +101,8 @@ class Service:
             ),
             queue_capacity=config.rollout.queue_capacity,
             partial_rollout=config.rollout.partial_rollout,
-            engines_available=self._engines_available,
+            engines_available=ports.fleet.serving,
+            check_engines=lambda: self._repair.check_engines(),
             sample_display=SampleDisplay(ports.events, config.observability.sample_interval_seconds),
         )
         self._collector = BatchCollector(
@@ -142,7 +143,7 @@ class Service:
         )
         held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
         eval_sets = [held_out, *ports.eval_sets]
-        self._evaluator = Evaluator(self.run_state, ports.rewarder, eval_sets, self._engines_available)
+        self._evaluator = Evaluator(self.run_state, ports.rewarder, eval_sets, self._evaluation_may_generate)
         self._source = RolloutSource(
             data=ports.data,
             run_state=self.run_state,
@@ -317,5 +318,5 @@ class Service:
     def _enter_phase(self, phase: str) -> None:
         self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.now(), to=phase))
 
-    def _engines_available(self) -> bool:
-        return bool(self._ports.fleet.routed())
+    def _evaluation_may_generate(self) -> bool:
+        return self._ports.fleet.serving() and not self.run_state.quarantine.has_engines_alone

@@ -18,7 +18,9 @@ class Blocked(StrEnum):
     """The limit that blocks admission. Each member's text names the event that unblocks it."""
 
     NO_ENGINE = "no_engine"
-    """No engine accepts requests; an engine that joins unblocks admission."""
+    """Requests reach no engine; an engine that joins, or a router that answers again, unblocks admission."""
+    TRIAL = "trial"
+    """A prompt that may crash engines is generated alone (`scheduling/quarantine.py`); its end unblocks admission."""
     IN_FLIGHT = "in_flight"
     """N groups are being generated; a group that ends unblocks admission."""
     ENGINES = "engines"

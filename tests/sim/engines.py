@@ -223,6 +223,9 @@ class Engines:
     def routed(self) -> Sequence[str]:
         return ["engine-0"]
 
+    def serving(self) -> bool:
+        return bool(self.routed())
+
     async def loads(self) -> Sequence[EngineLoad]:
         return [EngineLoad(kv_usage=self._taken / self._permits, queued=self.in_flight - self._taken)]
 
@@ -241,7 +244,9 @@ class Engines:
     async def admit(self, engine: str) -> None:
         raise AssertionError("nothing fails here")
 
-    check = restart = dismiss = admit
+    restart = dismiss = admit
+
+    async def check(self, engine: str) -> None: ...
 
     async def offload(self) -> None:
         raise AssertionError("nothing is shared here")

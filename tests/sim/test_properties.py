@@ -142,7 +142,7 @@ def test_any_mix_of_drops_failures_deadlines_and_latencies_ends_with_a_clean_aud
     ).run()
     assert world.audit.violations == []
     assert all(len(step.groups) == batch for step in world.trace.of(StepStarted))
-    returned = {group.feed_index for group in world.feed.get_samples(10_000)}
+    returned = world.returned | {group.feed_index for group in world.feed.get_samples(10_000)}
     dead_lettered = {feed_index for feed_index, _, _ in world.dead_letters.letters}
     assert world.audit.owed <= returned | dead_lettered, (
         "a prompt that is owed an attempt is neither in the feed nor dead-lettered"

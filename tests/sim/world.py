@@ -200,7 +200,8 @@ class World:
 
     @property
     def returned(self) -> set[str]:
-        return self.feed.returned
+        """Prompts that wait for another attempt, in the feed or in quarantine."""
+        return self.feed.returned | {group.feed_index for group in self.service.run_state.quarantine.waiting}
 
     def emit(self, event: Event) -> None:
         for sink in (self.trace, *self.sinks):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_async.errors import EngineLostError, TrajectoryError
+from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError
 from miles_async.events import WarningRaised
 from miles_async.pipeline.evaluate import EvalSet, Evaluator
 from miles_async.pipeline.run_state import RunState
@@ -65,6 +65,10 @@ def engine_lost(group: Group) -> None:
     raise EngineLostError("gone")
 
 
+def router_lost(group: Group) -> None:
+    raise RouterLostError("connection refused")
+
+
 def refused(group: Group) -> None:
     raise TrajectoryError("prompt of 99 tokens")
 
@@ -76,7 +80,8 @@ async def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]
     problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
     sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
     scores = await Evaluator(run_state, Judge(), sets, lambda: True).evaluate(0)
-    return scores["held_out"]["rewards"], generator.seen, [event.text for event in trace.of(WarningRaised)]
+    rewards = scores["held_out"]["rewards"] if scores else []
+    return rewards, generator.seen, [event.text for event in trace.of(WarningRaised)]
 
 
 @pytest.mark.parametrize("times", [1, 100])
@@ -90,11 +95,16 @@ async def test_an_agents_conversation_that_was_aborted_begins_again() -> None:
     assert (rewards, seen, warnings) == ([1.0], [0, 0, 0], [])
 
 
-async def test_a_lost_engine_is_waited_for_twice() -> None:
-    assert (await evaluated(engine_lost, engine_lost))[0] == [1.0]
-    rewards, _, [warning] = await evaluated(engine_lost, engine_lost, engine_lost)
-    assert rewards == [0.0]
-    assert warning == "1 of 1 problems of held_out failed and score 0: gone"
+async def test_a_problem_that_loses_five_engines_ends_the_evaluation_without_a_score() -> None:
+    assert (await evaluated(*[engine_lost] * 4))[0] == [1.0]
+    rewards, _, [warning] = await evaluated(*[engine_lost] * 5)
+    assert rewards == []
+    assert warning == "held_out was not evaluated: 1 of 1 problems lost their engine 5 times: gone"
+
+
+async def test_an_outage_of_the_router_is_waited_out_however_long() -> None:
+    rewards, _, warnings = await evaluated(*[router_lost] * 200)
+    assert (rewards, warnings) == ([1.0], [])
 
 
 async def test_a_problem_that_cannot_be_answered_scores_nothing_and_is_named() -> None:

@@ -24,6 +24,7 @@ from tests.sim.engines import Engines
 from tests.sim.world import World
 from workers.learner import LearnerRank
 from workers.specs import (
+    ROUTER_GRACE_SECONDS,
     engine_spec,
     eval_sampling_of,
     external_router,
@@ -115,7 +116,7 @@ def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_pat
 def test_the_router_gets_its_policy_and_its_patience() -> None:
     settings = run_config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
     arguments = router.arguments(router_spec(settings, LOGS), 1, 2)
-    assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9)
+    assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9 + ROUTER_GRACE_SECONDS)
 
 
 def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:

@@ -9,8 +9,16 @@ import orjson
 
 from miles_async.errors import EngineLostError, TrajectoryError
 
-_TEMPORARY = {408, 425, 429}
-"""4xx answers that depend on the state of the server, not on the request; the same request may succeed later."""
+_TEMPORARY = {408, 425, 429, 503}
+"""Answers that depend on the state of the server, not on the request; the same request may succeed later."""
+
+
+class UnavailableError(EngineLostError):
+    """The server accepts no connection, closed it without an answer, or refused the request for now (503, 429)."""
+
+
+class NoAnswerError(EngineLostError):
+    """The server accepted the request but has not answered within the time limit."""
 
 
 class JsonClient:
@@ -34,8 +42,9 @@ class JsonClient:
     async def request(self, method: str, url: str, body: Any = None, *, within: float) -> Any:
         """Send a request with `body` as JSON; return the decoded answer, or its text if it is not JSON.
 
-        Raises EngineLostError if there is no answer `within` seconds or the server failed (5xx), and TrajectoryError if
-        the server refused the request (4xx), so that repeating it cannot help.
+        Raises UnavailableError if the server did not take the request, NoAnswerError if there is no answer `within`
+        seconds, EngineLostError if the server failed (5xx), and TrajectoryError if it refused the request (4xx), so
+        that repeating it cannot help.
         """
         try:
             async with self._session.request(
@@ -46,9 +55,13 @@ class JsonClient:
                 timeout=aiohttp.ClientTimeout(total=within),
             ) as response:
                 content = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineLostError(f"{method} {url}: {str(error) or f'no answer within {within:g} s'}") from error
-        if response.status >= 500 or response.status in _TEMPORARY:
+        except TimeoutError as error:
+            raise NoAnswerError(f"{method} {url}: {str(error) or f'no answer within {within:g} s'}") from error
+        except aiohttp.ClientError as error:
+            raise UnavailableError(f"{method} {url}: {error}") from error
+        if response.status in _TEMPORARY:
+            raise UnavailableError(f"{method} {url} answered {response.status}: {_start(content)}")
+        if response.status >= 500:
             raise EngineLostError(f"{method} {url} answered {response.status}: {_start(content)}")
         if response.status >= 400:
             raise TrajectoryError(f"{method} {url} answered {response.status}: {_start(content)}")

@@ -15,11 +15,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.errors import EngineLostError, TrajectoryError, UserError
+from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError, UserError
 from miles_async.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
@@ -96,6 +96,8 @@ class SGLangFleet:
         self._pauses = 0
         self._router_state: tuple[bool, int, int] | None = None
         """As last reported: whether the router answered, the number of its engines, and of the healthy ones."""
+        self._router_serves = False
+        """Whether the router answered when it was last asked, and had a routed engine that it considered healthy."""
 
     def members(self) -> Sequence[str]:
         return tuple(self._members)
@@ -114,6 +116,10 @@ class SGLangFleet:
 
     def routed(self) -> Sequence[str]:
         return tuple(self._routed)
+
+    def serving(self) -> bool:
+        """See `ports.Fleet.serving`."""
+        return bool(self._routed) and self._router_serves
 
     def urls(self) -> Sequence[str]:
         """Return the URLs of the routed engines."""
@@ -213,6 +219,7 @@ class SGLangFleet:
         finally:
             del self._joining[engine]
         self._routed[engine] = info
+        self._router_serves = True
         self._report_engine(engine, "routed", None)
 
     async def check(self, engine: str) -> None:
@@ -284,6 +291,8 @@ class SGLangFleet:
 
     def _report_router(self, workers: list[dict[str, str]] | None) -> None:
         """Emit an event if the router's state has changed. `workers` is its list, or None if it did not answer."""
+        routed = self.urls()
+        self._router_serves = any(worker["is_healthy"] and worker["url"] in routed for worker in workers or ())
         healthy = sum(bool(worker["is_healthy"]) for worker in workers or ())
         state = (workers is not None, len(workers or ()), healthy)
         if state != self._router_state:
@@ -309,17 +318,22 @@ class SGLangFleet:
         await asyncio.gather(*[guarded(engine) for engine in self._routed.values()])
 
     async def _add(self, engine: EngineInfo) -> None:
-        await self._client.post(f"{self._router}/workers", {"url": engine.url}, within=self._timeout)
+        await self._ask_router("POST", "/workers", {"url": engine.url})
 
     async def _remove(self, worker: str) -> None:
         # The router refuses if the engine is already gone.
         with suppress(TrajectoryError):
-            await self._client.request("DELETE", f"{self._router}/workers/{worker}", within=self._timeout)
+            await self._ask_router("DELETE", f"/workers/{worker}")
 
     async def _workers(self) -> list[dict[str, str]]:
-        answer = await self._client.get(f"{self._router}/workers", within=self._timeout)
-        workers: list[dict[str, str]] = answer["workers"]
+        workers: list[dict[str, str]] = (await self._ask_router("GET", "/workers"))["workers"]
         return workers
+
+    async def _ask_router(self, method: str, path: str, body: object = None) -> Any:
+        try:
+            return await self._client.request(method, self._router + path, body, within=self._timeout)
+        except EngineLostError as lost:
+            raise RouterLostError(f"the router does not answer: {lost}") from lost
 
     async def _wait_for_router(self, condition: Callable[[dict[str, bool]], bool], failure: str) -> None:
         """Poll the router until `condition` holds for its engines, given as a mapping of URL to whether it is healthy.

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from miles_async.adapters.sglang.client import JsonClient
+from miles_async.adapters.sglang.client import JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
-from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
+from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
 from miles_async.sample_schema import ScoredAnswer, parse, too_long
 from miles_async.types import Group, Sample, SampleStatus
@@ -148,8 +148,8 @@ class SGLangGenerator:
         """Finish every unfinished sample of the group, in place; `sampling` overrides the default parameters.
 
         A sample that already has response tokens is continued. Raises TrajectoryError if a prompt is empty or too long,
-        an engine refuses the request, or an answer cannot be trained on; and EngineLostError if another attempt may
-        succeed.
+        an engine refuses the request or exceeds the time limit, or an answer cannot be trained on; EngineLostError if
+        the engine was lost; and RouterLostError if the request reached no engine.
         """
         chosen = sampling or self.sampling
         self.tokenize(group)
@@ -228,7 +228,7 @@ class SGLangGenerator:
             if not granted:
                 sample.status = SampleStatus.ABORTED
                 return
-            answer = await self._client.post(self._url, body, within=self._timeout)
+            answer = await self._ask(body)
         scored = parse(answer, ScoredAnswer, f"sample {sample.index}: the engine's answer").meta_info
         log_probs = [log_prob for log_prob, _, _ in scored.input_token_logprobs[-sample.response_length :]]
         known = [log_prob for log_prob in log_probs if log_prob is not None]
@@ -297,7 +297,7 @@ class SGLangGenerator:
                 **self._priority,
             }
             started = time.time()
-            answers = await self._client.post(self._url, body, within=self._timeout)
+            answers = await self._ask(body)
             ended = time.time()
         if not isinstance(answers, list) or len(answers) != len(samples):
             raise TrajectoryError(f"an engine did not answer with a list of {len(samples)} samples")
@@ -315,6 +315,19 @@ class SGLangGenerator:
                     response_tokens=sum(sample.response_length for sample in samples) - before,
                 )
             )
+
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        """Send one request to the router and return its answer."""
+        try:
+            return await self._client.post(self._url, body, within=self._timeout)
+        except UnavailableError as error:
+            raise RouterLostError(str(error)) from error
+        except NoAnswerError as error:
+            # Health checks find engines and routers that hang, so this answer is only slow.
+            raise TrajectoryError(
+                f"an engine has not answered within {self._timeout:g} s: raise sglang_router_request_timeout_secs, or "
+                "lower rollout_max_response_len"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

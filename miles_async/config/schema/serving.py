@@ -31,8 +31,8 @@ class Weights(Section):
     """Number of training batches between two publishes of the weights to the engines."""
     pause_generation_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What happens to running requests while weights are written: retract recomputes their keys and values under the
-    new weights and continues, in_place continues with the keys and values of the old weights, abort ends the
-    requests."""
+    new weights and continues, in_place continues with the keys and values of the old weights, abort ends the requests
+    and sends them again, from the first token unless partial_rollout is set."""
 
 
 class Engine(Section):
@@ -61,8 +61,10 @@ class Engine(Section):
     """IP address of an existing sglang-router that can reach the engines. If unset, the run starts its own router."""
     sglang_router_port: int | None = Field(None, ge=1, le=65535)
     """Port of the existing sglang-router at sglang_router_ip. If unset, the run starts its own router."""
-    sglang_router_request_timeout_secs: float = Field(600.0, gt=0)
-    """Time limit in seconds for one request to an engine. If a request exceeds the limit, its group is retried."""
+    sglang_router_request_timeout_secs: float = Field(21600.0, gt=0)
+    """Time limit in seconds for the answer to one request to an engine. A request that exceeds the limit counts as a
+    failed attempt of its group. Health checks find engines that hang, so the limit only has to exceed the time of the
+    longest response. An existing sglang-router needs a limit that is at least as long."""
     engine_cpus: list[int] | None = None
     """CPU cores that the engines are pinned to. If unset, engines are not pinned."""
     engine_start_timeout_seconds: float = Field(300.0, gt=0)

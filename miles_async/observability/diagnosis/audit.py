@@ -21,7 +21,7 @@ from miles_async.events import (
 
 _LIFECYCLE = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 _NEXT = dict(pairwise(_LIFECYCLE))
-_RETRIED = frozenset({"stale", "failed", "engine_lost", "head_deadline", "aborted", "partial"})
+_RETRIED = frozenset({"stale", "failed", "engine_lost", "router_lost", "head_deadline", "aborted", "partial"})
 """Drop reasons after which the prompt must get another attempt or become a dead letter."""
 
 
