@@ -48,30 +48,30 @@ def test_an_isolated_reward_runs_elsewhere_and_sees_the_settings() -> None:
 
 
 def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sample_is_scored() -> None:
-    async def play() -> tuple[str, float]:
+    async def play() -> tuple[str, list[float]]:
         graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
         try:
             with pytest.raises(GraderError) as failure:
-                await graders.grade(Sample(response="hang"))
-            return str(failure.value), await graders.grade(Sample(response="fine"))
+                await graders.grade([Sample(response="fine"), Sample(response="hang")])
+            return str(failure.value), await graders.grade([Sample(response="fine")])
         finally:
             await graders.close()
 
-    sentence, reward = asyncio.run(play())
+    sentence, rewards = asyncio.run(play())
     assert sentence == "took longer than 1 s (reward_timeout_seconds); its process was killed"
-    assert reward == 1.0
+    assert rewards == [1.0]
 
 
 def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.die ended its process with exit code 3"):
+    with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.die ended its process with exit code 3"):
         scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
 
 
-def test_as_many_samples_are_graded_at_once_as_there_are_processes() -> None:
+def test_as_many_groups_are_graded_at_once_as_there_are_processes() -> None:
     async def most_at_once(processes: int) -> int:
         graders = Graders(f"{__name__}.length", "custom_rm_path", {"n_samples_per_prompt": 1}, processes, 20.0)
         try:
-            await asyncio.gather(*(graders.grade(Sample()) for _ in range(4)))
+            await asyncio.gather(*(graders.grade([Sample()]) for _ in range(4)))
             return len(graders._all)
         finally:
             await graders.close()
@@ -96,7 +96,7 @@ def test_mathematics_is_right_by_value(response: str, label: Any, expected: floa
 
 def test_mathematics_is_checked_in_a_process_of_its_own() -> None:
     assert scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
-    with pytest.raises(TrajectoryError, match=r"sample 0: reward math raised TypeError: the label is \[\], a list"):
+    with pytest.raises(TrajectoryError, match=r"reward math raised TypeError: the label is \[\], a list.*\(sample 0\)"):
         scored("4", label=[], rm_type="math")
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import islice
 from typing import Any
 
 import pytest
 
-from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.rewards.factory import open_rewarder
 from miles_async.types import Group, Sample
-from tests.unit.gym import CHAIN_SUM, open_gym
+from tests.unit.gym import open_gym
 
 
 def asked(groups: list[Group]) -> list[Any]:
@@ -77,13 +74,3 @@ def test_a_task_without_single_answers_cannot_warm_start() -> None:
     assert isinstance(source.get_samples(1)[0][0], Sample)
     with pytest.raises(UserError, match="set warm_start_max_steps to 0"):
         next(source.warm_start_problems())
-
-
-def test_the_task_itself_scores_the_stripped_response() -> None:
-    rewarder = open_rewarder(
-        RunConfig.model_validate({"data": CHAIN_SUM, "rollout": {"rm_type": "reasoning_gym"}}), args=None
-    )
-    entry = {"question": "1 + 3 =", "answer": "4", "metadata": {}}
-    answers = [Sample(response=text, metadata={"entry": entry}) for text in (" 4 ", "4.0", "5")]
-    asyncio.run(rewarder.score(Group(answers, feed_index="sample_0_0")))
-    assert [answer.reward for answer in answers] == [1.0, 1.0, 0.0]
