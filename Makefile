@@ -3,48 +3,48 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 ARGS ?=
 
-# Two processes; whole files, and all tests that share a cluster, go to the same one (tests/conftest.py).
+# Two test processes. All tests of a file, and all tests that share a cluster, run in the same one (tests/conftest.py).
 BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench dashboards monitoring inspect report lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
-	@printf '\nARGS="…" passes flags on: make run ARGS="--num-rollout 20 --seed 7", make test ARGS="-k staleness"\n'
+	@printf '\nARGS="…" is passed on to the command: make run ARGS="--num-rollout 20 --seed 7", make test ARGS="-k staleness"\n'
 
-setup: $(READY) ## Create .venv from requirements/cpu.lock; does nothing when it is up to date
+setup: $(READY) ## Create .venv from requirements/cpu.lock, or update it if the lock has changed
 
-# Only a changed lock or project file installs anything, so a second `make run` starts at once.
-$(READY): requirements/cpu.lock pyproject.toml requirements/install.sh
+# make installs again only if one of these files has changed, so a second `make run` starts at once.
+$(READY): requirements/cpu.lock pyproject.toml setup.py requirements/install.sh
 	@bash requirements/install.sh
 	@touch $@
 
-setup-gpu: ## On a machine with CUDA: install SGLang with its own dependencies and Mooncake's RDMA build
+setup-gpu: ## The same on a machine with CUDA: SGLang with its own dependencies, Mooncake's RDMA build
 	@bash requirements/install.sh gpu
 	@touch $(READY)
 
-run: $(READY) ## The main job: a tiny model learns arithmetic under fully asynchronous RL
+run: $(READY) ## Train: a tiny model learns arithmetic under fully asynchronous RL
 	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
-# Only tests need it, so `make run` does not wait for it.
-browser: ## Debian's Chromium, for the tests of pages
+# Only tests need a browser, so `make run` does not install one.
+browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## All tests: unit, simulation, then the real engines (at most 10 minutes)
+test: $(READY) browser ## Run all tests: on the real engines, simulated and unit tests (15 minutes on two idle cores)
 	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit $(BOTH_CORES) $(ARGS)
 
-test-unit: $(READY) ## Unit tests, seconds
+test-unit: $(READY) ## Run the unit tests (about a minute)
 	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
 
-test-stack: $(READY) browser ## Tests on the real engines
+test-stack: $(READY) browser ## Run the tests on the real engines
 	@$(PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
-sim: $(READY) ## The real pipeline under a virtual clock: scenarios as tables, JSON and plots (ARGS="filtered ladder")
-	@$(PYTHON) -m tests.sim.run --figures docs $(ARGS)
+sim: $(READY) ## Simulate scenarios with a virtual clock; write tables, JSON and plots (ARGS="filtered ladder")
+	@$(PYTHON) -m tests.sim.run --figures docs/explanation $(ARGS)
 
-bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/results/
+bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmarks/results/
 	@$(PYTHON) -m benchmarks.core_cost
 	@$(PYTHON) -m benchmarks.packing
 	@$(PYTHON) -m benchmarks.packed_training
@@ -58,37 +58,40 @@ bench: $(READY) ## Benchmarks on this machine: tables, and JSON in benchmarks/re
 	@$(PYTHON) -m benchmarks.instrumentation
 	@$(PYTHON) -m benchmarks.frozen
 
-dashboards: $(READY) ## Write Grafana's dashboards as JSON from dashboards/content.py
+dashboards: $(READY) ## Write Grafana dashboards in JSON from dashboards/content.py
 	@$(PYTHON) -m dashboards.build
 
-monitoring: $(READY) ## A real Prometheus with our rules on the runs in runs/, or on a recorded one (RUN=runs/latest)
+monitoring: $(READY) ## Start Prometheus with the project's alert rules on the runs in runs/, or replay a run (RUN=runs/latest)
 	@$(PYTHON) -m dashboards.prometheus $(if $(RUN),--recorded $(RUN)) $(ARGS)
 
-skip-ls: $(READY) ## List recordings that --skip-… made (DIR=dump_dir)
+skip-ls: $(READY) ## List recordings of generation, which --skip-… options make (DIR=dump_dir)
 	@$(PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)
 
-skip-rm: $(READY) ## Remove recordings (DIR=dump_dir, ARGS="--steps 5-9"); all of them without --steps
+skip-rm: $(READY) ## Remove recordings of generation (DIR=dump_dir, ARGS="--steps 5-9"; without --steps all of them)
 	@$(PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
 
-inspect: $(READY) ## Look at a saved batch (ARGS="debug/0.safetensors", or with --sample 7)
+inspect: $(READY) ## Show a saved batch (ARGS="debug/0.safetensors", or ARGS="debug/0.safetensors --sample 7")
 	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
 
-report: $(READY) ## One HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
+report: $(READY) ## Write one HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
 	@$(PYTHON) -m miles_async.observability.page.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
 
-lint: $(READY) ## ruff, mypy --strict and the import rules
+docs: $(READY) ## Build the documentation site in site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+lint: $(READY) ## Check style, types (mypy --strict) and import rules
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 	@.venv/bin/lint-imports
 
-format: $(READY) ## Let ruff rewrite what it can
+format: $(READY) ## Fix and format the code with ruff
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 
-lock: ## Renew requirements/cpu.lock from pyproject.toml and requirements/cpu.in
+lock: ## Resolve requirements/cpu.lock again from pyproject.toml and requirements/cpu.in
 	@bash requirements/lock.sh
 
-clean: ## Remove .venv and caches; keeps runs/ and warm-started models
-	@rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build
+clean: ## Remove .venv, caches and build output; keeps runs/ and warm-started models
+	@rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

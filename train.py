@@ -15,4 +15,4 @@ if __name__ == "__main__":
     # Import the heavy modules only after the configuration has been checked.
     from workers.driver import drive
 
-    sys.exit(drive(config, entry="train.py"))
+    sys.exit(drive(config, sys.argv[1:], entry="train.py"))

@@ -16,4 +16,4 @@ if __name__ == "__main__":
     # Import the heavy modules only after the configuration has been checked.
     from workers.driver import drive
 
-    sys.exit(drive(config, entry="train_async.py"))
+    sys.exit(drive(config, sys.argv[1:], entry="train_async.py"))

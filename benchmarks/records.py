@@ -1,24 +1,49 @@
-"""What benchmarks find goes into `benchmarks/results/`, whatever folder they are called from."""
+"""Results of benchmarks: one file `benchmarks/results/NAME.json` each, with date, commit and machine."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def record(name: str, found: Any) -> None:
-    """Write `results/NAME.json` anew."""
+def record(name: str, result: Any) -> None:
+    """Write `results/NAME.json`, replacing the file of an earlier run.
+
+    The file holds `date` (UTC), `commit` (with `-dirty` if tracked files were changed), `machine` and `result`.
+    """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(found, indent=2) + "\n")
+    content = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": _commit(), "machine": _machine(), "result": result}
+    path.write_text(json.dumps(content, indent=2) + "\n")
     print(f"wrote {path}")
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """What the run before wrote; empty where there was none."""
+    """The `result` that an earlier run wrote, for a benchmark that runs in parts; empty if there is none."""
     path = RESULTS / f"{name}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known: dict[str, Any] = json.loads(path.read_text())["result"] if path.exists() else {}
     return known
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else "unknown",
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+    }

@@ -11,6 +11,7 @@ difference, and writes benchmarks/results/weight-faults.json. Exits with 1 if a 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import tempfile
 from collections import Counter
@@ -23,13 +24,11 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.records import record
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
-from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.config.schema import TinyModel
 from tests.stack.engine_stack import Stack
-from tests.stack.weight_faults import RunData, publish_under_load
+from tests.stack.weight_faults import Outcome, publish_under_load
 
 
 class RandomFaults:
@@ -59,7 +58,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random faults (default: 0)")
     arguments = parser.parse_args()
     faults = RandomFaults(arguments.seed, arguments.kills, arguments.publishes)
-    results: list[RunData] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         create_tiny_model(TinyModel(), folder / "tiny", seed=1)
@@ -80,12 +78,12 @@ def main() -> None:
                 infos[engine] = servers[engine].start()
             return infos[engine]
 
-        async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-            fleet.register_engine(infos["e1"])
-            await fleet.commit("e1", 0)
-            await fleet.admit("e1")
-            results.append(
-                await publish_under_load(
+        async def publish() -> Outcome:
+            async with stack.admitted() as (fleet, generator):
+                fleet.register_engine(infos["e1"])
+                await fleet.commit("e1", 0)
+                await fleet.admit("e1")
+                return await publish_under_load(
                     stack,
                     fleet,
                     generator,
@@ -98,7 +96,6 @@ def main() -> None:
                     kill=kill,
                     repair=repair,
                 )
-            )
 
         try:
             with ThreadPoolExecutor(3) as pool:
@@ -106,22 +103,21 @@ def main() -> None:
                 infos.update(zip(servers, pool.map(EngineServer.start, servers.values()), strict=True))
             model = Qwen3ForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
             stack = Stack(infos["e0"], starting.result(), folder / "tiny", model)
-            stack.run(story)
+            outcome = asyncio.run(publish())
         finally:
             router.stop()
             for server in servers.values():
                 server.stop()
-    [run] = results
-    errors = run.errors(stack)
+    errors = outcome.errors(stack)
     result = {
         "publishes": arguments.publishes,
         "writes": dict(faults.counts),
-        "steps": dict(Counter(step.then for step in run.steps)),
-        "requests lost with an engine": run.lost_requests,
-        "samples": len(run.samples),
-        "tokens": sum(sample.response_length for sample in run.samples),
+        "steps": dict(Counter(step.then for step in outcome.steps)),
+        "requests lost with an engine": outcome.lost_requests,
+        "samples": len(outcome.samples),
+        "tokens": sum(sample.response_length for sample in outcome.samples),
         "spans": len(errors),
-        "samples over several versions": sum(len(sample.spans) > 1 for sample in run.samples),
+        "samples over several versions": sum(len(sample.spans) > 1 for sample in outcome.samples),
         "largest difference of a log-probability": max(errors),
     }
     for key, value in result.items():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Create or update .venv. Called by `make`, which decides when.
-#   install.sh        CPU machine: exactly requirements/cpu.lock
-#   install.sh gpu    CUDA machine: the extra `gpu`, resolved; remembered, so that later updates stay on it
+# Create or update .venv. `make` calls this script when the lock or pyproject.toml has changed.
+#   install.sh        CPU machine: install exactly requirements/cpu.lock
+#   install.sh gpu    CUDA machine: resolve and install the extra `gpu`; later calls without an argument do so too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -32,7 +32,18 @@ pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check --quiet --quiet "$@"
 }
 
-# Mooncake's engine links against libibverbs even where it speaks TCP.
+# torch has two builds of each version: the public one, which cannot be imported without CUDA's libraries, and one for
+# CPUs with the label +cpu, which not every index serves. The pin torch==VERSION in the lock matches both. Left alone, pip
+# prefers the public one, so this function installs the CPU build first.
+install_torch() {
+    local pin
+    pin=$(sed -n '/^torch==/,/[^\\]$/p' requirements/cpu.lock)
+    pip install --no-deps --require-hashes --requirement <(sed 's/^torch==[^ ]*/&+cpu/' <<<"$pin") 2>/dev/null && return
+    echo "No index that pip knows serves torch for CPUs; installing the public build and CUDA's libraries (several GB)"
+    pip install "${pin%% *}"
+}
+
+# Mooncake's engine links against libibverbs even if it only uses TCP.
 install_libibverbs() {
     "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null && return
     local command="apt-get install -y --no-install-recommends libibverbs1"
@@ -42,10 +53,10 @@ install_libibverbs() {
         echo "Installing Debian's libibverbs1"
         { $as_root apt-get update -qq && $as_root $command -qq; } >/dev/null 2>&1 && return
     fi
-    echo "libibverbs1 is missing, so weights travel another way than P2P (by memory or broadcast). To install it: sudo $command" >&2
+    echo "libibverbs1 is missing, so the p2p weight transport is not available; memory and broadcast are. To install it: sudo $command" >&2
 }
 
-# `make monitoring` and its tests. The package is unpacked into .venv: installing it would start a server that listens.
+# For `make monitoring` and its tests. The package is unpacked into .venv, because installing it would start a server.
 install_prometheus() {
     [ -x "$venv/bin/promtool" ] || command -v promtool >/dev/null && return
     local folder
@@ -66,12 +77,13 @@ install_prometheus() {
 [ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || create_venv
 if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     echo "Installing for CUDA; this downloads many gigabytes"
-    pip uninstall --yes mooncake-transfer-engine-non-cuda # the same module as the RDMA build's
+    pip uninstall --yes mooncake-transfer-engine-non-cuda # it provides the same module as the RDMA build
     pip install --editable ".[gpu,dev]"
     touch "$venv/gpu"
 else
     echo "Installing $(grep -c == requirements/cpu.lock) pinned packages (about 3.3 GB the first time, a few minutes)"
-    pip install --no-deps --requirement requirements/cpu.lock
+    install_torch
+    pip install --no-deps --require-hashes --requirement requirements/cpu.lock
     pip install --no-deps --no-build-isolation --editable .
 fi
 install_libibverbs

@@ -1,4 +1,4 @@
-"""Settings for all tests: those in `stack/` carry the marker, and property tests draw the same examples everywhere."""
+"""Settings for all tests: the marker of `stack/`, the event loop of async tests, and repeatable examples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.sim.virtual_time import VirtualTimeLoop
+
 # Shared cores make any deadline flaky, and a suite that gates merges must not draw new cases on its own.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -18,6 +20,13 @@ ROOT = Path(__file__).parents[1]
 STACK = Path(__file__).parent / "stack"
 SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures", "tests.unit.gym")
 """Each keeps a cluster, an engine or a slow import for the whole session, which all test files that name it share."""
+
+
+@pytest.fixture
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """Async tests run on asyncio, and on a virtual clock if they carry the marker `virtual_time`."""
+    virtual = request.node.get_closest_marker("virtual_time") is not None
+    return "asyncio", {"loop_factory": VirtualTimeLoop} if virtual else {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

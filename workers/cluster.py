@@ -38,14 +38,15 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.events import ClusterReady, Event
 from miles_async.observability.run_folder import RunFolder
-from workers.engine import Engine
-from workers.heartbeats import Probe
-from workers.learner import LearnerRank
-from workers.placement import Placement, on_driver_node, reserve
-from workers.preflight import SftExamples, checkpoint_to_resume
-from workers.rollout import RolloutWorker, Surroundings
-from workers.router import Router
-from workers.specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
+
+from .engine import Engine
+from .heartbeats import Probe
+from .learner import LearnerRank
+from .placement import Placement, on_driver_node, reserve
+from .preflight import SftExamples, checkpoint_to_resume
+from .rollout import RolloutWorker, Surroundings
+from .router import Router
+from .specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
 
 LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""

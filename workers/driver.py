@@ -11,13 +11,15 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from miles_async.config.derived import bounds_of, engines, schedule_of, table
 from miles_async.config.load import load_config
+from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
@@ -25,11 +27,12 @@ from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
-from workers.preflight import SftExamples, preflight
+
+from .preflight import SftExamples, preflight
 
 if TYPE_CHECKING:
-    from workers.cluster import Cluster
-    from workers.watchdog import Watchdog
+    from .cluster import Cluster
+    from .watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -43,28 +46,33 @@ class RunInterruptedError(Exception):
     """The user interrupted the run."""
 
 
-def drive(config: RunConfig, *, entry: str) -> int:
-    """Run a job from preflight to the end, and return the exit code. `entry` is the name of the entry script."""
+def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
+    """Run a job from preflight to the end, and return the exit code. `entry` is the name of the entry script.
+
+    `config` is what `argv` resolved to; SIGHUP resolves `argv` again, to read changed YAML files.
+    """
     configure_logging(config.observability.log_format)
     try:
         sft_examples = preflight(config, entry)
         folder = RunFolder.create(config)
-        return asyncio.run(_drive(config, folder, entry, sft_examples))
+        return asyncio.run(_drive(config, argv, folder, entry, sft_examples))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
-        print(f"{entry}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
-async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples: SftExamples) -> int:
+async def _drive(
+    config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, sft_examples: SftExamples
+) -> int:
     stop = asyncio.Event()
     _handle_interrupts(stop)
     log = structlog.get_logger(__name__)
     print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
         # Importing Ray takes seconds, so it is imported after all fast checks have passed.
-        from workers.cluster import Cluster
-        from workers.watchdog import Watchdog
+        from .cluster import Cluster
+        from .watchdog import Watchdog
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
         log.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
@@ -74,14 +82,14 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples:
             async with Cluster(config, folder, entry) as cluster:
                 subscribers.emit(await _run_unless_stopped(stop, cluster.start(sft_examples)))
                 with Watchdog(cluster, subscribers, config.observability) as watchdog:
-                    await _follow(cluster, subscribers, watchdog, stop, entry)
+                    await _follow(cluster, subscribers, watchdog, stop, partial(load_config, argv, entry=entry))
             if stop.is_set():
                 raise RunInterruptedError
         except (RunInterruptedError, asyncio.CancelledError):
             reason = "interrupted"
             return INTERRUPTED
         except BaseException as error:
-            reason = str(error) or type(error).__name__
+            reason = redact_text(str(error)) or type(error).__name__
             raise
         finally:
             subscribers.emit(RunEnded(time=time.time(), reason=reason))
@@ -91,9 +99,9 @@ async def _drive(config: RunConfig, folder: RunFolder, entry: str, sft_examples:
 class _Resizer:
     """Handles SIGHUP: reads the YAML files again and changes the number of engines to the configured number."""
 
-    def __init__(self, cluster: Cluster, entry: str) -> None:
+    def __init__(self, cluster: Cluster, reload: Callable[[], RunConfig]) -> None:
         self._cluster = cluster
-        self._entry = entry
+        self._reload = reload
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -107,21 +115,24 @@ class _Resizer:
     async def _resize(self) -> None:
         log = structlog.get_logger(__name__)
         try:
-            config = load_config(sys.argv[1:], entry=self._entry)
-            await self._cluster.resize(engines(config))
+            await self._cluster.resize(engines(self._reload()))
         except MilesError as error:
             log.warning(f"the number of engines is unchanged: {error}")
 
 
 async def _follow(
-    cluster: Cluster, subscribers: EventSubscribers, watchdog: Watchdog, stop: asyncio.Event, entry: str
+    cluster: Cluster,
+    subscribers: EventSubscribers,
+    watchdog: Watchdog,
+    stop: asyncio.Event,
+    reload: Callable[[], RunConfig],
 ) -> None:
     """Pass events of the pipeline to the subscribers until it ends.
 
     Raises the error that ended the pipeline, or FatalError if the rollout worker hangs.
     """
     run: asyncio.Future[Any] = asyncio.ensure_future(cluster.run())
-    resizer = _Resizer(cluster, entry)
+    resizer = _Resizer(cluster, reload)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizer.start)
     stop_was_sent = False
     events: asyncio.Future[Any] = asyncio.ensure_future(cluster.events())

@@ -23,7 +23,8 @@ from miles_async.events import EventSink
 from miles_async.ports import Generator
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
-from workers.specs import greedy_of, sampling_of
+
+from .specs import greedy_of, sampling_of
 
 
 class Generators:

@@ -27,7 +27,8 @@ from miles_async.rollout.generate import load_generate_function
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
-from workers.batches import saved_batch
+
+from .batches import saved_batch
 
 BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 WARM_START_EXAMPLES = 8192

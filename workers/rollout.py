@@ -40,11 +40,12 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
-from workers.batches import BatchPreparation, SavedBatches
-from workers.debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
-from workers.generators import Generators
-from workers.preflight import dynamic_filter, rollout_function
-from workers.specs import eval_sampling_of, greedy_of
+
+from .batches import BatchPreparation, SavedBatches
+from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
+from .generators import Generators
+from .preflight import dynamic_filter, rollout_function
+from .specs import eval_sampling_of, greedy_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,11 @@ from miles_async.config.schema import Observability
 from miles_async.errors import FatalError
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.stall import dumps_stacks
-from workers.heartbeats import Heartbeats
+
+from .heartbeats import Heartbeats
 
 if TYPE_CHECKING:
-    from workers.cluster import Cluster
+    from .cluster import Cluster
 
 SILENCE_SECONDS = 120.0
 """A rollout worker that has not answered for so long is considered stuck."""

@@ -65,7 +65,7 @@ def help_text(command: str) -> str:
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",
         "  --check-config          check the settings, print the values derived from them, and exit",
         "  --help                  print this help and exit",
-        "  --sglang-NAME VALUE     set any SGLang server argument that has no flag of its own below",
+        "  --sglang-NAME VALUE     set any SGLang server argument without a flag below",
     ]
     for section, about in SECTIONS.items():
         lines += ["", f"{section}:", *_wrapped(about, width, indent=2), ""]

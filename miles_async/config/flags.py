@@ -3,7 +3,7 @@
     --rollout-batch-size 32                   also --rollout_batch_size 32 and --rollout-batch-size=32
     --shuffle-rewards, --no-shuffle-rewards   turn a switch on and off
     --rollout-stop END STOP                   a list; YAML such as "[END, STOP]" works too
-    --sglang-mem-fraction-static 0.8          any SGLang server argument that has no flag of its own
+    --sglang-mem-fraction-static 0.8          any SGLang server argument without a flag here
     rollout.rollout_batch_size=32             a setting by its YAML path; also reaches keys of a dict
 
 argparse is not used because `parse_known_args` returns unknown flags and stray words in one list without their

@@ -18,6 +18,7 @@ from miles_async.config.checks import problems
 from miles_async.config.derived import WINDOWED_FUNCTION
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, nearest
 from miles_async.config.flags import Assignment, parse_flags
+from miles_async.config.redaction import contains_redacted, redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import parse_yaml
 from miles_async.errors import UserError
@@ -45,6 +46,11 @@ def build(assignments: Sequence[Assignment]) -> RunConfig:
     """
     values: dict[str, Any] = {}
     sources: dict[tuple[str, ...], str] = {}
+    for last in {assignment.path: assignment for assignment in assignments}.values():
+        if contains_redacted(last.value):
+            raise UserError(
+                f"{last.source}: a secret was left out of this file when it was written; set the value again"
+            )
     for assignment in assignments:
         *parents, name = assignment.path
         section = values
@@ -77,8 +83,11 @@ def read_yaml(path: Path) -> list[Assignment]:
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved configuration as YAML; loading the file gives an equal configuration."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    """Write the resolved configuration as YAML, without secrets.
+
+    Loading the file gives an equal configuration, or is refused until the secrets are set again.
+    """
+    path.write_text(yaml.safe_dump(redacted_values(config), sort_keys=False, allow_unicode=True))
 
 
 def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path) -> list[Assignment]:

@@ -31,7 +31,7 @@ class RunFolder:
         try:
             root.mkdir(parents=True, exist_ok=True)
             folder = cls(_create_unused(root, f"{time.strftime('%Y%m%d-%H%M%S')}-{data}"))
-            folder.logs.mkdir()
+            folder.logs.mkdir(mode=0o700)
             write_config(config, folder.path / "config.yaml")
             _point_latest(root, folder.path)
         except OSError as error:
@@ -69,7 +69,7 @@ def _create_unused(root: Path, stem: str) -> Path:
     folder, attempt = root / stem, 1
     while True:
         try:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)  # samples and prompts are for the user alone
         except FileExistsError:
             attempt += 1
             folder = root / f"{stem}-{attempt}"

@@ -10,6 +10,7 @@ from typing import Self
 import structlog
 from prometheus_client import CollectorRegistry
 
+from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.events import (
@@ -156,7 +157,7 @@ class EventSubscribers:
             log.warning("summary.json was not written", why=f"{self._folder.path}: {error.strerror}")
 
     def _write_report(self, until: float) -> None:
-        settings = flatten(self._config.model_dump(mode="json"))
+        settings = flatten(redacted_values(self._config))
         run = RunData(self._folder.path.name, settings, self._view, self._summary, until)
         try:
             write([run], self._folder.report)

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from miles_async.config.redaction import redact_text
 from miles_async.types import Sample
 
 FIRST_BACKOFF_SECONDS = 0.25
@@ -44,7 +45,7 @@ class RemoteReward:
                             break
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                     failure = f"{type(error).__name__}: {error}"
-        raise RuntimeError(f"{self._url} answered {failure} (rm_url)")
+        raise RuntimeError(redact_text(f"{self._url} answered {failure} (rm_url)"))
 
     async def close(self) -> None:
         await self._session.close()

@@ -45,8 +45,8 @@ def parse_call(turn: str) -> tuple[str, str] | None:
     turn = turn.rstrip()
     for name in TOOLS:
         if turn.endswith(end := f"</{name}>"):
-            _, opening, text = turn.removesuffix(end).rpartition(f"<{name}>")
-            return (name, text) if opening else None
+            _, start_tag, text = turn.removesuffix(end).rpartition(f"<{name}>")
+            return (name, text) if start_tag else None
     return None
 
 

@@ -9,7 +9,7 @@ what it returns then, and how results are recorded; the decorator connects the r
     @SkipManager.annotate(role="reward")
     async def reward(args, sample): ...
 
-See docs/skip.md for the settings.
+See docs/how-to/replay.md for the settings.
 """
 
 from miles_async.recording import SkipAction

@@ -1,4 +1,4 @@
-"""The `windowed-fifo` seed's experiment: which prompts does over-sampling keep?
+"""Which prompts over-sampling keeps: the experiment of MiniMax Forge (arXiv 2605.26494, 6.2.4).
 
 256 prompts, half easy and half hard, where hard ones finish later; the first 128 collected are kept.
 """
@@ -26,7 +26,7 @@ class Bias:
     """Share of hard prompts (difficulty above 0.6) in the kept batch."""
     population: float
     fill: float
-    """When the batch is full, where a prompt takes as long as it is difficult (the seed's latency, 0 to 1)."""
+    """When the batch is full, where a prompt takes as long as it is difficult (a latency of 0 to 1)."""
     fill_long_tail: float
     """The same order of finishing, with times that grow exponentially."""
 
@@ -55,7 +55,7 @@ def kept_batch(ratio: float, seed: int) -> Bias:
 
 
 def experiment(seeds: int, ratios: Iterable[float] = RATIOS) -> list[Bias]:
-    """One row per ratio, means over the seeds."""
+    """One row per ratio, means over all seeds."""
     rows = []
     for ratio in ratios:
         runs = [kept_batch(ratio, seed) for seed in range(seeds)]

@@ -1,4 +1,4 @@
-"""Simulated engines: places, a waiting line, weight versions, pauses, stalls and faults, on virtual time."""
+"""Simulated engines on virtual time: permits, queues, weight versions, pauses, stalls and faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_async.types import EngineLoad, Group, SampleStatus, SendOutcome, Vers
 from tests.sim.virtual_time import VirtualClock
 
 Latency = Callable[[Group, random.Random], float]
-"""Seconds that one request takes once it has a place."""
+"""Seconds that one request takes once it has a permit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class EngineModel:
     """What the engines are like. Rates are shares of the groups; times are seconds."""
 
     requests_per_group: int = 1
-    """Each takes a place of its own; the group is done when the last of them is."""
-    places: int | None = None
+    """Each takes one permit; the group is done when the last of them is."""
+    concurrency: int | None = None
     """Requests served at once; the others wait in line. None serves all at once."""
     failure_rate: float = 0.0
     lost_rate: float = 0.0
@@ -46,7 +46,7 @@ class _Ticket:
     ends: dict[int, float] = field(default_factory=dict)
     """When its running requests end, on the work clock, by serial number."""
     waiting: list[float] = field(default_factory=list)
-    """Seconds of its requests that have no place yet."""
+    """Seconds of its requests that have no permit yet."""
 
 
 class Engines:
@@ -62,7 +62,7 @@ class Engines:
         self._clock = clock
         self._latency = latency
         self._model = model
-        self._permits = model.places or 1 << 60
+        self._permits = model.concurrency or 1 << 60
         self._rng = random.Random(seed)
         self._tickets: dict[int, _Ticket] = {}
         self._left: dict[str, list[float]] = {}
@@ -129,7 +129,7 @@ class Engines:
                 ticket.done.set_result(SampleStatus.ABORTED)
 
     def _stop(self, ticket: _Ticket) -> list[float]:
-        """Give a ticket's places to others; what it still had to do."""
+        """Give a ticket's permits to others, and return the work that it still had to do."""
         now = self._work_clock()
         left = [max(0.0, end - now) for end in ticket.ends.values()] + ticket.waiting
         self.worked_seconds -= sum(left) - sum(ticket.waiting)
@@ -144,7 +144,7 @@ class Engines:
         return now - self._paused_seconds
 
     def _fill(self) -> None:
-        """Give free places to those first in line."""
+        """Give free permits to the tickets first in line."""
         now = self._work_clock()
         while self._line and self._taken < self._permits:
             ticket = self._line[0]

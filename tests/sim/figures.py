@@ -1,4 +1,4 @@
-"""The plots in `docs/`."""
+"""The plots in `docs/explanation/`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`make sim`: play the scenarios at full size in two processes; print tables, write JSON and figures.
 
-    python -m tests.sim.run [scenario ...] [--quick] [--processes 2] [--figures docs]
+    python -m tests.sim.run [scenario ...] [--quick] [--processes 2] [--figures docs/explanation]
 
-Without names all of them run, and the seed's bias experiment first. Exits with 1 when a claim does not hold.
+Without names it plays all of them, after the over-sampling experiment. The exit code is 1 if a claim does not hold.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _options() -> argparse.Namespace:
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     options.scenarios = options.scenarios or names
     if options.quick:
-        options.figures = None  # the plots in docs/ show the full size
+        options.figures = None  # the plots in docs/explanation/ show the full size
     return options
 
 

@@ -23,9 +23,9 @@ from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Event, PublishEnded, StepEnded, StepStarted, encode
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group
+from tests.sim.alternative_windows import UNBOUNDED, PlainWindow
 from tests.sim.engines import EngineModel
 from tests.sim.latency import latency_of
-from tests.sim.rivals import UNBOUNDED, PlainWindow
 from tests.sim.world import Trace, World
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -52,7 +52,7 @@ class Row:
     """Groups recycled as stale, per group trained."""
     trained: int
     lost: int
-    """Prompts that are neither trained nor filtered, buried, in the feed or under way at the end."""
+    """Prompts that are neither trained nor filtered, dead_lettered, in the feed or under way at the end."""
     violations: int
     cpu: float
     """Seconds of CPU time that simulating and auditing took, per process."""
@@ -167,8 +167,8 @@ def play(settings: Mapping[str, Any], seed: int) -> Row:
     began = time.process_time()
     tally = Tally()
     world = world_of(settings, seed, tally).run()
-    audit, places = world.audit, world.engines.places
-    rollout = world.fleet.worked_seconds / places if places else 0.0
+    audit, concurrency = world.audit, world.engines.concurrency
+    rollout = world.fleet.worked_seconds / concurrency if concurrency else 0.0
     return Row(
         wall=world.seconds,
         stall=tally.waited,
@@ -181,7 +181,7 @@ def play(settings: Mapping[str, Any], seed: int) -> Row:
         mean_age=tally.ages / audit.trained,
         recycled=audit.recycled / audit.trained,
         trained=audit.trained,
-        lost=len(audit.owed - world.returned - world.graveyard.prompts),
+        lost=len(audit.owed - world.returned - world.dead_letters.prompts),
         violations=len(audit.violations),
         cpu=time.process_time() - began,
     )
@@ -197,7 +197,8 @@ def combine(rows: list[Row]) -> Row:
     """Rows of the same variant: sums for counts, the worst for what is bounded, means for the rest."""
     values = {column: [asdict(row)[column] for row in rows] for column in asdict(rows[0])}
     folds = dict.fromkeys(("bypasses", "age"), max) | dict.fromkeys(("trained", "lost", "violations"), sum)
-    return Row(**{column: folds.get(column, fmean)(several) for column, several in values.items()})
+    folded: dict[str, Any] = {column: folds.get(column, fmean)(several) for column, several in values.items()}
+    return Row(**folded)
 
 
 def broken(claims: list[dict[str, Any]], rows: Mapping[str, Row]) -> list[str]:

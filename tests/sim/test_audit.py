@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.config.schema import Rollout, RunConfig
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import DropReason, Group
+from tests.configuration import run_config
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 
-CONFIG = RunConfig(
-    rollout=Rollout(
-        rollout_batch_size=8,
-        over_sampling_batch_size=24,
-        num_rollout=80,
-        n_samples_per_prompt=1,
-        max_weight_staleness=3,
-        windowed_fifo_ratio=0.375,
-    )
+CONFIG = run_config(
+    rollout_batch_size=8,
+    over_sampling_batch_size=24,
+    num_rollout=80,
+    n_samples_per_prompt=1,
+    max_weight_staleness=3,
+    windowed_fifo_ratio=0.375,
 )
 
 
@@ -29,11 +27,11 @@ def long_tailed(group: Group, rng: object) -> float:
     return 40.0 if group.feed_index.endswith("7") else 1.0
 
 
-def test_a_sound_scheduler_passes():
+def test_a_sound_scheduler_passes() -> None:
     assert World(config=CONFIG, latency=long_tailed).run().audit.violations == []
 
 
-def test_a_window_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_window_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = WindowedFIFOCollector.__init__
 
     def one_wider(self: WindowedFIFOCollector[Group], total: int | None, window_size: int) -> None:
@@ -44,7 +42,7 @@ def test_a_window_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch):
     assert any("was bypassed 9 times with a window of 9" in violation for violation in violations)
 
 
-def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = RunState.advance
 
     def frees_at_training(self: RunState, groups: list[Group], state: GroupState) -> None:
@@ -59,7 +57,7 @@ def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch):
     assert any("was freed before version" in violation for violation in violations)
 
 
-def test_a_recycled_group_that_is_trained_as_well_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_recycled_group_that_is_trained_as_well_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     retry = Recycler.retry
 
     def copies(self: Recycler, group: Group, reason: DropReason, error: str) -> None:

@@ -1,12 +1,12 @@
-"""Engines and learner on the same devices: each has left before the other comes."""
+"""Engines and learner share devices: each releases its memory before the other takes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles_async.config.schema import Cluster, Rollout, RunConfig
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, StepReport
+from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.world import Trainer, World
 
@@ -55,9 +55,7 @@ def test_engines_and_learner_take_turns_on_the_devices() -> None:
             assert not sharing.engines
             sharing.learner = True
 
-    settings = RunConfig(
-        rollout=Rollout(rollout_batch_size=4, num_rollout=5, n_samples_per_prompt=2), cluster=Cluster(colocate=True)
-    )
+    settings = run_config(rollout_batch_size=4, num_rollout=5, n_samples_per_prompt=2, colocate=True)
     world = World(
         config=settings,
         schedule=Schedule.SYNCHRONOUS,

@@ -18,7 +18,7 @@ def digest(seed: int) -> str:
     return str(sink)
 
 
-def test_the_same_seed_gives_the_same_bytes_in_another_process():
+def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
     command = [sys.executable, "-c", "from tests.sim.test_determinism import digest; print(digest(1))"]
     elsewhere = subprocess.run(
         command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True
@@ -26,5 +26,5 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process():
     assert elsewhere.stdout.strip() == digest(1)
 
 
-def test_another_seed_gives_another_trace():
+def test_another_seed_gives_another_trace() -> None:
     assert digest(1) != digest(2)

@@ -1,22 +1,24 @@
-"""A slow head of the window and what a deadline does about it; engines that are asked how full they are."""
+"""A deadline for a slow head of the window, and concurrency that adapts to how full the engines are."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
-from miles_async.config.schema import Engine, Rollout, RunConfig
+from miles_async.config.schema import Engine, RunConfig
 from miles_async.events import AdmissionBlocked, BatchDrained, GroupMoved
 from miles_async.types import DropReason, Group, SampleStatus
-from tests.sim.engines import EngineModel, Engines
+from tests.configuration import run_config
+from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.world import World
 
 
-def config(**rollout: object) -> RunConfig:
-    settings = {"rollout_batch_size": 8, "num_rollout": 40, "n_samples_per_prompt": 2}
-    return RunConfig(rollout=Rollout.model_validate(settings | rollout))
+def config(**settings: Any) -> RunConfig:
+    sizes = {"rollout_batch_size": 8, "num_rollout": 40, "n_samples_per_prompt": 2}
+    return run_config(**sizes | settings)
 
 
-def stuck(prompt: int, seconds: float):
+def stuck(prompt: int, seconds: float) -> Latency:
     def latency(group: Group, rng: random.Random) -> float:
         return seconds if group.feed_index == f"sample_0_{prompt}" else 1.0
 
@@ -27,18 +29,18 @@ def drops(world: World, reason: DropReason) -> list[str]:
     return [moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == reason]
 
 
-def test_a_group_that_becomes_the_head_before_it_is_admitted_gets_its_deadline_too():
+def test_a_group_that_becomes_the_head_before_it_is_admitted_gets_its_deadline_too() -> None:
     """The trainer is slow: everything is collected, and the head is a group that is not admitted yet for 20 s."""
     world = World(
         config=config(max_weight_staleness=1, num_rollout=8, head_deadline_seconds=5.0, max_attempts=1),
         latency=stuck(prompt=33, seconds=1e6),
         train_seconds=20.0,
     ).run()
-    assert world.graveyard.buried[0][:2] == ("sample_0_33", DropReason.HEAD_DEADLINE)
+    assert world.dead_letters.letters[0][:2] == ("sample_0_33", DropReason.HEAD_DEADLINE)
     assert world.audit.violations == []
 
 
-def test_a_salvaged_head_goes_on_from_its_tokens_with_their_first_version():
+def test_a_salvaged_head_continues_from_its_tokens_with_their_first_version() -> None:
     world = World(
         config=config(head_deadline_seconds=5.0, head_deadline_action="salvage"), latency=stuck(prompt=40, seconds=23.0)
     ).run()
@@ -47,7 +49,7 @@ def test_a_salvaged_head_goes_on_from_its_tokens_with_their_first_version():
     assert world.audit.violations == []
 
 
-def test_a_salvaged_head_that_grew_too_old_is_regenerated():
+def test_a_salvaged_head_that_grew_too_old_is_regenerated() -> None:
     world = World(
         config=config(head_deadline_seconds=5.0, head_deadline_action="salvage", max_weight_staleness=3),
         latency=lambda group, rng: 23.0 if (group.feed_index, group.attempt) == ("sample_0_40", 0) else 1.0,
@@ -61,7 +63,7 @@ def test_a_salvaged_head_that_grew_too_old_is_regenerated():
     assert world.audit.violations == []
 
 
-def test_a_head_without_tokens_to_go_on_from_is_recycled_and_at_last_buried():
+def test_a_head_without_tokens_to_continue_is_recycled_and_finally_dead_lettered() -> None:
     """An agent's conversation that is aborted begins again from nothing."""
 
     class Agents(Engines):
@@ -78,26 +80,26 @@ def test_a_head_without_tokens_to_go_on_from_is_recycled_and_at_last_buried():
         engine_kind=Agents,
     ).run()
     assert drops(world, DropReason.HEAD_DEADLINE) == ["sample_0_40"] * 2
-    assert world.graveyard.prompts == {"sample_0_40"}
+    assert world.dead_letters.prompts == {"sample_0_40"}
     assert world.audit.violations == []
 
 
-def test_to_wait_is_to_leave_the_straggler_alone():
+def test_to_wait_is_to_leave_the_straggler_alone() -> None:
     world = World(
         config=config(head_deadline_seconds=5.0, head_deadline_action="wait"), latency=stuck(prompt=40, seconds=23.0)
     ).run()
     assert drops(world, DropReason.HEAD_DEADLINE) == []
 
 
-def test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short():
-    """16 places under 64 groups: without feedback 48 requests wait inside the engine."""
+def test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short() -> None:
+    """A concurrency of 16 under 64 groups: without feedback 48 requests wait inside the engine."""
 
     def run(adaptive: bool) -> tuple[World, int]:
         settings = config(over_sampling_batch_size=64, rollout_batch_size=16, num_rollout=60)
         world = World(
             config=settings.model_copy(update={"engine": Engine(adaptive_concurrency=adaptive)}),
             latency=lambda group, rng: rng.lognormvariate(0.0, 0.5),
-            engines=EngineModel(places=16),
+            engines=EngineModel(concurrency=16),
             train_seconds=0.1,
         ).run()
         later = [moved for moved in world.trace.of(GroupMoved) if moved.time > world.seconds / 4]

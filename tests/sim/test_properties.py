@@ -1,4 +1,4 @@
-"""What must hold whatever happens: stated once, tried by hypothesis in every order it can think of."""
+"""Properties that hold in every order of events that hypothesis tries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from miles_async.config.schema import Rollout, RunConfig, Weights
 from miles_async.events import StepStarted
 from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import Group
+from tests.configuration import run_config
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 
@@ -96,7 +96,7 @@ TestTheStreamWindow = WindowMachine.TestCase
     interval=st.integers(1, 3),
     failures=st.sampled_from([0.0, 0.1, 0.4]),
     lost=st.sampled_from([0.0, 0.1]),
-    places=st.one_of(st.none(), st.integers(1, 12)),
+    concurrency=st.one_of(st.none(), st.integers(1, 12)),
     kept=st.sampled_from([1.0, 0.6, 0.3]),
     deadline=st.one_of(st.none(), st.floats(0.5, 20.0)),
     action=st.sampled_from(["recycle", "salvage"]),
@@ -111,7 +111,7 @@ def test_any_mix_of_drops_failures_deadlines_and_latencies_ends_with_a_clean_aud
     interval: int,
     failures: float,
     lost: float,
-    places: int | None,
+    concurrency: int | None,
     kept: float,
     deadline: float | None,
     action: Literal["recycle", "salvage"],
@@ -120,30 +120,33 @@ def test_any_mix_of_drops_failures_deadlines_and_latencies_ends_with_a_clean_aud
 ) -> None:
     verdicts = random.Random(seed)
     world = World(
-        config=RunConfig(
-            rollout=Rollout(
-                rollout_batch_size=batch,
-                over_sampling_batch_size=batch + over,
-                num_rollout=12,
-                n_samples_per_prompt=1,
-                max_weight_staleness=limit,
-                windowed_fifo_ratio=ratio,
-                max_attempts=3,
-                head_deadline_seconds=deadline,
-                head_deadline_action=action,
-            ),
-            weights=Weights(update_weights_interval=interval),
+        config=run_config(
+            rollout_batch_size=batch,
+            over_sampling_batch_size=batch + over,
+            num_rollout=12,
+            n_samples_per_prompt=1,
+            max_weight_staleness=limit,
+            windowed_fifo_ratio=ratio,
+            max_attempts=3,
+            head_deadline_seconds=deadline,
+            head_deadline_action=action,
+            update_weights_interval=interval,
+            # An engine with one place takes long for a few tails in a row; that is no stall.
+            no_progress_warn_seconds=10_000,
+            no_progress_abort_seconds=100_000,
         ),
         latency=lambda group, rng: min(300.0, rng.lognormvariate(0.0, tail)),
-        engines=EngineModel(failure_rate=failures, lost_rate=lost, places=places),
+        engines=EngineModel(failure_rate=failures, lost_rate=lost, concurrency=concurrency),
         keep=lambda group: verdicts.random() < kept,
         seed=seed,
     ).run()
     assert world.audit.violations == []
     assert all(len(step.groups) == batch for step in world.trace.of(StepStarted))
     returned = {group.feed_index for group in world.feed.get_samples(10_000)}
-    buried = {feed_index for feed_index, _, _ in world.graveyard.buried}
-    assert world.audit.owed <= returned | buried, "a prompt that is owed an attempt is neither in the feed nor buried"
+    dead_lettered = {feed_index for feed_index, _, _ in world.dead_letters.letters}
+    assert world.audit.owed <= returned | dead_lettered, (
+        "a prompt that is owed an attempt is neither in the feed nor dead-lettered"
+    )
     if limit is not None:
         assert world.bounds.staleness is not None
         assert world.audit.greatest_age <= limit
@@ -156,7 +159,7 @@ def test_a_group_that_never_ends_does_not_starve_the_others_until_the_window_is_
         return 300.0 if group.feed_index == "sample_0_3" else 1.0
 
     world = World(
-        config=RunConfig(rollout=Rollout(rollout_batch_size=4, num_rollout=30, max_weight_staleness=2)),
+        config=run_config(rollout_batch_size=4, num_rollout=30, max_weight_staleness=2),
         latency=one_stuck,
     ).run()
     assert world.audit.violations == []

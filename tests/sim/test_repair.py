@@ -1,4 +1,4 @@
-"""Engines that are killed, hang or stay away, under virtual time: the run goes on, and nothing is lost."""
+"""Engines are killed, hang or stay away under virtual time: the run continues, and no group is lost."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from miles_async.config.schema import Cluster, Engine, Rollout, RunConfig
+from miles_async.config.schema import RunConfig
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, SampleStatus, SendOutcome
+from tests.configuration import run_config
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
@@ -151,13 +153,18 @@ def doomed(fate: Fate) -> type[MortalEngines]:
     return type("Doomed", (MortalEngines,), {"fate": fate})
 
 
-def config(**rollout: object) -> RunConfig:
-    settings = {"rollout_batch_size": 8, "num_rollout": 40, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
-    return RunConfig(rollout=Rollout.model_validate(settings | rollout))
+def config(**settings: Any) -> RunConfig:
+    sizes = {"rollout_batch_size": 8, "num_rollout": 40, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
+    return run_config(**sizes | settings)
 
 
-def play(fate: Fate, **world: object) -> World:
-    return World(config=config(), engine_kind=doomed(fate), **world).run()  # type: ignore[arg-type]
+def play(fate: Fate, **world: Any) -> World:
+    return World(config=config(), engine_kind=doomed(fate), **world).run()
+
+
+def engines_of(world: World) -> MortalEngines:
+    assert isinstance(world.fleet, MortalEngines)
+    return world.fleet
 
 
 def lost(world: World) -> list[str]:
@@ -168,23 +175,23 @@ def check_that_all_is_well(world: World) -> None:
     assert len(world.trace.of(StepEnded)) == 40
     assert [event.version for event in world.trace.of(PublishEnded) if event.live] == list(range(41))
     assert world.audit.violations == []
-    assert world.graveyard.buried == []
+    assert world.dead_letters.letters == []
     trained = {prompt for batch in world.trainer.batches for prompt in batch}
     assert len(trained) == 40 * 8, "no prompt is trained twice"
     owed = {group.feed_index for group in world.service.run_state.live_groups} | world.returned
     assert set(lost(world)) <= trained | owed, "no group is lost"
 
 
-def test_when_one_engine_of_two_dies_its_groups_go_elsewhere_and_it_comes_back():
+def test_when_one_engine_of_two_dies_its_groups_go_elsewhere_and_it_comes_back() -> None:
     world = play(Fate(kills=[(20.3, "engine-1")]))
     check_that_all_is_well(world)
     assert lost(world)
-    assert world.fleet.starts == ["engine-1"]
+    assert engines_of(world).starts == ["engine-1"]
     assert set(world.fleet.routed()) == {"engine-0", "engine-1"}
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_with_one_engine_the_run_waits_until_it_is_back(schedule: Schedule):
+def test_with_one_engine_the_run_waits_until_it_is_back(schedule: Schedule) -> None:
     undisturbed = World(config=config(), schedule=schedule).run().seconds
     world = play(Fate(engines=1, kills=[(20.3, "engine-0")]), schedule=schedule)
     check_that_all_is_well(world)
@@ -194,25 +201,26 @@ def test_with_one_engine_the_run_waits_until_it_is_back(schedule: Schedule):
         assert wait == pytest.approx(START_SECONDS, abs=1)
 
 
-def test_an_engine_that_hangs_is_replaced_after_its_time_and_what_it_held_is_generated_elsewhere():
+def test_an_engine_that_hangs_is_replaced_after_its_time_and_what_it_held_is_generated_elsewhere() -> None:
     world = play(Fate(hangs=[(20.3, "engine-0")]))
     check_that_all_is_well(world)
-    assert world.fleet.starts == ["engine-0"]
+    assert engines_of(world).starts == ["engine-0"]
     assert lost(world)
 
 
-def test_a_kill_is_noticed_at_the_next_look():
+def test_a_kill_is_noticed_at_the_next_look() -> None:
     def fenced_after(interval: float) -> float:
         """While a long step is taken, so that no publish notices it first."""
-        settings = config(num_rollout=2).model_copy(update={"engine": Engine(engine_health_interval_seconds=interval)})
+        settings = config(num_rollout=2, engine_health_interval_seconds=interval)
         fate = Fate(kills=[(22.5, "engine-1")])
-        return World(config=settings, engine_kind=doomed(fate), train_seconds=50).run().fleet.fences[0] - 22.5
+        world = World(config=settings, engine_kind=doomed(fate), train_seconds=50).run()
+        return engines_of(world).fences[0] - 22.5
 
     assert fenced_after(1.0) <= 1.0
     assert 1.0 < fenced_after(7.0) <= 7.0
 
 
-def test_a_publish_that_finds_no_engine_waits_for_one_and_is_announced_once():
+def test_a_publish_that_finds_no_engine_waits_for_one_and_is_announced_once() -> None:
     """It dies in the middle of a write: nothing is announced there."""
     model = EngineModel(write_seconds=4.0)
     world = play(Fate(engines=1, kills=[(at + 0.1, "engine-0") for at in (30, 60, 90)]), engines=model)
@@ -220,12 +228,12 @@ def test_a_publish_that_finds_no_engine_waits_for_one_and_is_announced_once():
     assert not all(event.live for event in world.trace.of(PublishEnded))
 
 
-def test_an_evaluation_outlives_the_loss_of_the_only_engine():
+def test_an_evaluation_outlives_the_loss_of_the_only_engine() -> None:
     world = play(Fate(engines=1, kills=[(0.5, "engine-0")]), problems=16)
     assert world.trace.of(Evaluated)[0].accuracy == 1.0
 
 
-def test_a_run_whose_last_engine_cannot_be_started_ends_with_the_cause():
+def test_a_run_whose_last_engine_cannot_be_started_ends_with_the_cause() -> None:
     fate = Fate(engines=1, kills=[(20.3, "engine-0")], never_back=True)
     with pytest.raises(
         FatalError, match=r"no engine is left: engine engine-0 could not .* \(3 attempts\): no memory for it"
@@ -233,13 +241,13 @@ def test_a_run_whose_last_engine_cannot_be_started_ends_with_the_cause():
         play(fate)
 
 
-def test_an_engine_that_stays_away_does_not_end_a_run_that_has_another():
+def test_an_engine_that_stays_away_does_not_end_a_run_that_has_another() -> None:
     world = play(Fate(kills=[(20.3, "engine-1")], never_back=True))
     check_that_all_is_well(world)
     assert world.fleet.routed() == ("engine-0",)
 
 
-def test_a_colocated_engine_is_started_anew_only_while_the_learner_is_off_the_devices():
+def test_a_colocated_engine_is_restarted_only_while_the_learner_is_off_the_devices() -> None:
     fate = Fate(engines=1, kills=[(20.3, "engine-0"), (60.3, "engine-0"), (100.3, "engine-0")])
 
     class Sharing(doomed(fate)):  # type: ignore[misc]
@@ -266,21 +274,22 @@ def test_a_colocated_engine_is_started_anew_only_while_the_learner_is_off_the_de
 
         async def onload(self) -> None: ...
 
-    settings = config(num_rollout=4).model_copy(update={"cluster": Cluster(colocate=True)})
+    settings = config(num_rollout=4, colocate=True)
     world = World(
         config=settings, schedule=Schedule.SYNCHRONOUS, engine_kind=Sharing, trainer_kind=Guest, train_seconds=30
     ).run()
     assert len(world.trace.of(StepEnded)) == 4
     assert world.audit.violations == []
+    assert isinstance(world.fleet, Sharing)
     assert world.fleet.deaths_in_a_step
-    assert len(world.fleet.starts) == 3
+    assert len(engines_of(world).starts) == 3
 
 
-def test_engines_can_be_added_and_removed_while_the_run_goes_on():
+def test_engines_can_be_added_and_removed_while_the_run_goes_on() -> None:
     alone = play(Fate(engines=1))
     world = play(Fate(engines=1, added=[(10, "engine-1"), (10, "engine-2")], removed=[(40.3, "engine-0")]))
     check_that_all_is_well(world)
-    assert world.fleet.starts == ["engine-1", "engine-2"], "the removed one is not started anew"
+    assert engines_of(world).starts == ["engine-1", "engine-2"], "the removed one is not restarted"
     assert world.fleet.routed() == ("engine-1", "engine-2")
     assert lost(alone) == []
 
@@ -291,6 +300,6 @@ def kills_of(seed: int) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_is_killed_and_whenever_nothing_is_lost(seed: int):
+def test_whatever_is_killed_and_whenever_nothing_is_lost(seed: int) -> None:
     kills = kills_of(seed)
     check_that_all_is_well(play(Fate(engines=3, kills=kills[:3], hangs=kills[3:]), seed=seed))

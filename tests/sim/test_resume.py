@@ -1,4 +1,4 @@
-"""Stopped and resumed from a checkpoint, a run loses no prompt and trains none twice."""
+"""A run that is resumed from a checkpoint loses no prompt and trains none twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.schema import Learner, Rollout, RunConfig
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import StepStarted
 from miles_async.pipeline.checkpoint import progress_of, resume
@@ -18,15 +18,16 @@ from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, VersionSpan
+from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Feed, Trace, World
 
 ROLLOUTS, BATCH = 20, 8
 
 
-def config(**learner: object) -> RunConfig:
+def config(**settings: Any) -> RunConfig:
     sizes = {"rollout_batch_size": BATCH, "num_rollout": ROLLOUTS, "n_samples_per_prompt": 2}
-    return RunConfig(rollout=Rollout(**sizes, max_weight_staleness=3), learner=Learner(**learner))
+    return run_config(**sizes, max_weight_staleness=3, **settings)
 
 
 def test_checkpoints_are_written_as_often_as_asked_and_at_the_end() -> None:
@@ -69,7 +70,7 @@ class OwnFunction(World):
 
 def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
     prompts = ROLLOUTS * BATCH + 1
-    settings = {"schedule": Schedule.ONE_STEP_OFF, "prompts": prompts}
+    settings: dict[str, Any] = {"schedule": Schedule.ONE_STEP_OFF, "prompts": prompts}
     first = OwnFunction(config=config(save="anywhere", save_interval=7), **settings).run()
     owed = {group["feed_index"] for group in first.trainer.saved[6]["owed"]}
     assert len(owed) == BATCH
@@ -100,15 +101,12 @@ class Grabbed(Feed):
         return super().state_dict()
 
 
-def test_a_prompt_that_is_taken_while_a_checkpoint_is_noted_is_in_the_data_or_owed() -> None:
-    async def story() -> None:
-        run_state = RunState(VirtualClock(), Trace())
-        feed = Grabbed(run_state)
-        noted = progress_of(0, run_state, feed)
-        feed.taker.join()
-        assert noted["data"]["next"] == len(noted["owed"])
-
-    asyncio.run(story())
+async def test_a_prompt_that_is_taken_while_a_checkpoint_is_noted_is_in_the_data_or_owed() -> None:
+    run_state = RunState(VirtualClock(), Trace())
+    feed = Grabbed(run_state)
+    noted = progress_of(0, run_state, feed)
+    feed.taker.join()
+    assert noted["data"]["next"] == len(noted["owed"])
 
 
 def test_training_goes_on_while_a_checkpoint_is_written() -> None:

@@ -1,17 +1,20 @@
-"""The service under virtual time: what runs is `miles_async.pipeline.service`, only the ports are simulated."""
+"""`miles_async.pipeline.service` itself under virtual time; only its ports are simulated."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import chain, count, cycle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from miles_async.config.schema import Learner, Rollout, RunConfig, Weights
+from miles_async.config.schema import RunConfig
 from miles_async.errors import EngineLostError, FatalError, PromptTooLongError, UserError
 from miles_async.events import (
     Evaluated,
+    Event,
     GroupFiltered,
     GroupMoved,
     PublishEnded,
@@ -24,90 +27,93 @@ from miles_async.rollout import external_rollout
 from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample, Verdict, VersionSpan
+from tests.configuration import run_config
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.world import World
 
 
-def config(weights: Weights | None = None, **rollout: object) -> RunConfig:
-    settings = {"rollout_batch_size": 8, "num_rollout": 60, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
-    return RunConfig(rollout=Rollout(**{**settings, **rollout}), weights=weights or Weights())
+def config(**settings: Any) -> RunConfig:
+    sizes = {"rollout_batch_size": 8, "num_rollout": 60, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
+    return run_config(**sizes | settings)
 
 
 def ages(world: World) -> list[int]:
     return [age for step in world.trace.of(StepStarted) for age in step.staleness]
 
 
-def test_taking_turns_trains_on_fresh_groups_only():
+def test_taking_turns_trains_on_fresh_groups_only() -> None:
     world = World(config=config(), schedule=Schedule.SYNCHRONOUS).run()
     assert set(ages(world)) == {0}
     assert world.audit.violations == []
 
 
-def test_one_step_off_trains_every_batch_but_the_first_exactly_one_version_late():
+def test_one_step_off_trains_every_batch_but_the_first_exactly_one_version_late() -> None:
     world = World(config=config(), schedule=Schedule.ONE_STEP_OFF).run()
     assert set(ages(world)[:8]) == {0}
     assert set(ages(world)[8:]) == {1}
     assert world.audit.violations == []
 
 
-def test_fully_async_stays_within_the_bound_it_derives():
+def test_fully_async_stays_within_the_bound_it_derives() -> None:
     world = World(config=config(windowed_fifo_ratio=0.3)).run()
-    assert max(ages(world)) <= world.bounds.staleness == 3
+    assert world.bounds.staleness == 3
+    assert max(ages(world)) <= 3
     assert world.audit.recycled == 0
     assert world.audit.violations == []
 
 
-def test_the_three_cadences_order_by_speed():
+def test_the_three_cadences_order_by_speed() -> None:
     seconds = [World(config=config(), schedule=schedule).run().seconds for schedule in Schedule]
     fully_async, one_step_off, turns = seconds
     assert fully_async < one_step_off < turns
 
 
-def test_every_batch_is_full_and_every_batch_is_published():
+def test_every_batch_is_full_and_every_batch_is_published() -> None:
     world = World(config=config()).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 60
     assert [event.version for event in world.trace.of(PublishEnded)] == list(range(61))
 
 
-def test_an_update_interval_publishes_every_so_many_batches_and_the_last():
-    settings = RunConfig(rollout=config(num_rollout=7).rollout, weights=Weights(update_weights_interval=3))
-    world = World(config=settings).run()
+def test_an_update_interval_publishes_every_so_many_batches_and_the_last() -> None:
+    world = World(config=config(num_rollout=7, update_weights_interval=3)).run()
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3]
     assert world.audit.violations == []
 
 
-def test_failed_groups_are_retried_and_buried_after_their_last_attempt():
+def test_failed_groups_are_retried_and_dead_lettered_after_their_last_attempt() -> None:
     world = World(config=config(max_attempts=2), engines=EngineModel(failure_rate=0.4)).run()
-    buried = {feed_index for feed_index, _, _ in world.graveyard.buried}
+    dead_lettered = {feed_index for feed_index, _, _ in world.dead_letters.letters}
     trained = {feed_index for batch in world.trainer.batches for feed_index in batch}
-    assert buried
-    assert not buried & trained
-    assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.FAILED}
+    assert dead_lettered
+    assert not dead_lettered & trained
+    assert {reason for _, reason, _ in world.dead_letters.letters} == {DropReason.FAILED}
     attempts = Counter(moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == DropReason.FAILED)
-    assert {attempts[feed_index] for feed_index in buried} == {2}
-    assert world.audit.owed <= buried | {group.feed_index for group in world.feed.get_samples(10_000)}
+    assert {attempts[feed_index] for feed_index in dead_lettered} == {2}
+    assert world.audit.owed <= dead_lettered | {group.feed_index for group in world.feed.get_samples(10_000)}
 
 
-def test_a_lost_engine_costs_a_prompt_none_of_its_attempts():
+def test_a_lost_engine_costs_a_prompt_none_of_its_attempts() -> None:
     world = World(config=config(max_attempts=1), engines=EngineModel(lost_rate=0.3)).run()
     assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] > 0
-    assert world.graveyard.buried == []
+    assert world.dead_letters.letters == []
 
 
-def test_a_prompt_under_which_every_engine_dies_is_buried_at_last():
+def test_a_prompt_under_which_every_engine_dies_is_finally_dead_lettered() -> None:
     class Brittle(Engines):
-        async def generate(self, group):
+        async def generate(self, group: Group, sampling: None = None) -> None:
             if group.feed_index == "sample_0_3":
                 raise EngineLostError("it ended")
             await super().generate(group)
 
     world = World(config=config(), engine_kind=Brittle).run()
-    assert world.graveyard.buried == [("sample_0_3", DropReason.ENGINE_LOST, "its engine was lost 10 times: it ended")]
+    assert world.dead_letters.letters == [
+        ("sample_0_3", DropReason.ENGINE_LOST, "its engine was lost 10 times: it ended")
+    ]
     assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] == 10
     assert world.audit.violations == []
 
 
-def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch():
+def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch() -> None:
     """Four batches are finished at once: the third waits as a batch, the fourth in the queue, and both grow too old."""
     world = World(
         config=config(over_sampling_batch_size=32, max_weight_staleness=1, num_rollout=6),
@@ -122,15 +128,18 @@ def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch():
     assert world.audit.violations == []
 
 
+@dataclass(kw_only=True)
 class Preparing(World):
     """Notes the batches that are prepared."""
 
+    prepared: list[list[str]] = field(default_factory=list)
+
     async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:
-        self.prepared = [*vars(self).get("prepared", []), [group.feed_index for group in groups]]
+        self.prepared.append([group.feed_index for group in groups])
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_every_batch_is_prepared_once_with_the_groups_that_replaced_stale_ones(schedule):
+def test_every_batch_is_prepared_once_with_the_groups_that_replaced_stale_ones(schedule: Schedule) -> None:
     settings = config(over_sampling_batch_size=32, max_weight_staleness=1, num_rollout=6)
     world = Preparing(config=settings, schedule=schedule, latency=lambda group, rng: 1.0).run()
     assert world.prepared == world.trainer.batches
@@ -148,13 +157,13 @@ class Streaming(World):
         return await source.drain_stream(rollout_id, self.config.rollout.rollout_batch_size)
 
 
-def test_a_function_that_drains_the_stream_trains_what_the_queue_itself_would_give():
+def test_a_function_that_drains_the_stream_trains_what_the_queue_itself_would_give() -> None:
     direct = World(config=config(num_rollout=20)).run()
     assert Streaming(config=config(num_rollout=20)).run().trainer.batches == direct.trainer.batches
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ONE_STEP_OFF, Schedule.SYNCHRONOUS])
-def test_draining_the_stream_under_another_schedule_says_which_one_to_set(schedule):
+def test_draining_the_stream_under_another_schedule_names_the_schedule_to_set(schedule: Schedule) -> None:
     with pytest.raises(UserError, match=f"the schedule is {schedule}: set --schedule fully_async"):
         Streaming(config=config(), schedule=schedule).run()
 
@@ -166,32 +175,32 @@ class Collecting(World):
         return self._rollout
 
 
-def test_collecting_a_batch_beside_the_stream_says_which_schedule_to_set():
+def test_collecting_a_batch_beside_the_stream_names_the_schedule_to_set() -> None:
     with pytest.raises(UserError, match="call drain_stream instead, or set --schedule one_step_off"):
         Collecting(config=config()).run()
 
 
-def test_a_version_is_published_while_the_queue_is_empty():
+def test_a_version_is_published_while_the_queue_is_empty() -> None:
     world = World(config=config(), latency=lambda group, rng: 5.0).run()
     assert any(event.version > 0 and event.queue == 0 for event in world.trace.of(PublishEnded))
 
 
-def test_a_slow_head_is_recycled_after_its_deadline_and_at_last_buried():
+def test_a_slow_head_is_recycled_after_its_deadline_and_finally_dead_lettered() -> None:
     world = World(
         config=config(head_deadline_seconds=10.0, max_attempts=2),
         latency=lambda group, rng: 1e6 if group.feed_index == "sample_0_5" else rng.lognormvariate(0.0, 1.0),
     ).run()
-    assert world.graveyard.buried[0][:2] == ("sample_0_5", DropReason.HEAD_DEADLINE)
+    assert world.dead_letters.letters[0][:2] == ("sample_0_5", DropReason.HEAD_DEADLINE)
     assert world.audit.violations == []
 
 
-def test_a_filter_that_drops_most_groups_does_not_stop_the_run():
+def test_a_filter_that_drops_most_groups_does_not_stop_the_run() -> None:
     world = World(config=config(), keep=lambda group: int(group.feed_index.split("_")[-1]) % 3 == 0).run()
     assert len(world.trainer.batches) == 60
     assert world.audit.violations == []
 
 
-def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots():
+def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots() -> None:
     world = World(config=config(num_rollout=10), finite=lambda rollout_id: rollout_id % 2 == 0).run()
     assert world.service.run_state.ledger.dropped[DropReason.NONFINITE] == 5 * 8
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3, 4, 5]
@@ -199,17 +208,18 @@ def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots():
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit):
-    run = config(num_rollout=20)
-    run = run.model_copy(update={"learner": Learner(max_nonfinite_batches=limit)})
+def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit: int) -> None:
+    run = config(num_rollout=20, max_nonfinite_batches=limit)
     world = World(config=run, finite=lambda rollout_id: rollout_id < 5)
     with pytest.raises(FatalError, match=f"not finite in {limit} batches in a row, up to rollout {4 + limit}"):
         world.run()
-    assert world.graveyard.prompts == set(chain.from_iterable(world.trainer.batches[-limit:])), "of all those batches"
-    assert {reason for _, reason, _ in world.graveyard.buried} == {DropReason.NONFINITE}
+    assert world.dead_letters.prompts == set(chain.from_iterable(world.trainer.batches[-limit:])), (
+        "of all those batches"
+    )
+    assert {reason for _, reason, _ in world.dead_letters.letters} == {DropReason.NONFINITE}
 
 
-def test_over_sampling_keeps_the_first_and_gives_the_rest_back():
+def test_over_sampling_keeps_the_first_and_gives_the_rest_back() -> None:
     world = World(config=config(over_sampling_batch_size=16, num_rollout=5), schedule=Schedule.SYNCHRONOUS).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
     assert world.service.run_state.ledger.dropped[DropReason.ABORTED] > 0
@@ -218,50 +228,50 @@ def test_over_sampling_keeps_the_first_and_gives_the_rest_back():
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.ONE_STEP_OFF])
-def test_an_over_sampling_filter_chooses_among_all_that_were_generated(schedule):
+def test_an_over_sampling_filter_chooses_among_all_that_were_generated(schedule: Schedule) -> None:
     offered = []
 
-    def youngest_first(groups):
+    def youngest_first(groups: list[Group]) -> list[Group]:
         offered.append(len(groups))
-        return sorted(groups, key=lambda group: group.sequence, reverse=True)
+        return sorted(groups, key=lambda group: group.sequence or 0, reverse=True)
 
     settings = config(over_sampling_batch_size=12, num_rollout=5)
     world = World(config=settings, schedule=schedule, choose=youngest_first).run()
     assert offered == [12] * 5
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
-    assert world.trainer.batches[0] == [f"sample_0_{place}" for place in range(4, 12)]
+    assert world.trainer.batches[0] == [f"sample_0_{position}" for position in range(4, 12)]
     dropped = [event for event in world.trace.of(GroupFiltered) if event.reason == "over_sampling"]
     assert len(dropped) == world.service.run_state.ledger.dropped[DropReason.FILTERED] == 20
     assert world.audit.violations == []
 
 
-def test_an_over_sampling_filter_that_returns_too_few_is_named():
+def test_an_over_sampling_filter_that_returns_too_few_is_named() -> None:
     settings = config(over_sampling_batch_size=12)
     with pytest.raises(UserError, match=r"returned 1 of the 12 groups it was given.*at least rollout_batch_size=8"):
         World(config=settings, schedule=Schedule.SYNCHRONOUS, choose=lambda groups: [groups[0], groups[0]]).run()
 
 
-def test_a_filter_that_gives_its_reason_is_heard():
+def test_a_filter_that_gives_its_reason_is_heard() -> None:
     odd = Verdict(False, "odd")
     world = World(config=config(num_rollout=5), keep=lambda group: odd if (group.sequence or 0) % 2 else True).run()
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"odd"}
     assert world.service.run_state.ledger.dropped[DropReason.FILTERED] == len(world.trace.of(GroupFiltered))
 
 
-def test_a_prompt_that_is_too_long_is_buried_at_its_first_attempt():
+def test_a_prompt_that_is_too_long_is_dead_lettered_at_its_first_attempt() -> None:
     class Choosy(Engines):
-        async def generate(self, group):
+        async def generate(self, group: Group, sampling: None = None) -> None:
             if group.feed_index == "sample_0_3":
                 raise PromptTooLongError("its prompt has 9 tokens")
             await super().generate(group)
 
     world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
-    assert world.graveyard.buried == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
+    assert world.dead_letters.letters == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
     assert world.service.run_state.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
     assert world.audit.violations == []
 
 
-def test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups():
+def test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups() -> None:
     """A prompt that takes six times as long as a batch: fresh attempts never end, continued ones do."""
 
     def run(partial: bool) -> World:
@@ -282,7 +292,7 @@ def test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups():
     assert run(partial=True).audit.violations == []
 
 
-def test_an_evaluation_every_so_many_rollouts_does_not_stop_training():
+def test_an_evaluation_every_so_many_rollouts_does_not_stop_training() -> None:
     world = World(config=config(num_rollout=20, eval_interval=5), problems=4, train_seconds=0.2).run()
     evaluated = world.trace.of(Evaluated)
     assert [event.rollout for event in evaluated] == [-1, 4, 9, 14, 19]
@@ -292,8 +302,8 @@ def test_an_evaluation_every_so_many_rollouts_does_not_stop_training():
     assert world.audit.violations == []
 
 
-def test_a_users_evaluation_reports_under_its_own_names():
-    async def mine(rollout_id, source):
+def test_a_users_evaluation_reports_under_its_own_names() -> None:
+    async def mine(rollout_id: int, source: RolloutSource) -> Any:
         return {"mine": {"rewards": [1.0, 0.0, 0.5], "truncated": [True, False, False]}}
 
     world = World(config=config(num_rollout=2), evaluate=mine).run()
@@ -303,25 +313,25 @@ def test_a_users_evaluation_reports_under_its_own_names():
 
 
 @pytest.mark.parametrize("scores", [{"scores": [1.0]}, {"rewards": [1.0, float("nan")]}])
-def test_scores_of_a_users_evaluation_that_cannot_be_read_are_named(scores):
-    async def mine(rollout_id, source):
+def test_scores_of_a_users_evaluation_that_cannot_be_read_are_named(scores: dict[str, list[float]]) -> None:
+    async def mine(rollout_id: int, source: RolloutSource) -> Any:
         return {"mine": scores}
 
     with pytest.raises(UserError, match="eval_function_path returned no list of finite rewards for 'mine'"):
         World(config=config(num_rollout=2), evaluate=mine).run()
 
 
-def test_data_that_ends_too_early_is_named():
+def test_data_that_ends_too_early_is_named() -> None:
     with pytest.raises(UserError, match="the data ended after 20 groups with 4 of 8 for rollout 2"):
         World(config=config(), prompts=20).run()
 
 
-def test_data_that_ends_with_the_last_batch_is_enough():
+def test_data_that_ends_with_the_last_batch_is_enough() -> None:
     world = World(config=config(num_rollout=3), prompts=24).run()
     assert len(world.trainer.batches) == 3
 
 
-def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause():
+def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause() -> None:
     world = World(config=config(), latency=lambda group, rng: 1e6)
     with pytest.raises(FatalError, match=r"nothing moved for 600s .* 8 requests in flight"):
         world.run()
@@ -344,7 +354,7 @@ class Discarding(World):
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_back(schedule):
+def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_back(schedule: Schedule) -> None:
     world = Discarding(config=config(num_rollout=20), schedule=schedule, latency=lambda group, rng: 1.0).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 20
     assert world.audit.violations == []
@@ -364,7 +374,7 @@ class Posted(World):
 
         versions, names = cycle([0, source.live_version]), count()
         rollout = self.config.rollout
-        args = SimpleNamespace(
+        args: Any = SimpleNamespace(
             rollout_batch_size=rollout.rollout_batch_size,
             max_weight_staleness=rollout.max_weight_staleness,
             trajectories=SimpleNamespace(take=take),
@@ -372,7 +382,7 @@ class Posted(World):
         return await external_rollout.generate_rollout(args, rollout_id, source)
 
 
-def test_what_others_generated_and_is_too_old_is_left_out_and_counted():
+def test_what_others_generated_and_is_too_old_is_left_out_and_counted() -> None:
     world = Posted(config=config(num_rollout=4, max_weight_staleness=2), schedule=Schedule.SYNCHRONOUS).run()
     assert max(ages(world)) == 1
     discarded = world.trace.of(GroupFiltered)
@@ -400,7 +410,9 @@ class Doubling(World):
 
 
 @pytest.mark.parametrize("kind, steps", [(Forgetful, 1), (Doubling, 0)])
-def test_a_function_that_returns_a_group_twice_is_told_so_before_it_is_trained_twice(kind, steps):
+def test_a_group_that_a_function_returns_twice_is_refused_before_it_is_trained_twice(
+    kind: type[World], steps: int
+) -> None:
     world = kind(config=config(), schedule=Schedule.SYNCHRONOUS)
     with pytest.raises(UserError, match=r"the rollout function returned group sample_0_\d+ a second time"):
         world.run()
@@ -415,28 +427,30 @@ def test_a_function_that_returns_a_group_twice_is_told_so_before_it_is_trained_t
         ({"engines": EngineModel(lost_rate=1.0)}, r"; dropped: \d+ engine_lost$"),
     ],
 )
-def test_a_run_in_which_no_group_ever_comes_through_ends_and_says_where_they_went(trouble, cause):
+def test_a_run_in_which_no_group_succeeds_stops_and_reports_why_they_were_dropped(
+    trouble: dict[str, Any], cause: str
+) -> None:
     with pytest.raises(FatalError, match=cause):
         World(config=config(), latency=lambda group, rng: 5.0, **trouble).run()
 
 
 @pytest.mark.parametrize("interval, version", [(1, 4), (3, 2)])
-def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it(interval, version):
+def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it(interval: int, version: int) -> None:
     def stopped_in_the_fourth(rollout_id: int) -> bool:
         if rollout_id == 3:
             world.service.stop()
         return True
 
-    weights = Weights(update_weights_interval=interval)
-    world = World(config=config(num_rollout=1000, weights=weights), finite=stopped_in_the_fourth)
+    settings = config(num_rollout=1000, update_weights_interval=interval)
+    world = World(config=settings, finite=stopped_in_the_fourth)
     world.run()
     assert len(world.trainer.batches) == 4
     assert world.service.run_state.ledger.counts[GroupState.TRAINED] == 0
     assert world.trace.of(PublishEnded)[-1].version == version
 
 
-def test_the_same_seed_gives_the_same_trace():
-    def trace() -> list[object]:
+def test_the_same_seed_gives_the_same_trace() -> None:
+    def trace() -> list[Event]:
         return World(config=config(), engines=EngineModel(failure_rate=0.2), seed=5).run().trace.events
 
     assert trace() == trace()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.schema import Rollout, RunConfig, Skip, SkipAsyncRollout, SkipRollout
 from miles_async.errors import UserError
 from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueChanged, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -18,6 +17,7 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import DropReason, Group
+from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Feed, World
@@ -35,9 +35,9 @@ class CountingEngines:
     async def generate(self, group: Group) -> None:
         self.asked.append((group.feed_index, group.attempt))
         await self._engines.generate(group)
-        for place, sample in enumerate(group):
+        for position, sample in enumerate(group):
             # The simulated engines draw no tokens; these differ from run to run as drawn ones do.
-            sample.tokens = [int(self._engines.worked_seconds * 1e6) + place] * len(sample.tokens)
+            sample.tokens = [int(self._engines.worked_seconds * 1e6) + position] * len(sample.tokens)
             sample.rollout_log_probs = [-0.5] * sample.response_length
 
     async def abort(self, group: Group | None = None) -> None:
@@ -105,11 +105,11 @@ def play(
     **rollout: Any,
 ) -> SkippingWorld:
     sizes = {"rollout_batch_size": 8, "num_rollout": ROLLOUTS, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
-    settings = {"enable": True, "dump_dir": str(folder), "steps": list(steps), **(role or {})}
-    in_stream = schedule is Schedule.FULLY_ASYNC
-    roles = {"async_rollout": SkipAsyncRollout(**settings)} if in_stream else {"rollout": SkipRollout(**settings)}
-    skipped = Skip(**roles, **(skip or {}))
-    config = RunConfig(rollout=Rollout(**{**sizes, **rollout}), skip=skipped)
+    prefix = "skip_async_rollout_" if schedule is Schedule.FULLY_ASYNC else "skip_rollout_"
+    of_role = {"enable": True, "dump_dir": str(folder), "steps": list(steps), **(role or {})}
+    skipped = {f"{prefix}{name}": value for name, value in of_role.items()}
+    skipped |= {f"skip_{name}": value for name, value in (skip or {}).items()}
+    config = run_config(**sizes | rollout | skipped)
     world = SkippingWorld(
         config=config,
         schedule=schedule,
@@ -166,7 +166,7 @@ def test_what_is_under_way_when_a_recording_run_ends_is_finished_for_so_long(tmp
     assert hasty.seconds < patient.seconds
 
 
-def test_a_replay_that_is_older_than_its_admission_is_no_violation_and_is_told(tmp_path: Path) -> None:
+def test_a_replay_that_is_older_than_its_admission_is_no_violation_and_is_reported(tmp_path: Path) -> None:
     first = play(tmp_path, windowed_fifo_ratio=0.3)
     second = play(tmp_path, windowed_fifo_ratio=0.3, train_seconds=0.2, skip={"replay_timing": "none"})
     replayed = {event.sequence for event in second.trace.of(GroupReplayed)}
@@ -221,9 +221,9 @@ def test_only_the_steps_asked_for_are_recorded_and_replayed(tmp_path: Path) -> N
     assert {"sample_0_4", "sample_0_6", "sample_0_21"} <= asked(second)
 
 
-def test_a_recycled_prompt_is_generated_anew(tmp_path: Path) -> None:
+def test_a_recycled_prompt_is_generated_again(tmp_path: Path) -> None:
     """A recording that is too old would be too old again and again."""
-    settings = {"max_weight_staleness": 1, "windowed_fifo_ratio": 0.3, "max_attempts": 9}
+    settings: dict[str, Any] = {"max_weight_staleness": 1, "windowed_fifo_ratio": 0.3, "max_attempts": 9}
     play(tmp_path, train_seconds=0.2, **settings)
     second = play(tmp_path, seed=1, skip={"replay_timing": "none"}, **settings)
     recycled = {moved.feed_index for moved in second.trace.of(GroupMoved) if moved.reason == DropReason.STALE}
@@ -251,14 +251,14 @@ def test_batch_functions_replay_whole_batches_by_trainer_step(tmp_path: Path, sc
 
 def test_an_over_sampled_batch_ends_its_replay_with_the_groups_it_had(tmp_path: Path) -> None:
     """What was aborted when the recorded batch was complete is aborted again instead of being generated."""
-    settings = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
+    settings: dict[str, Any] = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
     first, second = play(tmp_path, **settings), play(tmp_path, seed=1, **settings)
     assert second.live.asked == []
     assert second.trainer.batches == first.trainer.batches
 
 
 def test_a_batch_that_needs_more_than_was_recorded_generates_the_rest(tmp_path: Path) -> None:
-    settings = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
+    settings: dict[str, Any] = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
     play(tmp_path, **settings)
     second = play(tmp_path, seed=1, refuse=5, **settings)
     assert len(second.trainer.batches) == ROLLOUTS
@@ -270,6 +270,12 @@ def test_repeat_generates_the_first_step_and_replays_it_for_all_others(tmp_path:
     assert asked(world) == {f"sample_0_{i}" for i in range(8)}
     assert steps_on_disk(tmp_path) == [0]
     assert len({str(sorted(world.tokens[name] for name in batch)) for batch in world.trainer.batches}) == 1
+
+
+def test_repeat_replays_the_recorded_groups_for_all_others_of_the_stream(tmp_path: Path) -> None:
+    play(tmp_path, steps=["0-7"])
+    second = play(tmp_path, seed=1, role={"action": "repeat"})
+    assert second.live.asked == []
 
 
 def test_a_recording_of_other_settings_stops_the_run_and_names_the_field(tmp_path: Path) -> None:
@@ -325,7 +331,7 @@ def test_a_folder_that_somebody_else_left_there_is_set_aside(tmp_path: Path) -> 
     assert (aside / "notes.txt").read_text() == "mine"
 
 
-def test_a_damaged_recording_is_set_aside_and_its_step_generated_anew(tmp_path: Path) -> None:
+def test_a_damaged_recording_is_set_aside_and_its_step_is_generated_again(tmp_path: Path) -> None:
     play(tmp_path)
     [batch] = tmp_path.glob("*/GBS*/7/gen_batch.safetensors")
     batch.write_bytes(batch.read_bytes()[:-1])
@@ -336,7 +342,7 @@ def test_a_damaged_recording_is_set_aside_and_its_step_generated_anew(tmp_path: 
     assert "sample_0_7" not in asked(play(tmp_path, seed=2))
 
 
-def test_a_full_folder_ends_recording_with_one_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_full_folder_ends_recording_with_one_warning_and_the_run_continues(tmp_path: Path) -> None:
     world = play(tmp_path, skip={"max_bytes": 5_000})
     assert 0 < len(steps_on_disk(tmp_path)) < ROLLOUTS * 8
     [warning] = world.warnings

@@ -1,4 +1,4 @@
-"""The verdict names what really holds the pipeline back: the real service under virtual time, one cause at a time."""
+"""The verdict names the bottleneck of the real service under virtual time, one cause at a time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.schema import Rollout, RunConfig
 from miles_async.events import Event, ProcessSilent, RunEnded, TrainerPhaseChanged, VerdictChanged
 from miles_async.observability.diagnosis.verdict import KNOBS, Bottleneck, Verdicts
 from miles_async.scheduling.bounds import Schedule
+from tests.configuration import run_config
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 
@@ -30,10 +30,10 @@ class Judging:
 
 def judged(schedule: Schedule = Schedule.FULLY_ASYNC, ratio: float | None = None, **world: Any) -> Judging:
     judging = Judging()
-    rollout = Rollout(
+    config = run_config(
         num_rollout=60, rollout_batch_size=8, max_weight_staleness=2, windowed_fifo_ratio=ratio, n_samples_per_prompt=1
     )
-    World(config=RunConfig(rollout=rollout), schedule=schedule, sinks=(judging,), **world).run()
+    World(config=config, schedule=schedule, sinks=(judging,), **world).run()
     return judging
 
 

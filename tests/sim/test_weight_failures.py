@@ -1,4 +1,4 @@
-"""What the publisher does about a weight write that fails: again, another way, and then without that engine."""
+"""The publisher repeats a failed weight write, falls back to another transport, and then fences the engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from miles_async.config.schema import Rollout, RunConfig
 from miles_async.events import PublishEnded, WriteFailed
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import SendOutcome
+from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.world import World
 
@@ -56,8 +56,8 @@ def play(trouble: Trouble) -> World:
         async def fence(self, engine: str, reason: str) -> None:
             trouble.fenced.append(engine)
 
-    settings = Rollout(rollout_batch_size=4, num_rollout=4, n_samples_per_prompt=2, max_weight_staleness=3)
-    world = World(config=RunConfig(rollout=settings), schedule=Schedule.FULLY_ASYNC, engine_kind=TwoEngines).run()
+    config = run_config(rollout_batch_size=4, num_rollout=4, n_samples_per_prompt=2, max_weight_staleness=3)
+    world = World(config=config, schedule=Schedule.FULLY_ASYNC, engine_kind=TwoEngines).run()
     assert world.audit.violations == []
     return world
 
@@ -76,7 +76,7 @@ def test_a_torn_write_is_written_again() -> None:
     assert trouble.fenced == []
 
 
-def test_what_fails_again_goes_another_way() -> None:
+def test_a_write_that_fails_again_uses_another_transport() -> None:
     trouble = Trouble(failures=3)
     world = play(trouble)
     assert steps(world) == [("retry", None), ("fall_back", "broadcast"), ("fall_back", "disk")]
@@ -84,7 +84,7 @@ def test_what_fails_again_goes_another_way() -> None:
     assert trouble.fenced == []
 
 
-def test_an_engine_that_no_way_reaches_is_fenced_and_never_told_the_version() -> None:
+def test_an_engine_that_no_transport_reaches_is_fenced_and_never_gets_the_version() -> None:
     trouble = Trouble(failures=99)
     world = play(trouble)
     assert steps(world) == [("retry", None), ("fall_back", "broadcast"), ("fall_back", "disk"), ("fence", None)]

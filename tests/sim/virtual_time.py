@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps: a run of hours takes as long as its own work."""
+"""An asyncio event loop whose clock jumps to the next timer: a run of hours takes as long as its own computation."""
 
 from __future__ import annotations
 

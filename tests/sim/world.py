@@ -9,7 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
@@ -22,7 +22,7 @@ from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import WindowedFIFOCollector
-from miles_async.types import DropReason, Group, Sample, StepReport
+from miles_async.types import DropReason, Group, Sample, StepReport, Verdict
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
 
@@ -138,15 +138,15 @@ class Judge:
 
 
 @dataclass
-class Graveyard:
-    buried: list[tuple[str, DropReason, str]] = field(default_factory=list)
+class DeadLetterBox:
+    letters: list[tuple[str, DropReason, str]] = field(default_factory=list)
 
     @property
     def prompts(self) -> set[str]:
-        return {feed_index for feed_index, _, _ in self.buried}
+        return {feed_index for feed_index, _, _ in self.letters}
 
     def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
-        self.buried.append((group.feed_index, reason, error))
+        self.letters.append((group.feed_index, reason, error))
 
 
 @dataclass(kw_only=True)
@@ -163,7 +163,7 @@ class World:
     save_error: str | None = None
     """And fails with this."""
     reward_seconds: float = 0.0
-    keep: Callable[[Group], bool] = lambda group: True
+    keep: Callable[[Group], bool | Verdict] = lambda group: True
     prompts: int | None = None
     seed: int = 0
     finite: Callable[[int], bool] = lambda rollout_id: True
@@ -176,9 +176,9 @@ class World:
     problems: int = 0
     """To evaluate on."""
     evaluate: EvaluationFunction | None = None
-    graveyard: Graveyard = field(default_factory=Graveyard)
+    dead_letters: DeadLetterBox = field(default_factory=DeadLetterBox)
     window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
-    """A rival window, made from W, to compare with."""
+    """Makes another window of size W, to compare with."""
     engine_kind: type[Engines] = Engines
     trainer_kind: type[Trainer] = Trainer
     choose: Callable[[list[Group]], list[Group]] | None = None
@@ -207,7 +207,7 @@ class World:
             sink.emit(event)
         self.audit.observe(event)
 
-    def run(self) -> World:
+    def run(self) -> Self:
         run_virtual(self._run())
         return self
 
@@ -237,7 +237,7 @@ class World:
                 learner=self.trainer,
                 channel=engines,
                 fleet=engines,
-                dead_letters=self.graveyard,
+                dead_letters=self.dead_letters,
                 keep=self.keep,
                 rollout=self._rollout_function(),
                 on_rollout=self._on_rollout,

@@ -1,4 +1,4 @@
-"""A real headless Chromium, and what tests ask of a page in it."""
+"""A real headless Chromium, and what tests measure of a page in it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Stack:
         if resume_from is not None:
             for rank in surroundings.learner_ranks:
                 await rank.load_state.remote(str(resume_from))
-        worker = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
+        worker: Any = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
         played.events.append(run_started(played.config, played.folder, entry))
         if stopped:
             await worker.stop.remote()
@@ -99,8 +99,9 @@ class Stack:
             last = run.done()
             events = await worker.events.remote()
             played.events += events
-            for event in events if watch else ():
-                watch(event)
+            if watch is not None:
+                for event in events:
+                    watch(event)
             if last:
                 break
         ray.kill(worker)

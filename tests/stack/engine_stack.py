@@ -1,9 +1,10 @@
-"""A running engine and router for tests to tell stories with."""
+"""A running engine and router that tests share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.weights.engine import call_engine
 from miles_async.errors import EngineLostError
 from miles_async.types import Group, Sample
+from tests.waiting import PATIENCE_SECONDS
 
 
 @dataclass
@@ -39,13 +41,13 @@ class Stack:
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """By the names of Hugging Face's files, where every expert has tensors of its own."""
+        """By the names of Hugging Face's files, where every expert has its own tensors."""
         return [named for name, parameter in self.model.named_parameters() for named in _in_files(name, parameter.data)]
 
     def error(self, sample: Sample, start: int = 0, end: int | None = None) -> float:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
-        place = sample.prompt_length + start
-        return self._error(sample.tokens, place, sample.rollout_log_probs[start:end])
+        position = sample.prompt_length + start
+        return self._error(sample.tokens, position, sample.rollout_log_probs[start:end])
 
     def error_of(self, prompt: list[int]) -> float:
         """The same of a short answer, asked for directly."""
@@ -54,7 +56,7 @@ class Stack:
             "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
             "return_logprob": True,
         }
-        answer = call_engine(self.engine.url, "/generate", request, timeout=20)
+        answer = call_engine(self.engine.url, "/generate", request, timeout=PATIENCE_SECONDS)
         drawn = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
         return self._error(prompt + answer["output_ids"], len(prompt), drawn)
 
@@ -64,29 +66,25 @@ class Stack:
         expected = torch.stack([logits[first + i - 1, tokens[first + i]] for i in range(len(drawn))])
         return float((expected - torch.tensor(drawn)).abs().max())
 
-    def run(self, story: Callable[[SGLangFleet, SGLangGenerator], Awaitable[None]], *, limit: int = 512) -> None:
-        """Tell a story with the engine admitted to the router, holding a version."""
-
-        async def told() -> None:
-            fleet = SGLangFleet(self.router_url)
-            sampling = SamplingParams(max_new_tokens=40)
-            generator = SGLangGenerator(
-                self.router_url,
-                CheckpointTokenizer(str(self.checkpoint)),
-                sampling,
-                limit=lambda: limit,
-                engine_urls=fleet.urls,
-            )
-            fleet.register_engine(self.engine)
-            try:
-                await self.commit_when_idle(fleet)
-                await fleet.admit(self.engine.name)
-                await story(fleet, generator)
-            finally:
-                await generator.close()
-                await fleet.close()
-
-        asyncio.run(told())
+    @asynccontextmanager
+    async def admitted(self, *, limit: int = 512) -> AsyncIterator[tuple[SGLangFleet, SGLangGenerator]]:
+        """The engine is admitted to the router and holds a version."""
+        fleet = SGLangFleet(self.router_url)
+        generator = SGLangGenerator(
+            self.router_url,
+            CheckpointTokenizer(str(self.checkpoint)),
+            SamplingParams(max_new_tokens=40),
+            limit=lambda: limit,
+            engine_urls=fleet.urls,
+        )
+        fleet.register_engine(self.engine)
+        try:
+            await self.commit_when_idle(fleet)
+            await fleet.admit(self.engine.name)
+            yield fleet, generator
+        finally:
+            await generator.close()
+            await fleet.close()
 
     async def commit_when_idle(self, fleet: SGLangFleet) -> None:
         """Commit the next version on the engine, which is not paused.
@@ -94,7 +92,7 @@ class Stack:
         The engine answers an aborted request before its scheduler has removed it, and refuses to flush until then.
         """
         version = next(self.versions)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 try:
                     return await fleet.commit(self.engine.name, version)
@@ -118,3 +116,17 @@ def group_of(prompt: str | list[int], samples: int = 1) -> Group:
     if isinstance(prompt, str):
         return Group([Sample(index=index, prompt=prompt) for index in range(samples)])
     return Group([Sample(index=index, tokens=list(prompt)) for index in range(samples)])
+
+
+async def tokens_drawn(fleet: SGLangFleet) -> None:
+    """Wait until running requests have drawn more tokens: the engine's KV cache grows while it decodes."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        usage, rises = await _kv_usage(fleet), 0
+        while rises < 2:
+            await asyncio.sleep(0.01)
+            before, usage = usage, await _kv_usage(fleet)
+            rises += usage > before
+
+
+async def _kv_usage(fleet: SGLangFleet) -> float:
+    return sum(load.kv_usage for load in await fleet.loads())

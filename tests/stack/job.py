@@ -1,4 +1,4 @@
-"""The real command line in a process of its own, whose offspring is found again by a mark in its environment."""
+"""The real command line as a separate process; a mark in the environment identifies its descendants."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).parents[2]
 MAIN_JOB = (
     "--config",
@@ -25,7 +27,7 @@ _MARK = "MILES_ASYNC_TEST_JOB"
 
 @dataclass
 class Job:
-    """`python train_async.py` with the main job's settings and further `flags`, leading a session of its own."""
+    """`python train_async.py` with the main job's settings and further `flags`, as the leader of a new session."""
 
     folder: Path
     flags: tuple[str, ...]
@@ -96,11 +98,13 @@ class Job:
         self._until(lambda: any(command in line for line in self.left_running().values()), f"run {command}", within)
 
     def _until(self, reached: Callable[[], bool], what: str, within: float) -> None:
-        deadline = time.monotonic() + within
-        while not reached():
+        def reached_or_ended() -> bool:
+            if reached():
+                return True
             assert self._process.poll() is None, f"it ended before it could {what}: {self.err}"
-            assert time.monotonic() < deadline, f"it did not {what} within {within:.0f} s: {self.out}"
-            time.sleep(0.1)
+            return False
+
+        wait_until(reached_or_ended, f"the job can {what}", within=within)
 
     def left_running(self, patience: float = 0.0, but: tuple[str, ...] = ()) -> dict[int, str]:
         """Pid and command line of what still runs of it and its offspring after `patience` seconds.

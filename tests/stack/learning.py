@@ -1,4 +1,4 @@
-"""Learners without Ray: built for a test, fed, saved."""
+"""Learners without Ray: built for a test, trained, saved."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def uneven_groups(seed: int) -> list[Group]:
 
 def create_experts(path: Path, seed: int) -> Qwen3MoeForCausalLM:
     """A tiny Qwen3-MoE, returned and as a checkpoint; of sizes that SGLang need not pad for two ranks."""
-    shape = Qwen3MoeConfig(
+    shape = Qwen3MoeConfig(  # type: ignore[call-arg] # head_dim is read from the keywords
         vocab_size=320,
         hidden_size=32,
         intermediate_size=64,

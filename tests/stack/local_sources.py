@@ -10,13 +10,14 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import NamedTensors
 from miles_async.types import SendOutcome
+from tests.waiting import PATIENCE_SECONDS
 
 
 class LocalSources:
     """`adapters.weights.channel.WeightSources`; `weights` are those of now, and every source is a thread."""
 
     def __init__(
-        self, weights: Callable[[], NamedTensors], folder: Path, *, sources: int = 1, timeout: float = 20.0
+        self, weights: Callable[[], NamedTensors], folder: Path, *, sources: int = 1, timeout: float = PATIENCE_SECONDS
     ) -> None:
         self._weights = weights
         named = [(name, tuple(tensor.shape)) for name, tensor in weights()]

@@ -1,8 +1,9 @@
-"""Tools and agents on a real engine: what was sampled is what is trained, token by token."""
+"""Tools and agents on a real engine: the tokens that were sampled are the tokens that are trained."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -13,29 +14,29 @@ from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
-from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.types import Group, Sample, SampleStatus
+from tests.configuration import run_config
 from tests.stack.engine_stack import Stack, group_of
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 LONGEST = 120
-Story = Callable[[FunctionGenerator, list[tuple[list[int], list[int]]]], Awaitable[None]]
+Wire = list[tuple[list[int], list[int]]]
+"""The tokens of each request to the engine, and of its answer."""
 
 
-def tell(serving: Stack, function: Any, story: Story) -> None:
-    """`story` gets the generator and, as it grows, what went into and came out of the engine."""
-
-    async def told(fleet: SGLangFleet, engine: SGLangGenerator) -> None:
-        wire: list[tuple[list[int], list[int]]] = []
+@asynccontextmanager
+async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[FunctionGenerator, Wire]]:
+    """A generator that sends samples through `function`, and the growing record of what the engine was asked."""
+    async with serving.admitted() as (_, engine):
+        wire: Wire = []
         post = engine._client.post
 
         async def noting(url: str, body: Any = None, *, within: float) -> Any:
@@ -53,7 +54,7 @@ def tell(serving: Stack, function: Any, story: Story) -> None:
         await endpoint.start()
         generator = FunctionGenerator(
             function,
-            flat_args(RunConfig(), sglang_router_url=serving.router_url).with_values(
+            flat_args(run_config(), sglang_router_url=serving.router_url).with_values(
                 turns=turns, agents=Agents(endpoint, turns)
             ),
             SamplingParams(max_new_tokens=LONGEST),
@@ -63,11 +64,9 @@ def tell(serving: Stack, function: Any, story: Story) -> None:
             timeout_seconds=60,
         )
         try:
-            await story(generator, wire)
+            yield generator, wire
         finally:
             await endpoint.close()
-
-    serving.run(told)
 
 
 def trained(sample: Sample) -> list[int]:
@@ -75,14 +74,14 @@ def trained(sample: Sample) -> list[int]:
     return [t for t, m in zip(response, sample.loss_mask or [1] * len(response), strict=True) if m]
 
 
-def assert_nothing_was_retokenised(sample: Sample, wire: list[tuple[list[int], list[int]]]) -> None:
+def assert_nothing_was_retokenised(sample: Sample, wire: Wire) -> None:
     """Every request went out as the beginning of the trained sequence; every answer is trained behind it."""
     began = [(asked, said) for asked, said in wire if sample.tokens[: len(asked) + len(said)] == asked + said]
     answers = {len(asked): said for asked, said in began}
     assert trained(sample) == [token for _, said in sorted(answers.items()) for token in said]
-    covered = [place for span in sample.spans for place in range(span.start, span.end)]
+    covered = [position for span in sample.spans for position in range(span.start, span.end)]
     mask = sample.loss_mask or [1] * sample.response_length
-    assert covered == [place for place, entry in enumerate(mask) if entry]
+    assert covered == [position for position, entry in enumerate(mask) if entry]
 
 
 async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -90,8 +89,8 @@ async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, A
     return await tool_use.generate(args, sample, {**sampling_params, "regex": "<python>[1-9]\\+[1-9]</python>"})
 
 
-def test_a_tool_that_the_model_calls_is_run_and_its_output_not_trained(serving: Stack) -> None:
-    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+async def test_a_tool_that_the_model_calls_is_run_and_its_output_not_trained(serving: Stack) -> None:
+    async with generating_with(serving, must_calculate) as (generator, wire):
         group = group_of("2 plus 3 is ", samples=2)
         await generator.generate(group)
         for sample in group:
@@ -101,11 +100,9 @@ def test_a_tool_that_the_model_calls_is_run_and_its_output_not_trained(serving: 
             assert sample.metadata["tool_calls"] > 0
             assert_nothing_was_retokenised(sample, wire)
 
-    tell(serving, must_calculate, story)
 
-
-def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sampled(serving: Stack) -> None:
-    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+async def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sampled(serving: Stack) -> None:
+    async with generating_with(serving, two_short_turns) as (generator, wire):
         group = group_of("What is 2 + 3?", samples=4)
         await generator.generate(group)
         for sample in group:
@@ -113,8 +110,6 @@ def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sampled(
             assert all(serving.error(sample, span.start, span.end) < 1e-4 for span in sample.spans)
             assert sample.response_length == len(sample.rollout_log_probs) <= LONGEST + 60
         assert sum(0 in (sample.loss_mask or []) for sample in group) > 0, "no conversation had a second turn"
-
-    tell(serving, two_short_turns, story)
 
 
 async def two_short_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -133,15 +128,13 @@ async def two_short_turns(args: Any, sample: Sample, sampling_params: dict[str, 
     return sample
 
 
-def test_the_shipped_agent_plays_on_a_real_engine(serving: Stack) -> None:
-    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+async def test_the_shipped_agent_plays_on_a_real_engine(serving: Stack) -> None:
+    async with generating_with(serving, openai_agent.generate) as (generator, wire):
         group = group_of("What is 2 + 3?", samples=2)
         await generator.generate(group)
         assert all(isinstance(sample.metadata["answer"], str) for sample in group)
         for sample in group:
             assert_nothing_was_retokenised(sample, wire)
-
-    tell(serving, openai_agent.generate, story)
 
 
 async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -156,16 +149,14 @@ async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
-def test_an_agent_that_rewrites_its_history_fails_with_the_place(serving: Stack) -> None:
-    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+async def test_an_agent_that_rewrites_its_history_fails_with_the_position(serving: Stack) -> None:
+    async with generating_with(serving, rewrites) as (generator, _):
         with pytest.raises(TrajectoryError, match=r"messages\[1\] differs from the message in this conversation"):
             await generator.generate(group_of("Q"))
 
-    tell(serving, rewrites, story)
 
-
-async def as_the_seed_does(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """A generate function in the seed's own shape: it posts to the router and keeps text and tokens only."""
+async def as_slime_does(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """A generate function as slime's documentation writes it: it posts to the router and keeps text and tokens only."""
     async with aiohttp.ClientSession() as http:
         payload = {"input_ids": sample.tokens, "sampling_params": sampling_params}
         async with http.post(f"{args.sglang_router_url}/generate", json=payload) as response:
@@ -176,8 +167,10 @@ async def as_the_seed_does(args: Any, sample: Sample, sampling_params: dict[str,
     return sample
 
 
-def test_a_function_in_the_seeds_shape_is_rated_by_the_engine_and_dated(serving: Stack) -> None:
-    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+async def test_a_function_written_for_slime_gets_log_probabilities_and_a_version(
+    serving: Stack,
+) -> None:
+    async with generating_with(serving, as_slime_does) as (generator, _):
         group: Group = group_of("What is 2 + 3?", samples=2)
         await generator.generate(group)
         for sample in group:
@@ -185,11 +178,9 @@ def test_a_function_in_the_seeds_shape_is_rated_by_the_engine_and_dated(serving:
             assert serving.error(sample) < 1e-4
         assert group.oldest_version == 0
 
-    tell(serving, as_the_seed_does, story)
 
-
-def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(serving: Stack) -> None:
-    async def story(generator: FunctionGenerator, wire: list[tuple[list[int], list[int]]]) -> None:
+async def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(serving: Stack) -> None:
+    async with generating_with(serving, tool_use.generate):
         body = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
         async with (
             aiohttp.ClientSession() as http,
@@ -203,5 +194,3 @@ def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(servin
         assert [len(e) for e in fake["meta_info"]["output_token_logprobs"]] == [
             len(e) for e in real["meta_info"]["output_token_logprobs"]
         ]
-
-    tell(serving, tool_use.generate, story)

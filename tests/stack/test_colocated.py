@@ -1,4 +1,4 @@
-"""Engines and learner that share devices, on the real stack. Without CUDA neither has memory of a device to give up."""
+"""Engines and learner that share devices on the real stack. Without CUDA neither has device memory to release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's file, reward and filters on the real stack: what is broken is named and counted, and the run goes on."""
+"""A user's file, reward and filters on the real stack: broken rows are named and counted, and the run continues."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_broken_rows_are_named_by_file_line_and_key(played: Played) -> None:
 
 def test_prompts_that_are_too_long_go_to_the_dead_letters_at_once(played: Played) -> None:
     dropped = [event for event in played.of(GroupMoved) if event.reason == "prompt_too_long"]
-    buried = [json.loads(line) for line in (played.folder.path / "dead_letters.jsonl").read_text().splitlines()]
+    dead_lettered = [json.loads(line) for line in (played.folder.path / "dead_letters.jsonl").read_text().splitlines()]
     assert dropped
-    assert [letter["feed_index"] for letter in buried] == [event.feed_index for event in dropped]
-    assert all("more than rollout_max_prompt_len 64" in letter["error"] for letter in buried)
+    assert [letter["feed_index"] for letter in dead_lettered] == [event.feed_index for event in dropped]
+    assert all("more than rollout_max_prompt_len 64" in letter["error"] for letter in dead_lettered)
 
 
 def test_the_over_sampling_filter_drops_the_rest_of_what_was_generated(played: Played) -> None:
@@ -103,5 +103,5 @@ def test_batches_with_a_reward_that_is_not_finite_are_skipped_until_there_are_to
     steps = [event for event in (decode(encode(event)) for event in events) if isinstance(event, StepEnded)]
     assert [step.finite for step in steps] == [False, False]
     assert {event.version for event in events if isinstance(event, PublishEnded)} == {0}
-    buried = [json.loads(line) for line in (tmp_path / "latest" / "dead_letters.jsonl").read_text().splitlines()]
-    assert [letter["reason"] for letter in buried] == ["nonfinite"] * 8
+    dead_lettered = [json.loads(line) for line in (tmp_path / "latest" / "dead_letters.jsonl").read_text().splitlines()]
+    assert [letter["reason"] for letter in dead_lettered] == ["nonfinite"] * 8

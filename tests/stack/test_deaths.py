@@ -1,8 +1,9 @@
-"""A process of the run dies: the sentence that ends the run says which one, and where to look."""
+"""A process of the run dies: the error that ends the run names the process and its log."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import ray
@@ -19,7 +20,7 @@ class Doomed:
 
 
 def test_the_process_that_died_is_named_with_its_log(stack: Stack) -> None:
-    doomed = ray.remote(Doomed).options(name="learner-9", num_cpus=0).remote()
+    doomed: Any = ray.remote(Doomed).options(name="learner-9", num_cpus=0).remote()
     sentence = r"^learner-9 died: .*logs/learner-9\.log in the run folder$"
     with pytest.raises(FatalError, match=sentence):
         stack.do(all_results([doomed.die.remote()]))

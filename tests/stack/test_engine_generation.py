@@ -1,4 +1,4 @@
-"""What a real engine answers, through a real router, read by our generator."""
+"""A real engine's answers, through a real router, as the generator reads them."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
 
-from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.errors import EngineLostError, TrajectoryError, UserError
 from miles_async.types import SampleStatus
-from tests.stack.engine_stack import Stack, group_of
+from tests.stack.engine_stack import Stack, group_of, tokens_drawn
+from tests.waiting import wait_until
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
-T = TypeVar("T")
 ENDLESS = SamplingParams(max_new_tokens=380)
 
 
-def test_a_group_comes_back_with_its_tokens_log_probabilities_and_versions(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_a_group_comes_back_with_its_tokens_log_probabilities_and_versions(serving: Stack) -> None:
+    async with serving.admitted() as (_, generator):
         group = group_of("What is 12 + 34?", samples=4)
         await generator.generate(group)
         version = next(serving.versions) - 1
@@ -43,37 +39,31 @@ def test_a_group_comes_back_with_its_tokens_log_probabilities_and_versions(servi
         assert generator.in_flight == 0
         assert generator.busy_seconds > 0
 
-    serving.run(story)
 
-
-def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:
+    async with serving.admitted() as (_, generator):
         group = group_of("1 + 1 =", samples=3)
         await generator.generate(group, SamplingParams(max_new_tokens=6, temperature=0))
         assert len({tuple(sample.tokens) for sample in group}) == 1
         assert group[0].response_length <= 6
 
-    serving.run(story)
 
-
-def test_one_group_can_be_aborted_while_the_others_go_on(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_one_group_can_be_aborted_while_the_others_go_on(serving: Stack) -> None:
+    async with serving.admitted() as (fleet, generator):
         straggler, other = group_of(list(range(60)), samples=4), group_of(list(range(60, 120)), samples=4)
         running = [asyncio.create_task(generator.generate(group, ENDLESS)) for group in (straggler, other)]
-        await asyncio.sleep(0.5)
+        await tokens_drawn(fleet)
         await generator.abort(straggler)
         await asyncio.gather(*running)
         assert any(sample.status is SampleStatus.ABORTED for sample in straggler)
         assert all(sample.status is not SampleStatus.ABORTED for sample in other)
 
-    serving.run(story)
 
-
-def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(serving: Stack) -> None:
+    async with serving.admitted() as (fleet, generator):
         group = group_of(list(range(60)), samples=4)
         running = asyncio.create_task(generator.generate(group, ENDLESS))
-        await asyncio.sleep(0.5)
+        await tokens_drawn(fleet)
         await generator.abort()
         await running
         cut = [sample for sample in group if sample.status is SampleStatus.ABORTED]
@@ -91,11 +81,9 @@ def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(serving
             assert sample.spans[-1].end == sample.response_length <= 380
             assert serving.error(sample) < 1e-4
 
-    serving.run(story)
 
-
-def test_groups_beyond_the_limit_wait_their_turn(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_groups_beyond_the_limit_wait_their_turn(serving: Stack) -> None:
+    async with serving.admitted(limit=4) as (_, generator):
         seen = 0
 
         async def look() -> None:
@@ -111,37 +99,31 @@ def test_groups_beyond_the_limit_wait_their_turn(serving: Stack) -> None:
         assert 0 < seen <= 4
         assert all(sample.response_length > 0 for group in groups for sample in group)
 
-    serving.run(story, limit=4)
-
 
 def test_the_engine_has_its_own_environment_which_wins(serving: Stack) -> None:
     values = psutil.Process(serving.engine.pid).environ()
     assert {"SGLANG_TIMEOUT_KEEP_ALIVE": "601", "OF_THE_ENGINE": "yes"}.items() <= values.items()
 
 
-def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -> None:
+    async with serving.admitted() as (_, generator):
         with pytest.raises(TrajectoryError, match="answered 400"):
             await generator.generate(group_of([1] * 600))
 
-    serving.run(story)
 
-
-def test_a_prompt_without_tokens_never_reaches_the_engine_which_it_would_end(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_a_prompt_without_tokens_never_reaches_the_engine_which_it_would_end(serving: Stack) -> None:
+    async with serving.admitted() as (_, generator):
         with pytest.raises(TrajectoryError, match=r"sample \d+ of group .* has no tokens"):
             await generator.generate(group_of("", samples=2))
         await generator.generate(group_of("1+1=", samples=2))
 
-    serving.run(story)
 
-
-def test_a_new_version_leaves_requests_in_flight_alone(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_a_new_version_leaves_requests_in_flight_alone(serving: Stack) -> None:
+    async with serving.admitted() as (fleet, generator):
         group = group_of(list(range(50)), samples=8)
         running = asyncio.create_task(generator.generate(group, ENDLESS))
         for mode in ("retract", "in_place"):
-            await asyncio.sleep(0.3)
+            await tokens_drawn(fleet)
             await fleet.pause(mode)
             await fleet.commit("e0", next(serving.versions))
             await fleet.resume()
@@ -150,11 +132,9 @@ def test_a_new_version_leaves_requests_in_flight_alone(serving: Stack) -> None:
         assert max(len(sample.spans) for sample in group) == 3
         assert all(serving.error(sample) < 1e-4 for sample in group)
 
-    serving.run(story)
 
-
-def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(serving: Stack) -> None:
+    async with serving.admitted() as (fleet, generator):
         await fleet.fence("e0", "the test wants it out")
         assert fleet.routed() == ()
         with pytest.raises(EngineLostError, match="answered 503"):
@@ -162,8 +142,6 @@ def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(serving: Stack) -
         await fleet.admit("e0")
         assert fleet.routed() == ("e0",)
         await generator.generate(group_of("1 + 1 ="))
-
-    serving.run(story)
 
 
 def test_a_folder_that_is_no_checkpoint_is_the_users_error(tmp_path: Path) -> None:
@@ -184,19 +162,11 @@ def test_an_engine_ends_with_its_owner_even_when_that_is_killed(checkpoint: Path
             str(tmp_path / "engine.log"),
         ]
     )
-    (server,) = _wait_for(lambda: _children(owner.pid))
+    (server,) = wait_until(lambda: _children(owner.pid), "the owner started its server")
     assert _alive(server)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    assert _wait_for(lambda: not _alive(server))
-
-
-def _wait_for(reached: Callable[[], T]) -> T:
-    deadline = time.monotonic() + 10
-    while not (result := reached()):
-        assert time.monotonic() < deadline, "it did not happen within 10 s"
-        time.sleep(0.05)
-    return result
+    wait_until(lambda: not _alive(server), "the server ended with its owner")
 
 
 def _children(pid: int) -> list[int]:

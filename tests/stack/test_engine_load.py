@@ -1,4 +1,4 @@
-"""What a real engine says of itself: how full it is, for `--adaptive-concurrency`, and whether it lives."""
+"""A real engine reports its load for `--adaptive-concurrency`, and answers health checks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import signal
 import pytest
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.weights.engine import read_engine_memory
 from miles_async.errors import EngineLostError
 from tests.stack.engine_stack import Stack, group_of
+from tests.waiting import PATIENCE_SECONDS
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 
-def test_an_engine_tells_how_full_its_cache_is_while_it_generates(serving: Stack) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_an_engine_reports_how_full_its_cache_is_while_it_generates(serving: Stack) -> None:
+    async with serving.admitted() as (fleet, generator):
         (idle,) = await fleet.loads()
         assert idle.queued == 0
         groups = [group_of(f"What is {n} + 1?", samples=8) for n in range(8)]
@@ -40,13 +41,11 @@ def test_an_engine_tells_how_full_its_cache_is_while_it_generates(serving: Stack
         await asyncio.gather(*generating)
         assert fullest > idle.kv_usage
 
-    serving.run(story)
 
+async def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving: Stack) -> None:
+    scheduler = read_engine_memory(serving.engine, timeout=PATIENCE_SECONDS).ranks[0].pid
 
-def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving: Stack) -> None:
-    scheduler = read_engine_memory(serving.engine, timeout=5.0).ranks[0].pid
-
-    async def story(*_: object) -> None:
+    async with serving.admitted():
         fleet = SGLangFleet(serving.router_url, health_timeout=2.0)
         fleet.register_engine(serving.engine)
         os.kill(scheduler, signal.SIGSTOP)
@@ -55,7 +54,8 @@ def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving:
                 await fleet.check("e0")
         finally:
             os.kill(scheduler, signal.SIGCONT)
-        await fleet.check("e0")
         await fleet.close()
-
-    serving.run(story)
+        patient = SGLangFleet(serving.router_url, health_timeout=PATIENCE_SECONDS)
+        patient.register_engine(serving.engine)
+        await patient.check("e0")
+        await patient.close()

@@ -1,8 +1,9 @@
-"""Rewards in processes of their own: what hangs is ended, what dies fails its sample; mathematics is checked there."""
+"""Rewards in separate processes: a reward that hangs is ended, and one that dies fails its sample."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from miles_async.types import Sample
 from tests.scoring import scored
 
 pytestmark = pytest.mark.stack
-ISOLATED = {"custom_rm_isolated": True, "reward_timeout_seconds": 10.0}
+ISOLATED: dict[str, Any] = {"custom_rm_isolated": True, "reward_timeout_seconds": 60.0}
 
 
 def length(args: Any, sample: Sample) -> float:
@@ -34,49 +35,47 @@ def die(args: Any, sample: Sample) -> float:
     raise SystemExit(3)
 
 
+def process(args: Any, sample: Sample) -> float:
+    return float(os.getpid())
+
+
 def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    return [float(place) for place in range(len(samples))]
+    return [float(position) for position in range(len(samples))]
 
 
-def test_a_group_is_scored_in_one_call_there_too() -> None:
-    assert scored("a", "b", custom_rm_path=f"{__name__}.ranks", group_rm=True, **ISOLATED) == [0.0, 1.0]
+async def test_a_group_is_scored_in_one_call_there_too() -> None:
+    assert await scored("a", "b", custom_rm_path=f"{__name__}.ranks", group_rm=True, **ISOLATED) == [0.0, 1.0]
 
 
-def test_an_isolated_reward_runs_elsewhere_and_sees_the_settings() -> None:
+async def test_an_isolated_reward_runs_elsewhere_and_sees_the_settings() -> None:
     path = f"{__name__}.length"
-    assert scored("ab", "", custom_rm_path=path, n_samples_per_prompt=4, **ISOLATED) == [6.0, 4.0]
+    assert await scored("ab", "", custom_rm_path=path, n_samples_per_prompt=4, **ISOLATED) == [6.0, 4.0]
 
 
-def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sample_is_scored() -> None:
-    async def play() -> tuple[str, list[float]]:
-        graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
-        try:
-            with pytest.raises(GraderError) as failure:
-                await graders.grade([Sample(response="fine"), Sample(response="hang")])
-            return str(failure.value), await graders.grade([Sample(response="fine")])
-        finally:
-            await graders.close()
-
-    sentence, rewards = asyncio.run(play())
-    assert sentence == "took longer than 1 s (reward_timeout_seconds); its process was killed"
-    assert rewards == [1.0]
+async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sample_is_scored() -> None:
+    graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
+    try:
+        with pytest.raises(GraderError) as failure:
+            await graders.grade([Sample(response="fine"), Sample(response="hang")])
+        assert str(failure.value) == "took longer than 1 s (reward_timeout_seconds); its process was killed"
+        assert await graders.grade([Sample(response="fine")]) == [1.0]
+    finally:
+        await graders.close()
 
 
-def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
+async def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
     with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.die ended its process with exit code 3"):
-        scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
+        await scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
 
 
-def test_as_many_groups_are_graded_at_once_as_there_are_processes() -> None:
-    async def most_at_once(processes: int) -> int:
-        graders = Graders(f"{__name__}.length", "custom_rm_path", {"n_samples_per_prompt": 1}, processes, 20.0)
-        try:
-            await asyncio.gather(*(graders.grade([Sample()]) for _ in range(4)))
-            return len(graders._all)
-        finally:
-            await graders.close()
-
-    assert [asyncio.run(most_at_once(processes)) for processes in (1, 2)] == [1, 2]
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_as_many_groups_are_graded_at_once_as_there_are_processes(processes: int) -> None:
+    graders = Graders(f"{__name__}.process", "custom_rm_path", {}, processes, timeout_seconds=60.0)
+    try:
+        rewards = await asyncio.gather(*(graders.grade([Sample()]) for _ in range(4)))
+        assert len({number for [number] in rewards}) == processes
+    finally:
+        await graders.close()
 
 
 @pytest.mark.parametrize(
@@ -94,10 +93,10 @@ def test_mathematics_is_right_by_value(response: str, label: Any, expected: floa
     assert mathematics.math(None, Sample(response=response, label=label)) == expected
 
 
-def test_mathematics_is_checked_in_a_process_of_its_own() -> None:
-    assert scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
+async def test_mathematics_is_checked_in_a_process_of_its_own() -> None:
+    assert await scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
     with pytest.raises(TrajectoryError, match=r"reward math raised TypeError: the label is \[\], a list.*\(sample 0\)"):
-        scored("4", label=[], rm_type="math")
+        await scored("4", label=[], rm_type="math")
 
 
 def test_dapo_reads_the_answer_line_and_deepscaler_what_follows_the_reasoning() -> None:

@@ -1,4 +1,4 @@
-"""The learner in bfloat16, which keeps its own weights, its gradients and the loss in float32, on CPUs too."""
+"""The learner in bfloat16, whose optimizer weights, gradients and loss stay in float32, on CPUs too."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from transformers import AutoModelForCausalLM
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
+from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.stack.learning import learning, save_state, weights_of
 
 pytestmark = pytest.mark.stack
 
 SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
 # Micro-batches of two sequences, so that gradients are added up over several.
-LEARNER = Learner(lr=1e-3, precision="bf16", max_tokens_per_gpu=16)
+LEARNER = {"lr": 1e-3, "precision": "bf16", "max_tokens_per_gpu": 16}
 NORM = "model.layers.0.input_layernorm.weight"
 
 
@@ -38,9 +39,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config(algorithm: Algorithm | None = None, **settings: Any) -> RunConfig:
-    learner = LEARNER.model_copy(update=settings)
-    return RunConfig(learner=learner, algorithm=algorithm or Algorithm(), rollout=Rollout(num_rollout=100))
+def config(**settings: Any) -> RunConfig:
+    return run_config(**LEARNER | settings, num_rollout=100)
 
 
 def batch(rollout: int, *, poison: bool = False) -> list[Group]:
@@ -98,13 +98,13 @@ def test_bfloat16_learns_what_float32_does(tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [Algorithm(use_kl_loss=True, kl_loss_coef=0.1), Algorithm(advantage_estimator="ppo", kl_coef=0.1)],
+    [{"use_kl_loss": True, "kl_loss_coef": 0.1}, {"advantage_estimator": "ppo", "kl_coef": 0.1}],
     ids=["reference model", "critic"],
 )
-def test_policy_reference_model_and_critic_agree_with_their_float32(tiny: Path, algorithm: Algorithm) -> None:
+def test_policy_reference_model_and_critic_agree_with_their_float32(tiny: Path, algorithm: dict[str, Any]) -> None:
     found = {}
     for precision in ("fp32", "bf16"):
-        run = config(algorithm, precision=precision, num_steps_per_rollout=2)
+        run = config(**algorithm, precision=precision, num_steps_per_rollout=2)
         with learning(tiny, run) as learner:
             found[precision] = train(learner, run, range(4))[-1]
     mixed, full = found["bf16"], found["fp32"]
@@ -143,7 +143,7 @@ def test_a_resumed_run_has_the_float32_weights_it_had(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("before, after", [("bf16", "fp32"), ("fp32", "bf16")])
-def test_a_run_goes_on_in_another_precision_from_its_float32_weights(
+def test_a_run_resumes_in_another_precision_from_its_float32_weights(
     tiny: Path, tmp_path: Path, before: str, after: str
 ) -> None:
     run = config(precision=before)
@@ -165,7 +165,7 @@ def float32_weights(learner: MegatronLearner) -> list[torch.Tensor]:
 
 
 def test_a_batch_that_failed_in_its_second_step_leaves_the_float32_weights_too(tiny: Path) -> None:
-    run = config(Algorithm(grpo_std_normalization=False), num_steps_per_rollout=2)
+    run = config(grpo_std_normalization=False, num_steps_per_rollout=2)
     with learning(tiny, run) as learner:
         train(learner, run, [0])
         own, published = masters(learner), weights_of(learner)

@@ -81,7 +81,7 @@ def test_another_setting_of_the_critic_learns_other_weights(
     assert not same(learned(tiny, **setting), usual)
 
 
-def test_the_policy_stands_still_while_the_critic_learns_alone(tiny: Path) -> None:
+def test_the_policy_is_frozen_while_only_the_critic_learns(tiny: Path) -> None:
     run = ppo(num_critic_only_steps=5, num_rollout=6)
     with learning(tiny, run) as learner:
         before = weights_of(learner)

@@ -24,14 +24,15 @@ from miles_async.adapters.megatron.model.tiny_model import EOS_ID, byte_tokenize
 from miles_async.adapters.megatron.training import micro_batches
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import PackedBatch, TrainStep, policy_steps
-from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
+from miles_async.config.schema import Algorithm, Rollout, TinyModel
 from miles_async.types import Group, Sample, VersionSpan
+from tests.configuration import run_config
 from tests.stack.learning import learning, weights_of
 
 pytestmark = pytest.mark.stack
 
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
-CONFIG = RunConfig(learner=Learner(lr=1e-3, max_tokens_per_gpu=400), algorithm=Algorithm(eps_clip=0.01))
+CONFIG = run_config(lr=0.001, max_tokens_per_gpu=400, eps_clip=0.01)
 TEMPERATURE = 0.7
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA3 = {
@@ -89,10 +90,7 @@ def batch(*, poison: bool = False) -> list[Group]:
 
 
 def shares(groups: list[Group], *, steps: int = 1) -> list[TrainStep]:
-    config = RunConfig(
-        learner=Learner(num_steps_per_rollout=steps, max_tokens_per_gpu=64),
-        algorithm=Algorithm(grpo_std_normalization=False),
-    )
+    config = run_config(num_steps_per_rollout=steps, max_tokens_per_gpu=64, grpo_std_normalization=False)
     [own] = policy_steps(groups, config, ranks=1)
     return own
 
@@ -199,7 +197,8 @@ def test_three_steps_move_the_weights_as_the_same_loss_and_adamw_do_on_hugging_f
         for rollout in range(3):
             report = learner.train(rollout, [step])
             optimizer.zero_grad()
-            loss = sum(reference_loss(model, packed) for packed in step.micro_batches) / step.total_tokens
+            losses = [reference_loss(model, packed) for packed in step.micro_batches]
+            loss = torch.stack(losses).sum() / step.total_tokens
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
             optimizer.step()
@@ -264,7 +263,7 @@ def test_the_reference_model_stays_where_training_began(tiny: Path) -> None:
     assert distances[0] < distances[1] < distances[2]
 
 
-def test_metrics_tell_tokens_of_one_staleness_from_those_of_another(learner: MegatronLearner) -> None:
+def test_metrics_distinguish_tokens_by_their_staleness(learner: MegatronLearner) -> None:
     groups = batch()
     for group in groups[:1]:
         for sample in group:
@@ -315,7 +314,7 @@ def test_under_no_estimator_is_a_reward_trained_on_that_is_not_finite(learner: M
         for reward in (math.nan, math.inf, -math.inf):
             groups = batch()
             groups[2][1].reward = reward
-            config = RunConfig(algorithm=Algorithm(advantage_estimator=estimator))
+            config = run_config(advantage_estimator=estimator)
             [steps] = policy_steps(groups, config, ranks=1)
             assert not learner.train(0, steps).finite, (estimator, reward)
     assert same(before, weights_of(learner))

@@ -24,7 +24,8 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import TrainStep, rank_batches
-from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
+from miles_async.config.schema import RunConfig, TinyModel
+from tests.configuration import run_config
 from tests.stack.job import ROOT
 from tests.stack.learning import create_experts, learning, save_state, uneven_groups, weights_of
 
@@ -84,7 +85,9 @@ MIXED: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
 }
 """With weights and activations in bfloat16, which gloo carries too."""
-ALONE = {f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")}
+ALONE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")
+}
 ALL = LAYOUTS | MIXED | ALONE
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
@@ -92,11 +95,15 @@ PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> RunConfig:
     # Adam's first step divides each gradient by its own size, rounding errors included: where a gradient is almost
     # nothing the ranks may differ by a share of the learning rate.
-    return RunConfig(
-        learner=Learner(lr=1e-4, max_tokens_per_gpu=40, actor_num_gpus_per_node=ranks, **layout),
-        algorithm=Algorithm(
-            entropy_coef=0.01, grpo_std_normalization=False, use_kl_loss=True, ref_load=str(root / f"{model} reference")
-        ),
+    return run_config(
+        lr=0.0001,
+        max_tokens_per_gpu=40,
+        actor_num_gpus_per_node=ranks,
+        **layout,
+        entropy_coef=0.01,
+        grpo_std_normalization=False,
+        use_kl_loss=True,
+        ref_load=str(root / f"{model} reference"),
     )
 
 
@@ -141,7 +148,7 @@ def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.T
 
 
 def facts(out: Path) -> dict[str, Any]:
-    return json.loads((out / "facts.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((out / "facts.json").read_text())
 
 
 def most_apart(found: Path, expected: Path) -> float:

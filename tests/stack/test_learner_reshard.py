@@ -19,7 +19,8 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
+from miles_async.config.schema import RunConfig, TinyModel
+from tests.configuration import run_config
 from tests.stack.job import ROOT
 from tests.stack.learning import save_state, uneven_groups, weights_of
 
@@ -40,9 +41,8 @@ OF_CRITIC = ("value_loss", "return_mean", "explained_variance", "critic_grad_nor
 
 
 def config(layout: dict[str, Any]) -> RunConfig:
-    return RunConfig(
-        learner=Learner(lr=1e-4, max_tokens_per_gpu=40, **layout),
-        algorithm=Algorithm(advantage_estimator="ppo", normalize_advantages=True, lambd=0.9),
+    return run_config(
+        lr=0.0001, max_tokens_per_gpu=40, **layout, advantage_estimator="ppo", normalize_advantages=True, lambd=0.9
     )
 
 
@@ -94,7 +94,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_run_goes_on_under_another_layout(runs: Path, name: str) -> None:
+def test_a_run_resumes_under_another_layout(runs: Path, name: str) -> None:
     found, expected = (load_file(runs / folder / "weights.safetensors") for folder in (name, f"unmoved, {name}"))
     assert found.keys() == expected.keys()
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-5

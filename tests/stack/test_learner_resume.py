@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed learns, bit for bit, what an unbroken one learns."""
+"""A run that was stopped and resumed learns, bit for bit, what an uninterrupted one learns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ import torch
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
+from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.stack.learning import learning, save_state, weights_of
 
 pytestmark = pytest.mark.stack
@@ -39,10 +39,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config(**learner: Any) -> RunConfig:
-    usual = {"lr": 1e-3, "lr_warmup_steps": 5, "lr_decay_style": "linear", "weight_decay": 0.01}
-    rollout = Rollout(num_rollout=STOPPED + AFTER + 1)
-    return RunConfig(learner=Learner(**usual | {"num_steps_per_rollout": 2} | learner), rollout=rollout)
+def config() -> RunConfig:
+    return run_config(
+        num_rollout=STOPPED + AFTER + 1,
+        num_steps_per_rollout=2,
+        lr=1e-3,
+        lr_warmup_steps=5,
+        lr_decay_style="linear",
+        weight_decay=0.01,
+    )
 
 
 def train(learner: MegatronLearner, rollouts: range) -> None:
@@ -108,7 +113,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, t
             learner.load_state(str(saved))
 
 
-def test_a_full_disk_is_said_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path) -> None:
     with learning(tiny, config()) as learner:
         copy = learner.copy_state(str(tmp_path))
         with files_at_most(20_000), pytest.raises(OSError, match="disk is full"):

@@ -1,8 +1,7 @@
-"""Each setting of the learner, the loss, the tiny model and the warm start: changing it changes what is learned."""
+"""Settings of the learner, the loss, the tiny model and the warm start change what is learned."""
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import os
@@ -24,12 +23,10 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.warm_start import warm_start
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
-from miles_async.config.fields import SETTINGS
-from miles_async.config.flags import Assignment
-from miles_async.config.load import build
 from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.stack.learning import learning, weights_of
 from workers.learner import LearnerRank, weight_source
 
@@ -43,7 +40,7 @@ def one_thread() -> None:
 
 
 def config(**settings: Any) -> RunConfig:
-    return build([Assignment(SETTINGS[name].path, value, name) for name, value in (BASE | settings).items()])
+    return run_config(**BASE | settings)
 
 
 @pytest.fixture(scope="module")
@@ -95,35 +92,49 @@ def test_the_same_settings_learn_the_same(tiny: Path, usual: dict[str, torch.Ten
     assert same(learned(tiny), usual)
 
 
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "eps_clip": (1e-4, {}),
+    "eps_clip_high": (1e-4, {}),
+    "off_policy_correction": ("none", {}),
+    "icepop_band": ([0.5, 1.5], {"off_policy_correction": "icepop"}),
+    "tis_clip": (0.3, {}),
+    "use_kl_loss": (True, {"kl_loss_coef": 1.0}),
+    "kl_loss_coef": (1.0, {"use_kl_loss": True}),
+    "kl_loss_type": ("k1", {"use_kl_loss": True, "kl_loss_coef": 1.0}),
+    "kl_coef": (1.0, {}),
+    "entropy_coef": (0.1, {}),
+    "loss_aggregation": ("constant", {}),
+    "lr": (2e-3, {}),
+    "lr_warmup_steps": (3, {}),
+    "lr_decay_style": ("linear", {}),
+    "weight_decay": (0.5, {}),
+    "adam_beta1": (0.5, {}),
+    "adam_beta2": (0.5, {}),
+    "clip_grad": (1e-3, {}),
+    "loss_type": ("sft_loss", {}),
+}
+"""Another value of a setting, and the settings without which it has no effect."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_value_of_a_setting_learns_other_weights(tiny: Path, usual: dict[str, torch.Tensor], name: str) -> None:
+    value, given = CHANGES[name]
+    before = learned(tiny, **given) if given else usual
+    assert not same(learned(tiny, **given, **{name: value}), before)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
-        {"eps_clip": 1e-4},
-        {"eps_clip_high": 1e-4},
-        {"off_policy_correction": "none"},
         {"off_policy_correction": "decoupled"},
         {"off_policy_correction": "icepop", "icepop_band": [0.2, 4.0]},
         {"off_policy_correction": "sequence"},
-        {"icepop_band": [0.5, 1.5], "off_policy_correction": "icepop"},
-        {"tis_clip": 0.3},
         {"advantage_estimator": "gspo"},
         {"advantage_estimator": "cispo"},
-        {"loss_aggregation": "constant"},
-        {"use_kl_loss": True, "kl_loss_coef": 1.0},
-        {"kl_coef": 1.0},
-        {"entropy_coef": 0.1},
-        {"lr": 2e-3},
-        {"lr_warmup_steps": 3},
-        {"lr_decay_style": "linear"},
-        {"weight_decay": 0.5},
-        {"adam_beta1": 0.5},
-        {"adam_beta2": 0.5},
-        {"clip_grad": 1e-3},
-        {"loss_type": "sft_loss"},
     ],
-    ids=lambda setting: next(iter(setting)),
+    ids=lambda setting: next(iter(setting.values())),
 )
-def test_another_setting_learns_other_weights(
+def test_another_estimator_or_correction_learns_other_weights(
     tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any]
 ) -> None:
     assert not same(learned(tiny, **setting), usual)
@@ -146,7 +157,8 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
     def variables() -> list[str | None]:
         return [os.environ.get(name) for name in ATTENTION]
 
-    built, ran = [], {}
+    built: list[list[str | None]] = []
+    ran: dict[str, list[list[str | None]]] = {}
 
     def noting(settings: Learner, checkpoint: str) -> Any:
         built.append(variables())
@@ -164,7 +176,11 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
     with learning(tiny, run) as learner:
         assert learner._reference is not None
         assert learner._critic is not None
-        roles = {"policy": learner._model, "critic": learner._critic.model, "reference": learner._reference}
+        roles: dict[str, Any] = {
+            "policy": learner._model,
+            "critic": learner._critic.model,
+            "reference": learner._reference,
+        }
         for role, own in roles.items():
             own.chunks[0].register_forward_pre_hook(lambda *_, role=role: ran.setdefault(role, []).append(variables()))
         learner.train(0, rank_batches(batch(0), run, 1)[0])
@@ -177,7 +193,7 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
     assert variables() == policy
 
 
-def test_transformer_engine_is_told_that_its_variables_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_is_notified_of_changed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "transformer_engine.pytorch.attention.dot_product_attention"
     kept = {"backend_selection_requires_update": False}
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(_attention_backends=kept))
@@ -189,7 +205,7 @@ def test_transformer_engine_is_told_that_its_variables_are_others(monkeypatch: p
     assert kept["backend_selection_requires_update"]
 
 
-def test_lessons_lower_their_negative_log_likelihood(tiny: Path) -> None:
+def test_sft_examples_lower_their_negative_log_likelihood(tiny: Path) -> None:
     run = config(loss_type="sft_loss", lr=1e-2, num_rollout=6, num_steps_per_rollout=1)
     sft_examples = batch(0)
     with learning(tiny, run) as learner:
@@ -264,25 +280,27 @@ def test_recomputed_activations_are_the_same_and_are_not_kept(
 ) -> None:
     again = []
     backward = CheckpointFunction.backward
-    monkeypatch.setattr(CheckpointFunction, "backward", lambda *args: again.append(args) or backward(*args))
+
+    def counted(*args: Any) -> Any:
+        again.append(args)
+        return backward(*args)
+
+    monkeypatch.setattr(CheckpointFunction, "backward", counted)
     assert same(learned(tiny, **setting), usual)
     assert len(again) == 4, "one layer, in each of the steps"
 
 
 @pytest.mark.usefixtures("free_again")
-def test_the_steps_asked_for_are_profiled(tiny: Path, tmp_path: Path) -> None:
+async def test_the_steps_asked_for_are_profiled(tiny: Path, tmp_path: Path) -> None:
     asked = {"use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2}
     run = config(**asked, profile_dir=str(tmp_path / "profiles"), deterministic_mode=True)
 
-    async def train() -> None:
-        rank = LearnerRank(run, 0, 1, tmp_path)
-        await rank.start(str(tiny), "127.0.0.1", free_port())
-        assert torch.are_deterministic_algorithms_enabled()
-        for rollout in range(3):
-            await rank.train(rollout, rank_batches(batch(rollout), run, 1)[0])
-        await rank._run(rank._model_thread, rank._learner.close)
-
-    asyncio.run(train())
+    rank = LearnerRank(run, 0, 1, tmp_path)
+    await rank.start(str(tiny), "127.0.0.1", free_port())
+    assert torch.are_deterministic_algorithms_enabled()
+    for rollout in range(3):
+        await rank.train(rollout, rank_batches(batch(rollout), run, 1)[0])
+    await rank._run(rank._model_thread, rank._learner.close)
     torch.use_deterministic_algorithms(False)
     files = list((tmp_path / "profiles").iterdir())
     assert [file.name for file in files] == ["rollout_0000001_rank_0.json.gz"]
@@ -302,15 +320,15 @@ def free_again() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("free_again")
-def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads(tmp_path: Path) -> None:
+async def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
 
-    def threads_of(**settings: Any) -> int:
+    async def threads_of(**settings: Any) -> int:
         rank = LearnerRank(config(**settings), 0, 1, tmp_path)
-        return asyncio.run(rank._run(rank._model_thread, torch.get_num_threads))
+        return await rank._run(rank._model_thread, torch.get_num_threads)
 
-    assert threads_of(learner_threads=3) == 3
-    assert threads_of(learner_cpus=[core]) == 1
+    assert await threads_of(learner_threads=3) == 3
+    assert await threads_of(learner_cpus=[core]) == 1
     assert os.sched_getaffinity(0) == {core}
 
 

@@ -9,18 +9,24 @@ from transformers import AutoModelForCausalLM
 
 from miles_async.adapters.megatron.training.warm_start import warm_start
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
-from miles_async.config.schema import Learner, Model, RunConfig, TinyModel, WarmStart
+from miles_async.config.schema import Model, RunConfig
 from miles_async.errors import UserError
+from tests.configuration import run_config
 
 COPYING: Problems = [(f"{digit}{letter}=", str(digit)) for digit in range(10) for letter in "abcdefgh"]
 
 
 def config(cache: Path, *, seed: int = 1, **warm: Any) -> RunConfig:
     settings = {"warm_start_max_steps": 300, "warm_start_accuracy": (0.5, 1.0), "warm_start_check_every": 10, **warm}
-    return RunConfig(
-        model=Model(tiny_model=TinyModel(num_layers=1, hidden_size=64, ffn_hidden_size=128)),
-        warm_start=WarmStart(cache_dir=str(cache), warm_start_lr=5e-3, warm_start_batch_size=32, **settings),
-        learner=Learner(seed=seed),
+    return run_config(
+        num_layers=1,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        cache_dir=str(cache),
+        warm_start_lr=0.005,
+        warm_start_batch_size=32,
+        **settings,
+        seed=seed,
     )
 
 
@@ -32,6 +38,7 @@ def started(settings: RunConfig, problems: Problems = COPYING) -> tuple[WarmStar
 
 def test_a_warm_start_teaches_until_the_accuracy_is_in_range_and_is_found_again(tmp_path: Path) -> None:
     made, looks = started(config(tmp_path))
+    assert made.accuracy is not None
     assert 0.5 <= made.accuracy <= 1.0
     assert made.accuracy == looks[-1]
     assert all(look < 0.5 for look in looks[:-1])
@@ -43,8 +50,8 @@ def test_a_warm_start_teaches_until_the_accuracy_is_in_range_and_is_found_again(
     assert no_looks == []
 
 
-def test_the_same_settings_teach_the_same_model_and_others_another_place(tmp_path: Path) -> None:
-    few = {"warm_start_accuracy": (0.0, 1.0)}
+def test_the_same_settings_give_the_same_model_and_others_another_folder(tmp_path: Path) -> None:
+    few: dict[str, Any] = {"warm_start_accuracy": (0.0, 1.0)}
     one, _ = started(config(tmp_path / "a", **few))
     same, _ = started(config(tmp_path / "b", **few))
     assert (Path(one.path) / "model.safetensors").read_bytes() == (Path(same.path) / "model.safetensors").read_bytes()
@@ -56,7 +63,7 @@ def test_the_same_settings_teach_the_same_model_and_others_another_place(tmp_pat
     assert len(set(paths)) == 3
 
 
-def test_no_steps_give_the_untaught_model_or_the_checkpoint_as_it_is(tmp_path: Path) -> None:
+def test_without_warm_start_steps_the_model_or_checkpoint_is_unchanged(tmp_path: Path) -> None:
     untaught, looks = started(config(tmp_path, warm_start_max_steps=0))
     assert (untaught.accuracy, untaught.steps, looks) == (None, 0, [])
     given = config(tmp_path, warm_start_max_steps=0).model_copy(update={"model": Model(hf_checkpoint=untaught.path)})

@@ -34,7 +34,7 @@ def settings(
     objective: Objective = "token_clip", method: Correction = "tis", upper: float = 2.0, **others: Any
 ) -> PolicyLossSettings:
     correction = CorrectionSettings(method=method, upper=upper, band=(0.5, 1.8))
-    usual = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_estimator": "k3"}
+    usual: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_estimator": "k3"}
     usual |= {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
     return PolicyLossSettings(objective=objective, correction=correction, **usual | others)
 
@@ -161,6 +161,7 @@ def test_neither_old_logprobs_nor_the_importance_weight_carry_gradient() -> None
     )
     loss.backward()
     weights = torch.tensor([0.5, -1.0]).exp()
+    assert logprobs.grad is not None
     assert torch.allclose(logprobs.grad, torch.tensor([-0.5, 0.5]) * weights)
 
 
@@ -179,6 +180,7 @@ def test_cispo_keeps_the_gradient_of_tokens_whose_weight_it_clips() -> None:
     objective, clipped = cispo_objective(logprobs, ratio, torch.ones(3), 0.2, 0.3)
     objective.sum().backward()
     assert clipped.tolist() == [1, 0, 1]
+    assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([1.3, 1.0, 0.8])
 
 
@@ -245,10 +247,10 @@ def test_the_value_loss_takes_the_larger_of_free_and_clipped_error() -> None:
     values, old, returns = (random.normal(size=9) for _ in range(3))
     near = old + np.clip(values - old, -0.2, 0.2)
     expected = np.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
-    tensors = [torch.from_numpy(x) for x in (values, old, returns)]
-    assert value_loss(*tensors, 0.2).numpy() == pytest.approx(expected)
-    free = tensors[0].requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, tensors[1], tensors[2], 0.2), (free,))
+    given, before, wanted = (torch.from_numpy(x) for x in (values, old, returns))
+    assert value_loss(given, before, wanted, 0.2).numpy() == pytest.approx(expected)
+    free = given.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, before, wanted, 0.2), (free,))
 
 
 def test_metrics_name_what_happened_to_the_tokens_of_every_staleness() -> None:

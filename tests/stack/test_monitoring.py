@@ -1,4 +1,4 @@
-"""A real Prometheus: our configuration and rules, a real run scraped while it goes on, and one that has ended."""
+"""A real Prometheus with the shipped rules scrapes a run while it lasts, and shows one that has ended."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottlene
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from tests.stack.conftest import Played, Stack, settings
+from tests.waiting import PATIENCE_SECONDS, wait_until
 from workers.driver import run_started
 from workers.heartbeats import Heartbeats
 from workers.watchdog import dump_stacks
@@ -40,7 +41,6 @@ EXPRESSIONS = [
     for panel in dashboard.panels
     for expression in panel.queries.values()
 ]
-PATIENCE_SECONDS = 20.0
 RUN = ("train_async.py", "--num-rollout", "8")
 
 
@@ -148,10 +148,12 @@ def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> N
     played, prometheus = monitored.played, monitored.prometheus
     assert played.violations == []
     # The last batch shows with the scrape after it.
-    deadline, wanted = time.monotonic() + PATIENCE_SECONDS, str(played.config.rollout.num_rollout)
-    while (batches := prometheus.query("miles_async_rollout_batches")[0]["value"][1]) != wanted:
-        assert time.monotonic() < deadline, f"{batches} of {wanted} batches"
-        time.sleep(0.5)
+    wanted = str(played.config.rollout.num_rollout)
+    wait_until(
+        lambda: prometheus.query("miles_async_rollout_batches")[0]["value"][1] == wanted,
+        f"Prometheus shows {wanted} batches",
+        every=0.5,
+    )
     parts = {
         part["metric"]["part"]: float(part["value"][1])
         for part in prometheus.query("miles_async_staleness_part_versions_sum")
@@ -176,16 +178,16 @@ def test_a_run_that_has_ended_shows_the_same(monitored: Monitored, tmp_path: Pat
 def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: Stack, tmp_path: Path) -> None:
     learner = ray.get(stack.cluster.surroundings.learner_ranks[0].pid.remote())
     (engine,) = stack.cluster.surroundings.engines
-    told = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
+    silences = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
     for process, verdict in (("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT)):
         verdicts = Verdicts()
-        verdicts.observe(TrainerPhaseChanged(time=told[0].time, to="publish"))
-        for silent in told:
+        verdicts.observe(TrainerPhaseChanged(time=silences[0].time, to="publish"))
+        for silent in silences:
             if silent.process == process:
                 verdicts.observe(silent)
         assert verdicts.finding.verdict is verdict
         assert verdicts.finding.why.startswith(f"{process} has not answered for")
-    assert {silent.process for silent in told if silent.seconds} == {"learner-0", "engine-0"}
+    assert {silent.process for silent in silences if silent.seconds} == {"learner-0", "engine-0"}
     (stacks,) = tmp_path.glob("stacks-*.txt")
     learners = stacks.read_text().split("==== ")[1]
     assert f"pid {learner}, stopped" in learners
@@ -195,20 +197,20 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
 async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[ProcessSilent]:
     """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
     heartbeats = Heartbeats(stack.cluster.probes)
-    told: list[ProcessSilent] = []
+    silences: list[ProcessSilent] = []
     try:
         os.killpg(engine, signal.SIGSTOP)
         _stop(learner)
         dump_stacks([psutil.Process(learner)], folder)
-        deadline = time.time() + 30
-        while len(_silent_for(told, SILENT_SECONDS)) < 2 and time.time() < deadline:
-            told += heartbeats.look(time.time())
+        deadline = time.time() + PATIENCE_SECONDS
+        while len(_silent_for(silences, SILENT_SECONDS)) < 2 and time.time() < deadline:
+            silences += heartbeats.look(time.time())
             await asyncio.sleep(0.25)
     finally:
         os.kill(learner, signal.SIGCONT)
         os.killpg(engine, signal.SIGCONT)
         heartbeats.close()
-    return told
+    return silences
 
 
 def _stop(pid: int) -> None:
@@ -218,5 +220,5 @@ def _stop(pid: int) -> None:
         time.sleep(0.01)
 
 
-def _silent_for(told: Sequence[ProcessSilent], seconds: float) -> set[str]:
-    return {silent.process for silent in told if silent.seconds > seconds}
+def _silent_for(silences: Sequence[ProcessSilent], seconds: float) -> set[str]:
+    return {silent.process for silent in silences if silent.seconds > seconds}

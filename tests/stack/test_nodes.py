@@ -11,6 +11,7 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import ray
@@ -33,7 +34,7 @@ ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
 
 @pytest.fixture(scope="module")
 def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
-    """The shared cluster, with such an engine in place of its own."""
+    """The shared cluster, with such an engine instead of the usual one."""
     before, logs = stack.cluster.surroundings, stack.cluster.logs / "nodes"
     [usual] = before.engines
     config = settings("train_async.py", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2")
@@ -41,7 +42,7 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
         engine_spec(config, "engine-0", before.checkpoint, logs, host=host, nodes=len(NODES), node_rank=rank)
         for rank, host in enumerate(NODES)
     ]
-    parts = [ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(spec) for spec in specs]
+    parts: list[Any] = [ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(spec) for spec in specs]
     sources = RayWeightSources(before.learner_ranks)
     try:
         first = stack.do(start_engine(parts))
@@ -128,4 +129,5 @@ def test_every_token_was_drawn_from_the_weights_that_it_names(killed: Played) ->
 def test_generation_goes_on_as_soon_as_the_engine_is_back(killed: Played) -> None:
     fenced, back = [event.time for event in killed.of(EngineChanged)][1:]
     after = next(event for event in killed.of(GroupGenerated) if event.time > fenced)
-    assert after.time - back < 10
+    # Requests that waited for a time limit somewhere would take longer.
+    assert back < after.time < back + 30

@@ -1,4 +1,4 @@
-"""A run on the real cluster, saved, and gone on with from its checkpoint."""
+"""A run on the real cluster is saved and resumed from its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.stack
 def test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left(stack: Stack, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     sizes = ("--rollout-batch-size", "8", "--over-sampling-batch-size", "12")
-    often = ("--save", str(saved), "--save-interval", "2", "--save-keep", "1")
-    often += ("--save-hf", str(tmp_path / "hf-{rollout_id}"))
+    often = ["--save", str(saved), "--save-interval", "2", "--save-keep", "1"]
+    often += ["--save-hf", str(tmp_path / "hf-{rollout_id}")]
     stopped = stack.play("train_async.py", *sizes, *often, "--num-rollout", "5")
     assert sorted(path.name for path in saved.iterdir()) == ["latest", "rollout_0000004"], "older ones are removed"
     newest = CheckpointFolder(saved).latest()

@@ -1,4 +1,4 @@
-"""The real TensorBoard and Weights & Biases, and the files of a process that has no terminal."""
+"""The real TensorBoard and Weights & Biases, and the log files of a process without a terminal."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import json
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tensorboardX.proto.event_pb2 import Event as Recorded
 
-from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, StepEnded, StepStarted
 from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.run_folder import RunFolder
+from tests.configuration import run_config
+from tests.waiting import wait_until
 
-PATIENCE_SECONDS = 20.0
 EVENTS: list[Event] = [
     BatchDrained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
     StepStarted(time=2.0, rollout=4, version=3, staleness=[0, 1, 2], groups=[5, 6, 7]),
@@ -38,8 +37,7 @@ EVENTS: list[Event] = [
 
 def written(folder: Path, **settings: object) -> RunFolder:
     """A run's folder after these events went through the sinks."""
-    values = {"observability": {"run_dir": str(folder), "experiment_name": "sums", **settings}}
-    config = RunConfig.model_validate(values)
+    config = run_config(run_dir=str(folder), experiment_name="sums", **settings)
     run = RunFolder.create(config)
     sinks = Trackers(config, run)
     for event in EVENTS:
@@ -69,11 +67,8 @@ def test_weights_and_biases_keeps_the_run_offline(tmp_path: Path) -> None:
     run = written(tmp_path, use_wandb=True, wandb_mode="offline", wandb_project="arithmetic", wandb_group="tiny")
     (recorded,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
     names = (b"train/loss", b"eval/aime", b"eval/aime-truncated_ratio", b"arithmetic", b"tiny", b"train/step")
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    # Another process writes it.
-    while (missing := [name for name in names if name not in recorded.read_bytes()]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert missing == []
+    # Another process writes the file.
+    wait_until(lambda: all(name in recorded.read_bytes() for name in names), "the file holds every curve and name")
 
 
 def test_a_run_without_sinks_writes_nothing_for_them(tmp_path: Path) -> None:

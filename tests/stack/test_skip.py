@@ -57,14 +57,20 @@ def test_a_second_run_in_turns_sends_no_request_and_trains_on_equal_tokens(stack
 def test_a_second_fully_asynchronous_run_sends_no_request_and_trains_on_equal_tokens(
     stack: Stack, tmp_path: Path
 ) -> None:
-    """The second run is shorter, so that it begins no prompt that the first one had not come to."""
+    """The second run is shorter, so that it needs only prompts that the first run finished.
+
+    The first run trains 5 * 8 groups and a window of 8 lets at most 7 groups pass an unfinished one, so that its first
+    33 prompts are finished. The second run trains 2 * 8 groups and has room for 2 * 8 more.
+    """
     # Room for a batch in flight and one in the queue, and nothing that is thrown away for its age.
     room = ("--queue-capacity", str(2 * BATCH), "--max-weight-staleness", "null")
     first = play(stack, "train_async.py", tmp_path, "async_rollout", *room, rollouts=5)
     between = requests_so_far(stack)
     [folder] = tmp_path.glob("*/GBS1_*")
     recorded = {f"sample_0_{step}": tokens_of(RecordingStore(folder), step) for step in RecordingStore(folder).steps}
-    assert set(recorded) == fed(first), "what was under way at the end of the first run was finished"
+    # Groups that are still in flight at the end of the first run are aborted and not recorded.
+    assert set(recorded) <= fed(first)
+    assert len(recorded) >= 5 * BATCH, "a group was trained but not recorded"
 
     saved = ("--save-debug-rollout-data", str(tmp_path / "{rollout_id}.safetensors"))
     second = play(stack, "train_async.py", tmp_path, "async_rollout", *room, *saved, rollouts=2)

@@ -1,4 +1,4 @@
-"""Whole runs on the shared cluster: tools, an agent over the endpoint, lessons, posted trajectories, evaluation."""
+"""Whole runs on the shared cluster: tools, an agent, supervised examples, posted trajectories, evaluation."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
     assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
 
 
-def test_a_rollout_function_in_the_seeds_words_is_trained(stack: Stack) -> None:
+def test_a_rollout_function_written_for_slime_is_trained(stack: Stack) -> None:
     """It keeps neither log-probabilities nor versions: the engines are asked for the ones, and the others are known."""
-    function = "tests.stack.seed_functions.generate_rollout"
+    function = "tests.stack.slime_functions.generate_rollout"
     run = stack.play("train.py", *SHORT, "--rollout-function-path", function, "--reward-key", "score")
     assert [step.finite for step in run.of(StepEnded)] == [True, True]
     assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
@@ -95,7 +95,7 @@ def test_a_rollout_function_in_the_seeds_words_is_trained(stack: Stack) -> None:
     assert run.violations == []
 
 
-def test_of_lessons_only_what_the_assistant_says_is_trained_and_no_engine_is_started(tmp_path: Path) -> None:
+def test_supervised_runs_train_the_assistants_tokens_only_and_start_no_engine(tmp_path: Path) -> None:
     sft_examples = tmp_path / "lessons.jsonl"
     answer = [{"role": "assistant", "content": "3"}]
     chats = [[{"role": "user", "content": f"{n} mod 7?"}, *answer, {"role": "user", "content": "Sure?"}, *answer]

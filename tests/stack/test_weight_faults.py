@@ -1,4 +1,4 @@
-"""Weights published under load through a channel that loses, tears and refuses writes."""
+"""Weights are published under load through a channel that loses, tears and refuses writes."""
 
 from __future__ import annotations
 
@@ -6,37 +6,28 @@ import math
 from itertools import cycle
 from pathlib import Path
 
-from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SGLangGenerator
 from tests.stack.engine_stack import Stack
-from tests.stack.weight_faults import RunData, publish_under_load
+from tests.stack.weight_faults import publish_under_load
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 
-def test_every_token_is_from_the_weights_that_its_span_names_whatever_happens_to_the_writes(
+async def test_every_token_is_from_the_weights_that_its_span_names_whatever_happens_to_the_writes(
     serving: Stack, tmp_path: Path
 ) -> None:
     faults = cycle(["lost", None, "slow", "torn", "refused", None, "torn", None, None])
-    told: list[RunData] = []
-
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
-        told.append(
-            await publish_under_load(
-                serving,
-                fleet,
-                generator,
-                tmp_path,
-                engines=[serving.engine],
-                faults=faults,
-                publishes=8,
-                streams=4,
-                new_tokens=120,
-            )
+    async with serving.admitted() as (fleet, generator):
+        result = await publish_under_load(
+            serving,
+            fleet,
+            generator,
+            tmp_path,
+            engines=[serving.engine],
+            faults=faults,
+            publishes=8,
+            streams=4,
+            new_tokens=120,
         )
-
-    serving.run(story)
-    [result] = told
     assert {step.then for step in result.steps} == {"retry", "fall_back"}
     assert any("differs from what was sent" in step.error for step in result.steps)
     assert max(len(sample.spans) for sample in result.samples) > 1, "no request lived through a publish"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ class Rank(nn.Module):
         super().__init__()
         self.held = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
 
-    def named_parameters(self, *_: object, **__: object) -> object:
+    def named_parameters(self, *_: object, **__: object) -> Any:
         return self.held.items()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -115,7 +116,7 @@ def test_bfloat16_weights_reach_a_float32_engine_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("family", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
-def test_each_rank_gets_its_part_of_every_tensor_from_whoever_has_it(
+def test_each_rank_gets_its_part_of_every_tensor_from_the_source_that_holds_it(
     family: tuple[str, ...], ranks: int, dtype: torch.dtype, sources: int
 ) -> None:
     block, gate, up, down = family
@@ -161,7 +162,7 @@ def test_ranks_that_outnumber_the_key_heads_hold_the_same_ones() -> None:
         assert torch.equal(held[f"{LAYER}.self_attn.qkv_proj"][4:6], keys[rank // 2 * 2 :][:2])
 
 
-def test_a_staged_tensor_can_be_had_as_it_was_and_in_buckets_of_any_size() -> None:
+def test_a_staged_tensor_is_read_back_whole_and_in_buckets_of_any_size() -> None:
     tensors = weights()
     staging = staged(tensors, engine_of([Rank(engine_shapes(2)) for _ in range(2)]))
     for name, tensor in tensors.items():
@@ -188,8 +189,8 @@ def test_a_byte_that_did_not_arrive_is_found_where_everything_is_compared() -> N
 
 def test_a_tied_output_layer_is_left_out() -> None:
     tensors = weights()
-    tied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    assert len(plan_tensors(named(tied), [engine_shapes(1)])) == len(tensors)
+    with_shared_embedding = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    assert len(plan_tensors(named(with_shared_embedding), [engine_shapes(1)])) == len(tensors)
 
 
 def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_differs() -> None:
@@ -217,7 +218,7 @@ def test_a_share_that_is_no_longer_exported_whole_is_not_staged() -> None:
     assert staging.version is None
 
 
-def test_a_write_that_stopped_short_goes_on_where_it_did() -> None:
+def test_a_write_that_stopped_short_is_continued_where_it_stopped() -> None:
     assert _remaining([(0, 100, 10), (50, 200, 10)], 4) == [(4, 104, 6), (50, 200, 10)]
     assert _remaining([(0, 100, 10), (50, 200, 10)], 10) == [(50, 200, 10)]
     assert _remaining([(0, 100, 10), (50, 200, 10)], 20) == []

@@ -1,4 +1,4 @@
-"""New weights in a real engine: whatever way they came, every token after the publish is drawn from them."""
+"""New weights in a real engine: after a publish, every token is sampled from them, whichever transport wrote them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import Learner, RunConfig
 from miles_async.errors import EngineLostError, FatalError
-from tests.stack.engine_stack import Stack, group_of
+from tests.configuration import run_config
+from tests.stack.engine_stack import Stack, group_of, tokens_drawn
 from tests.stack.learning import create_experts, learning, uneven_groups
+from tests.waiting import PATIENCE_SECONDS
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -29,7 +29,13 @@ PROMPT = [(7 * i) % 250 for i in range(120)]
 
 
 def source_of(
-    serving: Stack, folder: Path, *, rank: int = 0, sources: int = 1, verify_all: bool = True, timeout: float = 20.0
+    serving: Stack,
+    folder: Path,
+    *,
+    rank: int = 0,
+    sources: int = 1,
+    verify_all: bool = True,
+    timeout: float = PATIENCE_SECONDS,
 ) -> WeightSource:
     named = [(name, tuple(tensor.shape)) for name, tensor in serving.named_tensors()]
     source = WeightSource(
@@ -48,12 +54,12 @@ def source(serving: Stack, tmp_path: Path) -> Iterator[WeightSource]:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 @pytest.mark.parametrize("transport", ["memory", "p2p", "broadcast", "disk"])
-def test_after_a_publish_nothing_is_drawn_from_old_weights(
+async def test_after_a_publish_nothing_is_drawn_from_old_weights(
     serving: Stack, source: WeightSource, transport: str, mode: str
 ) -> None:
     """Cached prompts, requests in flight and new ones; under `in_place` running requests keep a mixed KV cache."""
 
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+    async with serving.admitted() as (fleet, generator):
         source.connect([serving.engine], {"e0": transport})
         await generator.generate(group_of(PROMPT), SamplingParams(max_new_tokens=8))
         serving.change_weights()
@@ -61,7 +67,7 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(
         source.stage(version, serving.named_tensors(), [transport])
         flying = group_of(PROMPT[:60], samples=16)
         running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=200)))
-        await asyncio.sleep(0.2)
+        await tokens_drawn(fleet)
         await fleet.pause(mode)
         outcome = await asyncio.to_thread(source.send, version, "e0", transport)
         assert outcome.error is None
@@ -83,12 +89,12 @@ def test_after_a_publish_nothing_is_drawn_from_old_weights(
         if mode == "retract":
             assert max(serving.error(sample, start=sample.spans[1].start) for sample in lived_through) < 1e-4
 
-    serving.run(story)
-
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: WeightSource, transport: str) -> None:
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+async def test_tensors_may_change_as_soon_as_they_are_staged(
+    serving: Stack, source: WeightSource, transport: str
+) -> None:
+    async with serving.admitted() as (fleet, generator):
         serving.change_weights()
         passing = [(name, tensor.clone()) for name, tensor in serving.named_tensors()]
         version = next(serving.versions)
@@ -101,15 +107,13 @@ def test_tensors_may_change_as_soon_as_they_are_staged(serving: Stack, source: W
         await generator.generate(group)
         assert serving.error(group[0]) < 1e-4
 
-    serving.run(story)
-
 
 def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(
     serving: Stack, source: WeightSource
 ) -> None:
-    run = RunConfig(learner=Learner(precision="bf16", lr=1e-3))
+    run = run_config(precision="bf16", lr=0.001)
     with learning(serving.checkpoint, run) as learner:
-        for transport in TRANSPORTS:
+        for position, transport in enumerate(TRANSPORTS):
             [steps] = rank_batches(uneven_groups(0), run, 1)
             assert learner.train(0, steps).finite
             version = next(serving.versions)
@@ -120,10 +124,11 @@ def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(
                 for name, parameter in serving.named_tensors():
                     assert own[name].dtype is torch.bfloat16
                     parameter.copy_(own[name])
-            assert serving.error_of([version % 250, *PROMPT[:20]]) < 1e-5, transport
+            # No other prompt begins with this token, so that nothing is cached under older weights.
+            assert serving.error_of([200 + position, *PROMPT[:20]]) < 1e-5, transport
 
 
-def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path) -> None:
+async def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path) -> None:
     sources = [source_of(serving, tmp_path, rank=rank, sources=2) for rank in range(2)]
     serving.change_weights()
     version = next(serving.versions)
@@ -137,18 +142,17 @@ def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path
     for one in sources:
         one.close()
 
-    async def story(fleet: SGLangFleet, generator: SGLangGenerator) -> None:
+    async with serving.admitted() as (_, generator):
         group = group_of("2 + 2 =")
         await generator.generate(group)
         assert serving.error(group[0]) < 1e-4
-
-    serving.run(story)
 
 
 def test_a_delta_carries_what_changed_and_whole_weights_where_the_base_is_another(
     serving: Stack, source: WeightSource
 ) -> None:
-    whole, few = [], []
+    whole: list[int] = []
+    few: list[int] = []
     for version in (1, 2, 3):
         if version > 1:
             with torch.no_grad():
@@ -182,6 +186,7 @@ def test_a_torn_write_is_noticed(
     serving.change_weights()
     source.stage(2, serving.named_tensors(), [])
     staging = source._staging
+    assert staging is not None
     write = MemoryTransport._copy
 
     def torn(transport: MemoryTransport, pid: int, copies: list[tuple[int, int, int]]) -> None:
@@ -206,7 +211,7 @@ def test_a_torn_write_is_noticed(
 def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
     serving: Stack, tmp_path: Path, transport: str
 ) -> None:
-    source = source_of(serving, tmp_path, timeout=1.0)
+    source = source_of(serving, tmp_path, timeout=5.0)
     source.stage(1, serving.named_tensors(), [])
     assert source.send(1, "e0", transport).error is None
     scheduler = source._engines["e0"].ranks[0].pid
@@ -216,7 +221,6 @@ def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
     finally:
         os.kill(scheduler, signal.SIGCONT)
     assert outcome.final
-    assert outcome.seconds < 10
     source.close()
 
 

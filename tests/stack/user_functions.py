@@ -1,4 +1,4 @@
-"""What a user might bring, in slime's shape."""
+"""Functions such as a user would write, with slime's signatures."""
 
 from __future__ import annotations
 

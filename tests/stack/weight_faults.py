@@ -27,6 +27,7 @@ from miles_async.errors import EngineLostError
 from miles_async.events import Event, WriteFailed
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.types import Sample, SampleStatus
 from tests.stack.engine_stack import Stack, group_of
 from tests.stack.local_sources import LocalSources
@@ -68,8 +69,8 @@ class FaultyTransport:
 
 
 @dataclass
-class RunData:
-    """What came of it."""
+class Outcome:
+    """What a run of publishes led to."""
 
     steps: list[WriteFailed] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -130,23 +131,15 @@ async def publish_under_load(
     new_tokens: int,
     kill: Callable[[str], None] = lambda engine: None,
     repair: Callable[[str], EngineInfo] | None = None,
-) -> RunData:
+) -> Outcome:
     """`kill` ends an engine, `repair` restarts it if it is dead and returns its address."""
-    told = RunData()
-    run_state = RunState(SystemClock(), told)
+    outcome = Outcome()
+    run_state = RunState(SystemClock(), outcome)
     known = {engine.name: engine for engine in engines}
-    sources = LocalSources(stack.named_tensors, folder, timeout=10.0)
+    sources = LocalSources(stack.named_tensors, folder, timeout=30.0)
     faulty(sources, faults, kill)
     channel = Channel(TRANSPORTS, sources, known.__getitem__)
     await channel.connect(list(known))
-    publisher = Publisher(
-        run_state=run_state,
-        channel=channel,
-        fleet=fleet,
-        pause_mode="retract",
-        queue_depth=lambda: 0,
-        on_live=lambda: None,
-    )
     over = asyncio.Event()
 
     async def stream(number: int) -> None:
@@ -155,27 +148,37 @@ async def publish_under_load(
             try:
                 await generator.generate(group, SamplingParams(max_new_tokens=new_tokens))
             except EngineLostError:
-                told.lost_requests += 1
-            told.samples += [sample for sample in group if sample.status is not SampleStatus.PENDING]
+                outcome.lost_requests += 1
+            outcome.samples += [sample for sample in group if sample.status is not SampleStatus.PENDING]
 
-    first = next(stack.versions)
-    tasks: list[asyncio.Task[None]] = []
-    for version in range(first, first + publishes):
-        next(stack.versions)
-        stack.change_weights()
-        told.weights[version] = [parameter.detach().clone() for parameter in stack.model.parameters()]
-        await publisher.stage(version, [])
-        await publisher.publish()
-        for lost in known.keys() - set(fleet.routed()):
-            assert repair is not None, f"{lost} was fenced: {told.steps[-1].error}"
-            known[lost] = await asyncio.to_thread(repair, lost)
-            await rejoin(fleet, channel, version, known[lost])
-        tasks = tasks or [asyncio.create_task(stream(number)) for number in range(streams)]
-        await asyncio.sleep(0.1)
-    over.set()
-    await asyncio.gather(*tasks)
+    async with TaskSupervisor() as tasks:
+        publisher = Publisher(
+            run_state=run_state,
+            tasks=tasks,
+            channel=channel,
+            fleet=fleet,
+            pause_mode="retract",
+            queue_depth=lambda: 0,
+            on_live=lambda: None,
+        )
+        first = next(stack.versions)
+        running: list[asyncio.Task[None]] = []
+        for version in range(first, first + publishes):
+            next(stack.versions)
+            stack.change_weights()
+            outcome.weights[version] = [parameter.detach().clone() for parameter in stack.model.parameters()]
+            await publisher.stage(version, [])
+            await publisher.publish()
+            for lost in known.keys() - set(fleet.routed()):
+                assert repair is not None, f"{lost} was fenced: {outcome.steps[-1].error}"
+                known[lost] = await asyncio.to_thread(repair, lost)
+                await rejoin(fleet, channel, version, known[lost])
+            running = running or [tasks.spawn(f"stream {number}", stream(number)) for number in range(streams)]
+            await asyncio.sleep(0.1)
+        over.set()
+        await asyncio.gather(*running)
     sources.close()
-    return told
+    return outcome
 
 
 async def rejoin(fleet: SGLangFleet, channel: Channel, version: int, engine: EngineInfo) -> None:

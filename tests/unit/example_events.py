@@ -1,4 +1,4 @@
-"""Events that several tests begin with."""
+"""Events that several tests start with."""
 
 from __future__ import annotations
 

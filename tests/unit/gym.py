@@ -1,4 +1,4 @@
-"""Sums by reasoning-gym, whose import takes a second: test files that name this module share a process."""
+"""Sums by reasoning-gym. Its import takes a second, so test files that name this module share a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
-from miles_async.config.schema import RunConfig
+from tests.configuration import run_config
 
 CHAIN_SUM = {"reasoning_gym_task": "chain_sum"}
 
@@ -19,4 +19,4 @@ def open_gym(**data: Any) -> BufferedSource:
         "eval_size": 64,
         "prompt_template": "{expression}",
     }
-    return open_data(RunConfig.model_validate({"data": settings | data, "rollout": {"n_samples_per_prompt": 1}}))
+    return open_data(run_config(**settings | data, n_samples_per_prompt=1))

@@ -1,50 +1,46 @@
+from __future__ import annotations
+
 import asyncio
 
 from miles_async.pipeline.tasks import ChangeSignal
 
 
-def test_a_waiter_wakes_when_its_condition_holds_and_not_before():
-    async def story():
-        changed, facts, woken = ChangeSignal(), set(), []
+async def test_a_waiter_wakes_when_its_condition_holds_and_not_before() -> None:
+    changed = ChangeSignal()
+    facts: set[str] = set()
+    woken: list[str] = []
 
-        async def wait_for(fact):
-            await changed.until(lambda: fact in facts)
-            woken.append(fact)
+    async def wait_for(fact: str) -> None:
+        await changed.until(lambda: fact in facts)
+        woken.append(fact)
 
-        waiting = [asyncio.create_task(wait_for(fact)) for fact in ("a", "b")]
-        await asyncio.sleep(0)
-        facts.add("b")
-        changed.notify()
-        await waiting[1]
-        assert woken == ["b"]
-        facts.add("a")
-        changed.notify()
-        await waiting[0]
-
-    asyncio.run(asyncio.wait_for(story(), 5))
-
-
-def test_what_changes_after_the_notification_but_before_the_next_turn_counts():
-    async def story():
-        changed, facts = ChangeSignal(), set()
-        waiting = asyncio.create_task(changed.until(lambda: "late" in facts))
-        await asyncio.sleep(0)
-        changed.notify()
-        facts.add("late")
-        await waiting
-
-    asyncio.run(asyncio.wait_for(story(), 5))
+    waiting = [asyncio.create_task(wait_for(fact)) for fact in ("a", "b")]
+    await asyncio.sleep(0)
+    facts.add("b")
+    changed.notify()
+    await waiting[1]
+    assert woken == ["b"]
+    facts.add("a")
+    changed.notify()
+    await waiting[0]
 
 
-def test_a_cancelled_waiter_leaves_the_others_waiting():
-    async def story():
-        changed = ChangeSignal()
-        gone, stays = (asyncio.create_task(changed.next_change()) for _ in range(2))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.sleep(0)
-        changed.notify()
-        await stays
-        assert gone.cancelled()
+async def test_what_changes_after_the_notification_but_before_the_next_turn_counts() -> None:
+    changed = ChangeSignal()
+    facts: set[str] = set()
+    waiting = asyncio.create_task(changed.until(lambda: "late" in facts))
+    await asyncio.sleep(0)
+    changed.notify()
+    facts.add("late")
+    await waiting
 
-    asyncio.run(asyncio.wait_for(story(), 5))
+
+async def test_a_cancelled_waiter_leaves_the_others_waiting() -> None:
+    changed = ChangeSignal()
+    gone, stays = (asyncio.create_task(changed.next_change()) for _ in range(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.sleep(0)
+    changed.notify()
+    await stays
+    assert gone.cancelled()

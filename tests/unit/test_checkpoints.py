@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
-from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import UserError
+from tests.configuration import run_config
 from workers.preflight import checkpoint_to_resume
 
 
@@ -75,10 +75,10 @@ def test_a_resumed_run_may_write_the_same_rollout_again(tmp_path: Path) -> None:
     assert save(tmp_path, 1) == CheckpointFolder(tmp_path).latest()
 
 
-def test_what_cannot_be_resumed_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts(tmp_path: Path) -> None:
     def resumed(load: Path | None, num_rollout: int = 9) -> Path | None:
         path = None if load is None else str(load)
-        return checkpoint_to_resume(RunConfig(learner=Learner(load=path), rollout=Rollout(num_rollout=num_rollout)))
+        return checkpoint_to_resume(run_config(load=path, num_rollout=num_rollout))
 
     assert resumed(None) is None
     with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start a new run"):

@@ -1,5 +1,7 @@
 """Help, configuration checks and refusals appear within a second, before anything heavy is imported."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from functools import cache
@@ -28,20 +30,22 @@ finally:
 
 
 @cache
-def started(entry, argv):
+def started(entry: str, argv: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", REPORT, entry, *argv], capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("argv", [HELP, CHECK, REFUSED], ids=["help", "check", "refusal"])
 @pytest.mark.parametrize("entry", ["train_async.py", "train.py"])
-def test_an_entry_script_answers_in_under_a_second_without_importing_torch_or_ray(entry, argv):
+def test_an_entry_script_answers_in_under_a_second_without_importing_torch_or_ray(
+    entry: str, argv: tuple[str, ...]
+) -> None:
     # CPU seconds of the process, so that other programs on the machine do not affect the result.
     seconds, *imported = started(entry, argv).stderr.splitlines()[-1].split()
     assert imported == []
     assert float(seconds) < 1.0
 
 
-def test_a_refusal_is_one_sentence_per_problem_on_stderr_with_exit_code_2():
+def test_a_refusal_is_one_sentence_per_problem_on_stderr_with_exit_code_2() -> None:
     wrong = (*MAIN_JOB, "--max-weight-staleness", "0", "--hf-checkpoint", "nowhere")
     done = subprocess.run([sys.executable, "train_async.py", *wrong], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
@@ -53,14 +57,14 @@ def test_a_refusal_is_one_sentence_per_problem_on_stderr_with_exit_code_2():
     ]
 
 
-def test_a_refusal_names_the_command_that_the_user_typed(capsys):
+def test_a_refusal_names_the_command_that_the_user_typed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         parse_or_exit(["--num-rollout", "0"], "train_async.py", "miles-async train")
     assert exited.value.code == 2
     assert capsys.readouterr().err.startswith("miles-async train: --num-rollout: input should be greater than")
 
 
-def test_a_check_prints_the_derived_values():
+def test_a_check_prints_the_derived_values() -> None:
     done = started("train_async.py", CHECK)
     assert done.returncode == 0
     assert "schedule    fully async" in done.stdout

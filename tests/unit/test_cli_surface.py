@@ -1,5 +1,7 @@
 """The command line is a public interface: any change of a flag or a default must also change cli_surface.txt."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from miles_async.config.cli import help_text
@@ -7,8 +9,8 @@ from miles_async.config.fields import SECTIONS, SETTINGS
 
 SURFACE = Path(__file__).with_name("cli_surface.txt")
 
-# Flags of slime and Miles that users may already have in their scripts.
-ESTABLISHED_FLAGS = """
+# As the documentation of slime and Miles spells them.
+DOCUMENTED_FLAGS = """
 --rollout-function-path --rollout-batch-size --sglang-server-concurrency --global-batch-size --num-steps-per-rollout
 --max-weight-staleness --over-sampling-batch-size --windowed-fifo-ratio --n-samples-per-prompt
 --rollout-max-response-len --hf-checkpoint --prompt-data --input-key --label-key --num-rollout --weight-transfer
@@ -18,7 +20,7 @@ ESTABLISHED_FLAGS = """
 """.split()
 
 
-def surface():
+def surface() -> list[str]:
     lines = []
     for setting in SETTINGS.values():
         kinds = setting.choices or sorted(kind.__name__ for kind in setting.kinds)
@@ -26,16 +28,16 @@ def surface():
     return lines
 
 
-def test_flags_types_and_defaults_are_unchanged():
+def test_flags_types_and_defaults_are_unchanged() -> None:
     documented = SURFACE.read_text().splitlines()
     assert surface() == documented, f"if the change is intended, run: python {__file__} > {SURFACE}"
 
 
-def test_the_established_flags_exist():
-    assert [flag for flag in ESTABLISHED_FLAGS if flag not in {setting.flag for setting in SETTINGS.values()}] == []
+def test_the_flags_that_slime_and_miles_document_exist() -> None:
+    assert [flag for flag in DOCUMENTED_FLAGS if flag not in {setting.flag for setting in SETTINGS.values()}] == []
 
 
-def test_the_help_lists_every_flag_once_under_its_section():
+def test_the_help_lists_every_flag_once_under_its_section() -> None:
     lines = help_text("python train_async.py").splitlines()
     for section in SECTIONS:
         assert f"{section}:" in lines
@@ -44,7 +46,7 @@ def test_the_help_lists_every_flag_once_under_its_section():
         assert sum(line.split()[:1] == [flag] for line in lines) == 1, flag
 
 
-def test_the_help_gives_choices_and_defaults():
+def test_the_help_gives_choices_and_defaults() -> None:
     text = " ".join(help_text("miles-async train").split())
     assert "--weight-transfer auto|memory|p2p|broadcast|disk|disk_delta How weights reach the engines" in text
     assert "(default 1000)" in text

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.types import EngineLoad
 
@@ -6,14 +8,14 @@ FULL_CACHE = [*IDLE, EngineLoad(kv_usage=0.95, queued=0)]
 LONG_LINE = [*IDLE, EngineLoad(kv_usage=0.2, queued=40)]
 
 
-def test_one_full_engine_halves_the_limit():
+def test_one_full_engine_halves_the_limit() -> None:
     for loads in (FULL_CACHE, LONG_LINE):
         limit = AdaptiveConcurrency(64)
         limit.observe(loads, in_flight=64, ended=0)
         assert limit.limit == 32
 
 
-def test_the_next_change_waits_until_a_round_has_ended():
+def test_the_next_change_waits_until_a_round_has_ended() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe(FULL_CACHE, in_flight=64, ended=10)
     limit.observe(FULL_CACHE, in_flight=50, ended=41)
@@ -22,24 +24,24 @@ def test_the_next_change_waits_until_a_round_has_ended():
     assert limit.limit == 16
 
 
-def test_a_limit_that_holds_admission_back_grows_by_a_sixteenth_per_round_up_to_n():
+def test_a_limit_that_holds_admission_back_grows_by_a_sixteenth_per_round_up_to_n() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe(FULL_CACHE, in_flight=64, ended=0)
-    sizes = []
+    sizes: list[int] = []
     for _ in range(10):
         limit.observe(IDLE, in_flight=limit.limit, ended=10_000 * (len(sizes) + 1))
         sizes.append(limit.limit)
     assert sizes == [36, 40, 44, 48, 52, 56, 60, 64, 64, 64]
 
 
-def test_a_limit_that_nothing_touches_stays():
+def test_a_limit_that_nothing_touches_stays() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe(FULL_CACHE, in_flight=64, ended=0)
     limit.observe(IDLE, in_flight=20, ended=10_000)
     assert limit.limit == 32
 
 
-def test_an_overload_counts_from_what_is_in_flight_and_never_goes_below_one():
+def test_an_overload_counts_from_what_is_in_flight_and_never_goes_below_one() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe(FULL_CACHE, in_flight=10, ended=0)
     assert limit.limit == 5
@@ -48,7 +50,7 @@ def test_an_overload_counts_from_what_is_in_flight_and_never_goes_below_one():
     assert limit.limit == 1
 
 
-def test_without_any_answer_nothing_changes():
+def test_without_any_answer_nothing_changes() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe([], in_flight=64, ended=0)
     assert limit.limit == 64

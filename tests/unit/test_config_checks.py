@@ -1,3 +1,8 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from miles_async.config.checks import notes, problems
@@ -10,30 +15,33 @@ from miles_async.config.derived import (
     table,
     takes_from_queue,
 )
-from miles_async.config.fields import SETTINGS
-from miles_async.config.flags import Assignment
-from miles_async.config.load import build
+from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.scheduling.bounds import Schedule
+from tests.configuration import run_config
 
-RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
-ASYNC = {"rollout_function_path": FULLY_ASYNC_FUNCTION}
+RUNNABLE: dict[str, Any] = {
+    "reasoning_gym_task": "chain_sum",
+    "rm_type": "reasoning_gym",
+    "rollout_max_response_len": 8,
+}
+ASYNC: dict[str, Any] = {"rollout_function_path": FULLY_ASYNC_FUNCTION}
 
 
-def config(**settings):
-    return build([Assignment(SETTINGS[name].path, value, name) for name, value in (RUNNABLE | settings).items()])
+def config(**settings: Any) -> RunConfig:
+    return run_config(**RUNNABLE | settings)
 
 
-def refusals(entry="train_async.py", **settings):
+def refusals(entry: str = "train_async.py", /, **settings: Any) -> list[str]:
     return problems(config(**settings), entry)
 
 
-def refusal(entry="train_async.py", **settings):
+def refusal(entry: str = "train_async.py", /, **settings: Any) -> str:
     (sentence,) = refusals(entry, **settings)
     return sentence
 
 
-def test_a_valid_configuration_is_accepted():
+def test_a_valid_configuration_is_accepted() -> None:
     assert refusals() == []
     assert refusals(**ASYNC, max_weight_staleness=2, windowed_fifo_ratio=0.3) == []
     assert refusals("train.py", max_weight_staleness=0) == []
@@ -48,27 +56,29 @@ def test_a_valid_configuration_is_accepted():
         ((None, 3), "set num_steps_per_rollout to 2"),
     ],
 )
-def test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do(sizes, advice):
+def test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do(
+    sizes: tuple[int | None, int], advice: str
+) -> None:
     size, steps = sizes
     said = refusal(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=size, num_steps_per_rollout=steps)
     assert said.endswith(advice)
     assert "rollout_batch_size 32 * n_samples_per_prompt 8 = 256 samples" in said
 
 
-def test_batch_sizes_that_agree_are_accepted():
+def test_batch_sizes_that_agree_are_accepted() -> None:
     sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8}
     assert refusals(**sizes, global_batch_size=64, num_steps_per_rollout=4) == []
     assert refusals(**sizes, num_steps_per_rollout=4) == []
 
 
-def test_a_queue_smaller_than_a_batch_is_refused():
+def test_a_queue_smaller_than_a_batch_is_refused() -> None:
     said = refusal(**ASYNC, rollout_batch_size=32, queue_capacity=31)
     assert "queue_capacity 31 cannot hold a batch" in said
     assert refusals(**ASYNC, rollout_batch_size=32, queue_capacity=32) == []
     assert refusals(rollout_batch_size=32, queue_capacity=31) == []
 
 
-def test_more_groups_in_flight_than_slots_are_refused_with_the_largest_valid_number():
+def test_more_groups_in_flight_than_slots_are_refused_with_the_largest_valid_number() -> None:
     settings = {**ASYNC, "rollout_batch_size": 32, "windowed_fifo_ratio": 0.3, "max_weight_staleness": 1}
     said = refusal(**settings, over_sampling_batch_size=64)
     assert "64 groups can never be in flight: max_weight_staleness 1 with a window of 19 allows 46" in said
@@ -77,26 +87,26 @@ def test_more_groups_in_flight_than_slots_are_refused_with_the_largest_valid_num
     assert refusals(**settings, over_sampling_batch_size=51) != []
 
 
-def test_more_groups_in_flight_than_the_queue_can_hold_are_refused():
+def test_more_groups_in_flight_than_the_queue_can_hold_are_refused() -> None:
     said = refusal(**ASYNC, rollout_batch_size=32, over_sampling_batch_size=200, queue_capacity=100)
     assert "queue_capacity 100 allows 100; set over_sampling_batch_size to 100 or less" in said
 
 
-def test_a_limit_of_zero_is_refused_when_generation_and_training_overlap():
+def test_a_limit_of_zero_is_refused_when_generation_and_training_overlap() -> None:
     assert "use train.py" in refusal(max_weight_staleness=0)
     assert "use train.py" in refusal(**ASYNC, max_weight_staleness=0)
     assert refusals("train.py", **ASYNC, max_weight_staleness=0) == []
 
 
-def test_over_sampling_below_the_batch_is_refused():
+def test_over_sampling_below_the_batch_is_refused() -> None:
     assert "over_sampling_batch_size 8 is below rollout_batch_size 32" in refusal(over_sampling_batch_size=8)
 
 
-def test_groups_of_one_are_refused_since_grpo_learns_nothing_from_them():
+def test_groups_of_one_are_refused_since_grpo_learns_nothing_from_them() -> None:
     assert "n_samples_per_prompt to 2 or more" in refusal(n_samples_per_prompt=1)
 
 
-def test_a_run_has_exactly_one_source_of_prompts_and_the_file_exists(tmp_path):
+def test_a_run_has_exactly_one_source_of_prompts_and_the_file_exists(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.touch()
     files = {"rm_type": "exact", "reasoning_gym_task": None}
@@ -106,7 +116,7 @@ def test_a_run_has_exactly_one_source_of_prompts_and_the_file_exists(tmp_path):
     assert refusals(**files, prompt_data=str(rows)) == []
 
 
-def test_a_run_has_exactly_one_reward_and_the_reward_fits_the_data(tmp_path):
+def test_a_run_has_exactly_one_reward_and_the_reward_fits_the_data(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.touch()
     assert "no reward is configured" in refusal(rm_type=None)
@@ -116,7 +126,7 @@ def test_a_run_has_exactly_one_reward_and_the_reward_fits_the_data(tmp_path):
     assert refusals(rm_type=None, custom_rm_path="mine.reward") == []
 
 
-def test_a_checkpoint_is_a_folder_with_a_config(tmp_path):
+def test_a_checkpoint_is_a_folder_with_a_config(tmp_path: Path) -> None:
     assert "no such folder" in refusal(hf_checkpoint="nowhere")
     assert "contains no config.json" in refusal(hf_checkpoint=str(tmp_path))
     (tmp_path / "config.json").touch()
@@ -139,15 +149,15 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path):
         ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(settings, said):
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], said: str) -> None:
     assert said in refusal(**settings)
 
 
-def test_all_problems_are_reported_at_once():
+def test_all_problems_are_reported_at_once() -> None:
     assert len(refusals(rm_type=None, reasoning_gym_task=None, hf_checkpoint="nowhere")) == 3
 
 
-def test_a_window_that_cannot_matter_is_noted():
+def test_a_window_that_cannot_matter_is_noted() -> None:
     (note,) = notes(config(windowed_fifo_ratio=0.3), "train_async.py")
     assert note.startswith("windowed_fifo_ratio has no effect")
     assert notes(config(windowed_fifo_ratio=0.3, over_sampling_batch_size=64), "train_async.py") == []
@@ -155,7 +165,7 @@ def test_a_window_that_cannot_matter_is_noted():
     assert notes(config(**ASYNC, windowed_fifo_ratio=0.3), "train_async.py") == []
 
 
-def test_a_window_is_noted_and_ignored_with_the_greedy_rollout_function():
+def test_a_window_is_noted_and_ignored_with_the_greedy_rollout_function() -> None:
     run = config(
         windowed_fifo_ratio=0.3, over_sampling_batch_size=64, rollout_function_path="sglang_rollout.generate_rollout"
     )
@@ -178,7 +188,9 @@ def test_a_window_is_noted_and_ignored_with_the_greedy_rollout_function():
         ("train_async.py", {**ASYNC, "load_debug_rollout_data": "{rollout_id}"}, Schedule.SYNCHRONOUS),
     ],
 )
-def test_the_entry_and_the_rollout_function_decide_who_waits_for_whom(entry, settings, schedule):
+def test_the_entry_and_the_rollout_function_decide_who_waits_for_whom(
+    entry: str, settings: dict[str, Any], schedule: Schedule
+) -> None:
     assert schedule_of(config(**settings), entry) is schedule
 
 
@@ -192,17 +204,19 @@ def test_the_entry_and_the_rollout_function_decide_who_waits_for_whom(entry, set
         ("train.py", ASYNC, False),
     ],
 )
-def test_batches_come_from_the_queue_without_a_rollout_function_only_in_fully_async_runs(entry, settings, direct):
+def test_batches_come_from_the_queue_without_a_rollout_function_only_in_fully_async_runs(
+    entry: str, settings: dict[str, Any], direct: bool
+) -> None:
     assert takes_from_queue(config(**settings), entry) is direct
 
 
 @pytest.mark.parametrize("path", [SFT_FUNCTION, EXTERNAL_FUNCTION])
-def test_a_function_that_brings_its_own_batches_cannot_use_the_stream(path):
+def test_a_function_that_brings_its_own_batches_cannot_use_the_stream(path: str) -> None:
     complaint = refusal(schedule="fully_async", rollout_function_path=path, loss_type="sft_loss")
     assert f"schedule fully_async has no effect on {path}" in complaint
 
 
-def test_the_table_lists_window_publish_slots_staleness_and_queue():
+def test_the_table_lists_window_publish_slots_staleness_and_queue() -> None:
     run = config(**ASYNC, max_weight_staleness=2, windowed_fifo_ratio=0.3)
     rows = {line.split()[0]: line.split()[1] for line in table(run, "train_async.py").splitlines()}
     assert [rows[name] for name in ("N", "W", "P", "B", "staleness", "queue", "batch")] == [
@@ -210,13 +224,13 @@ def test_the_table_lists_window_publish_slots_staleness_and_queue():
     ]  # fmt: skip
 
 
-def test_the_table_says_when_the_window_was_reduced():
+def test_the_table_says_when_the_window_was_reduced() -> None:
     run = config(**ASYNC, max_weight_staleness=1, over_sampling_batch_size=64)
     assert bounds_of(run, "train_async.py").window == 33
     assert "reduced from 64" in table(run, "train_async.py")
 
 
-def test_no_correction_in_a_fully_asynchronous_run_is_noted():
+def test_no_correction_in_a_fully_asynchronous_run_is_noted() -> None:
     (note,) = notes(config(**ASYNC, off_policy_correction="none"), "train_async.py")
     assert note.startswith("off_policy_correction none trains tokens of older weights as if they were on-policy")
     assert notes(config(off_policy_correction="none"), "train.py") == []
@@ -224,7 +238,7 @@ def test_no_correction_in_a_fully_asynchronous_run_is_noted():
 
 
 @pytest.mark.parametrize("setting", [{"rollout_top_p": 0.9}, {"rollout_top_k": 20}])
-def test_truncated_sampling_is_noted_because_it_biases_importance_ratios(setting):
+def test_truncated_sampling_is_noted_because_it_biases_importance_ratios(setting: dict[str, Any]) -> None:
     (note,) = notes(config(**setting), "train_async.py")
     assert "truncate the sampled distribution" in note
 
@@ -236,7 +250,7 @@ def test_truncated_sampling_is_noted_because_it_biases_importance_ratios(setting
         ({"max_tokens_per_microbatch_in_train": 127}, "max_tokens_per_microbatch_in_train to 128 or more"),
     ],
 )
-def test_padded_rows_that_do_not_fit_the_layout_are_refused(settings, complaint):
+def test_padded_rows_that_do_not_fit_the_layout_are_refused(settings: dict[str, Any], complaint: str) -> None:
     limits = {"rollout_max_prompt_len": 30, "rollout_max_response_len": 70, "max_tokens_per_gpu": 100}
     layout = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "max_tokens_per_microbatch_in_train": 128}
     settings = limits | layout | settings
@@ -252,7 +266,9 @@ def test_padded_rows_that_do_not_fit_the_layout_are_refused(settings, complaint)
         ({"ref_max_tokens_per_microbatch_in_infer": 127}, "set ref_max_tokens_per_microbatch_in_infer to 128 or more"),
     ],
 )
-def test_padded_rows_of_the_reference_model_are_checked_if_the_run_keeps_one(settings, complaint):
+def test_padded_rows_of_the_reference_model_are_checked_if_the_run_keeps_one(
+    settings: dict[str, Any], complaint: str
+) -> None:
     limits = {"rollout_max_prompt_len": 30, "rollout_max_response_len": 70, "max_tokens_per_gpu": 100}
     layout = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
     rows = {"ref_use_dynamic_batching_in_infer": True, "ref_max_tokens_per_microbatch_in_infer": 128}
@@ -269,17 +285,17 @@ def test_padded_rows_of_the_reference_model_are_checked_if_the_run_keeps_one(set
         ({"icepop_band": [1.5, 2]}, "does not contain the ratio 1"),
     ],
 )
-def test_contradictory_loss_settings_are_refused(settings, complaint):
+def test_contradictory_loss_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
     assert any(complaint in sentence for sentence in refusals(**settings))
 
 
-def test_one_sample_per_prompt_is_accepted_if_the_estimator_does_not_compare_groups():
+def test_one_sample_per_prompt_is_accepted_if_the_estimator_does_not_compare_groups() -> None:
     assert refusals(n_samples_per_prompt=1, advantage_estimator="reinforce_plus_plus") == []
     assert refusals(n_samples_per_prompt=1, advantage_estimator="ppo") == []
     assert "compares the samples of a group" in refusals(n_samples_per_prompt=1)[0]
 
 
-def test_a_reference_model_must_exist_and_be_used(tmp_path):
+def test_a_reference_model_must_exist_and_be_used(tmp_path: Path) -> None:
     (sentence,) = refusals(ref_load=str(tmp_path), use_kl_loss=True)
     assert "is not a Hugging Face checkpoint" in sentence
     (tmp_path / "config.json").write_text("{}")
@@ -287,7 +303,7 @@ def test_a_reference_model_must_exist_and_be_used(tmp_path):
     assert "is not used" in refusals(ref_load=str(tmp_path))[0]
 
 
-def test_critic_settings_need_an_estimator_with_a_critic(tmp_path):
+def test_critic_settings_need_an_estimator_with_a_critic(tmp_path: Path) -> None:
     assert refusals(advantage_estimator="ppo", critic_lr=1e-5, num_critic_only_steps=2) == []
     assert refusal(critic_lr=1e-5, value_clip=0.1) == (
         "critic_lr, value_clip: only advantage_estimator ppo trains a critic; set it, or unset these settings"
@@ -296,7 +312,7 @@ def test_critic_settings_need_an_estimator_with_a_critic(tmp_path):
     assert "but loss_type sft_loss does not use it" in refusals(advantage_estimator="ppo", loss_type="sft_loss")[0]
 
 
-def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp_path):
+def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert refusals(save_hf=str(tmp_path / "out")) == []
     assert "add {rollout_id} to save_hf" in refusal(save_hf=str(tmp_path / "out"), save_interval=5)
@@ -313,49 +329,49 @@ def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp
         ({"recompute_method": "block"}, "set recompute_granularity to full"),
     ],
 )
-def test_recomputation_settings_must_be_complete(settings, said):
+def test_recomputation_must_be_configured_completely(settings: dict[str, Any], said: str) -> None:
     assert said in refusal(**settings)
 
 
-def test_a_reward_names_the_setting_that_it_needs():
+def test_a_reward_names_the_setting_that_it_needs() -> None:
     assert "rm_type remote_rm needs a reward server: set rm_url" in refusal(rm_type="remote_rm")
     assert "set reward_key to score (1 or -1) or acc (1 or 0)" in refusal(rm_type="boxed_dapo")
     assert "custom_rm_isolated has no effect without custom_rm_path" in refusal(custom_rm_isolated=True)
     assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
 
 
-def test_evaluation_during_training_needs_a_scheduling_policy_with_priorities():
+def test_evaluation_during_training_needs_a_scheduling_policy_with_priorities() -> None:
     lpm = {"sglang_server_args": {"schedule-policy": "lpm"}}
     assert "schedule_policy lpm does not support: set schedule_policy to fcfs" in refusal(eval_interval=5, **lpm)
 
 
-def test_a_warm_start_template_needs_a_placeholder_for_the_prompt():
+def test_a_warm_start_template_needs_a_placeholder_for_the_prompt() -> None:
     assert "has no placeholder: add {prompt}" in refusal(warm_start_template="user: ")
 
 
-def test_partial_debug_runs_need_consistent_settings():
+def test_partial_debug_runs_need_consistent_settings() -> None:
     assert "debug_train_only has no batches to train on: set load_debug_rollout_data" in refusal(debug_train_only=True)
     both = {"debug_rollout_only": True, "load_debug_rollout_data": "x"}
     assert "debug_rollout_only excludes load_debug_rollout_data" in refusal(**both)
 
 
-def test_a_task_and_a_run_without_data_set_exclude_each_other():
+def test_a_task_and_a_run_without_data_set_exclude_each_other() -> None:
     assert "reasoning_gym_task and disable_rollout_global_dataset are both set" in refusal(
         disable_rollout_global_dataset=True
     )
 
 
-def test_supervised_examples_need_the_supervised_loss_and_may_form_groups_of_one():
+def test_supervised_examples_need_the_supervised_loss_and_may_form_groups_of_one() -> None:
     supervised = {"rollout_function_path": "miles_async.rollout.sft_rollout.generate_rollout"}
     assert refusal(**supervised).endswith("returns supervised examples without rewards: set loss_type to sft_loss")
     assert refusals(**supervised, loss_type="sft_loss", n_samples_per_prompt=1) == []
 
 
-def test_a_missing_search_corpus_is_refused():
+def test_a_missing_search_corpus_is_refused() -> None:
     assert refusal(tool_search_corpus="nowhere.jsonl") == "tool_search_corpus nowhere.jsonl: no such file"
 
 
-def test_an_unknown_sglang_argument_is_refused():
+def test_an_unknown_sglang_argument_is_refused() -> None:
     sentence = refusal(sglang_server_args={"mem_fraction_statik": 0.8, "attention-backend": "triton"})
     assert sentence == (
         "--sglang-mem-fraction-statik: SGLang's server has no such argument; did you mean mem_fraction_static?"
@@ -363,12 +379,12 @@ def test_an_unknown_sglang_argument_is_refused():
     assert "set rollout_num_gpus_per_engine" in refusal(sglang_server_args={"tp_size": 2})
 
 
-def test_an_incomplete_router_address_is_refused():
+def test_an_incomplete_router_address_is_refused() -> None:
     assert "must be set together: set both" in refusal(sglang_router_ip="10.0.0.1")
     assert refusals(sglang_router_ip="10.0.0.1", sglang_router_port=30000) == []
 
 
-def test_a_router_policy_that_ignores_the_load_is_noted():
+def test_a_router_policy_that_ignores_the_load_is_noted() -> None:
     several = {"rollout_num_gpus": 2}
     [note] = notes(config(sglang_router_policy="consistent_hashing", **several), "train.py")
     assert "one engine may get most of the requests" in note
@@ -377,7 +393,7 @@ def test_a_router_policy_that_ignores_the_load_is_noted():
         config(sglang_router_policy="nearest")
 
 
-def test_colocation_needs_train_py_and_no_more_engine_devices_than_learner_devices():
+def test_colocation_needs_train_py_and_no_more_engine_devices_than_learner_devices() -> None:
     assert refusals("train.py", colocate=True) == []
     assert "colocate works only with train.py" in refusal("train_async.py", colocate=True)
     assert "set rollout_num_gpus to 1 or less" in refusal("train.py", colocate=True, rollout_num_gpus=2)

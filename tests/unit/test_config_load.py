@@ -1,29 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from miles_async.config.fields import SETTINGS
 from miles_async.config.load import build, load_config, read_yaml, write_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+from tests.configuration import run_config
 
 RUNNABLE = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym", "--rollout-max-response-len", "8"]
 
 
-def load(*argv):
+class ConfigFile(Protocol):
+    """Writes a YAML file and returns its path."""
+
+    def __call__(self, text: str, name: str = "run.yaml") -> str: ...
+
+
+def load(*argv: str) -> RunConfig:
     return load_config([*RUNNABLE, *argv], entry="train_async.py")
 
 
-def error_message(*argv):
+def error_message(*argv: str) -> str:
     with pytest.raises(UserError) as raised:
         load(*argv)
     return str(raised.value)
 
 
 @pytest.fixture
-def config_file(tmp_path):
-    def write(text, name="run.yaml"):
+def config_file(tmp_path: Path) -> ConfigFile:
+    def write(text: str, name: str = "run.yaml") -> str:
         path = tmp_path / name
         path.write_text(text)
         return str(path)
@@ -31,7 +43,7 @@ def config_file(tmp_path):
     return write
 
 
-def test_a_later_file_a_flag_and_an_override_win_in_this_order(config_file):
+def test_a_later_file_a_flag_and_an_override_win_in_this_order(config_file: ConfigFile) -> None:
     first = config_file("rollout: {num_rollout: 1, rollout_batch_size: 1, n_samples_per_prompt: 2, max_attempts: 1}")
     second = config_file("rollout: {rollout_batch_size: 2, n_samples_per_prompt: 3, max_attempts: 2}", "second.yaml")
     rollout = load(
@@ -45,22 +57,22 @@ def test_a_later_file_a_flag_and_an_override_win_in_this_order(config_file):
 @pytest.mark.parametrize(
     "argv", [["--num-rollout", "7"], ["--num_rollout", "7"], ["--num-rollout=7"], ["rollout.num_rollout=7"]]
 )
-def test_a_setting_can_be_written_in_four_ways(argv):
+def test_a_setting_can_be_written_in_four_ways(argv: list[str]) -> None:
     assert load(*argv).rollout.num_rollout == 7
 
 
-def test_switches_can_be_turned_on_and_off():
+def test_switches_can_be_turned_on_and_off() -> None:
     assert load("--grpo-std-normalization").algorithm.grpo_std_normalization is True
     assert load("--no-progress-bar", "--num-rollout", "3").observability.progress_bar is False
     assert load("--progress-bar=false").observability.progress_bar is False
     assert load("--progress-bar", "false").observability.progress_bar is False
 
 
-def test_a_setting_whose_name_begins_with_no_is_not_taken_for_a_negation():
+def test_a_setting_whose_name_begins_with_no_is_not_taken_for_a_negation() -> None:
     assert load("--no-progress-warn-seconds", "5").observability.no_progress_warn_seconds == 5
 
 
-def test_lists_can_be_written_as_words_or_as_yaml():
+def test_lists_can_be_written_as_words_or_as_yaml() -> None:
     assert load("--engine-cpus", "0", "1", "--num-rollout", "3").engine.engine_cpus == [0, 1]
     assert load("--engine-cpus", "[0, 1]").engine.engine_cpus == [0, 1]
     assert load("--rollout-stop", "END", "007", "rollout.num_rollout=3").rollout.rollout_stop == ["END", "007"]
@@ -68,27 +80,27 @@ def test_lists_can_be_written_as_words_or_as_yaml():
     assert load("--engine-cpus", "null").engine.engine_cpus is None
 
 
-def test_strings_need_no_quotes():
+def test_strings_need_no_quotes() -> None:
     assert load("--prompt-template", "{expression}").data.prompt_template == "{expression}"
     assert load("--prompt-template", "rollout = x").data.prompt_template == "rollout = x"
     assert load("--cache-dir", "007").warm_start.cache_dir == "007"
     assert load("data.prompt_template=a: b").data.prompt_template == "a: b"
 
 
-def test_null_unsets_what_a_file_set(config_file):
+def test_null_unsets_what_a_file_set(config_file: ConfigFile) -> None:
     file = config_file("rollout: {max_weight_staleness: 3, over_sampling_batch_size: 64}")
     rollout = load("--config", file, "--max-weight-staleness", "null", "rollout.over_sampling_batch_size=null").rollout
     assert (rollout.max_weight_staleness, rollout.over_sampling_batch_size) == (None, None)
 
 
-def test_numbers_with_an_exponent_are_numbers_everywhere(config_file):
+def test_numbers_with_an_exponent_are_numbers_everywhere(config_file: ConfigFile) -> None:
     file = config_file("learner: {lr: 1e-5}\nengine: {sglang_server_args: {watchdog_timeout: 1e3}}")
     config = load("--config", file, "--sglang-schedule-conservativeness", "2e-1")
     assert config.learner.lr == 1e-5
     assert config.engine.sglang_server_args == {"watchdog_timeout": 1e3, "schedule_conservativeness": 2e-1}
 
 
-def test_other_sglang_flags_are_collected_for_the_server():
+def test_other_sglang_flags_are_collected_for_the_server() -> None:
     arguments = load(
         "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache", "--sglang-lora-paths", "1", "2",
         "--sglang-server-concurrency", "9",
@@ -101,7 +113,7 @@ def test_other_sglang_flags_are_collected_for_the_server():
     }
 
 
-def test_an_override_can_set_one_key_of_a_dict(config_file):
+def test_an_override_can_set_one_key_of_a_dict(config_file: ConfigFile) -> None:
     file = config_file("data: {reasoning_gym_settings: {min_terms: 2, max_terms: 2}}")
     config = load("--config", file, "data.reasoning_gym_settings.max_terms=3")
     assert config.data.reasoning_gym_settings == {"min_terms": 2, "max_terms": 3}
@@ -134,7 +146,7 @@ def test_an_override_can_set_one_key_of_a_dict(config_file):
         (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy: a value is missing, got [0.2]"),
     ],
 )
-def test_an_invalid_argument_is_reported_with_the_flag_and_the_nearest_name(argv, expected):
+def test_an_invalid_argument_is_reported_with_the_flag_and_the_nearest_name(argv: list[str], expected: str) -> None:
     assert expected in error_message(*argv)
 
 
@@ -154,22 +166,24 @@ def test_an_invalid_argument_is_reported_with_the_flag_and_the_nearest_name(argv
         ("rollout: {", "run.yaml: not valid YAML"),
     ],
 )
-def test_an_invalid_file_is_reported_with_the_file_and_the_key(config_file, text, expected):
+def test_an_invalid_file_is_reported_with_the_file_and_the_key(
+    config_file: ConfigFile, text: str, expected: str
+) -> None:
     assert expected in error_message("--config", config_file(text))
 
 
-def test_all_invalid_values_are_reported_at_once(config_file):
+def test_all_invalid_values_are_reported_at_once(config_file: ConfigFile) -> None:
     message = error_message("--lr", "-1", "--config", config_file("rollout: {num_rollout: 0}"))
     assert "--lr:" in message
     assert "rollout.num_rollout:" in message
 
 
-def test_an_empty_section_or_file_sets_nothing(config_file):
-    assert build(read_yaml(Path(config_file("rollout:\n")))) == RunConfig()
-    assert build(read_yaml(Path(config_file("")))) == RunConfig()
+def test_an_empty_section_or_file_sets_nothing(config_file: ConfigFile) -> None:
+    assert build(read_yaml(Path(config_file("rollout:\n")))) == run_config()
+    assert build(read_yaml(Path(config_file("")))) == run_config()
 
 
-def test_the_written_configuration_loads_as_an_equal_one(tmp_path):
+def test_the_written_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     config = load(
         "--rollout-stop", "END", "1", "--lr", "1e-7", "--engine-cpus", "0", "--sglang-load-format", "x: y",
         "--prompt-template", "{q} é",
@@ -182,32 +196,32 @@ def test_the_written_configuration_loads_as_an_equal_one(tmp_path):
 @pytest.mark.parametrize(
     "given", ["fully_async_rollout.generate_rollout_fully_async", "sglang_rollout.generate_rollout"]
 )
-def test_the_short_path_of_a_shipped_rollout_function_is_completed(given):
+def test_the_short_path_of_a_shipped_rollout_function_is_completed(given: str) -> None:
     assert load("--rollout-function-path", given).rollout.rollout_function_path == f"miles_async.rollout.{given}"
 
 
-def test_a_users_module_of_the_same_name_is_used_instead(tmp_path, monkeypatch):
+def test_a_users_module_of_the_same_name_is_used_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fully_async_rollout.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     mine = "fully_async_rollout.generate_rollout_fully_async"
     assert load("--rollout-function-path", mine).rollout.rollout_function_path == mine
 
 
-def test_every_setting_has_a_unique_name_and_a_help_text():
+def test_every_setting_has_a_unique_name_and_a_help_text() -> None:
     fields = list(leaves(RunConfig))
     assert len(fields) == len(SETTINGS)
     assert [name for name, setting in SETTINGS.items() if not setting.help] == []
 
 
-def leaves(section):
+def leaves(section: type[BaseModel]) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        if hasattr(field.annotation, "model_fields"):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from leaves(field.annotation)
         else:
             yield name
 
 
-def test_a_ratio_selects_the_windowed_function_unless_another_is_named():
+def test_a_ratio_selects_the_windowed_function_unless_another_is_named() -> None:
     windowed = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
     greedy = "miles_async.rollout.sglang_rollout.generate_rollout"
     ratio = ("--windowed-fifo-ratio", "0.3")

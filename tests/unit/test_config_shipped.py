@@ -1,5 +1,7 @@
 """Every configuration in configs/ passes its check, and the launch script passes its arguments on."""
 
+from __future__ import annotations
+
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture
-def gpu_machine(tmp_path):
+def gpu_machine(tmp_path: Path) -> list[str]:
     """Flags with a checkpoint and prompts, which the GPU configurations need."""
     checkpoint = tmp_path / "Qwen3-4B"
     checkpoint.mkdir()
@@ -28,14 +30,16 @@ def gpu_machine(tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("entry", ["train_async.py", "train.py"])
-def test_a_shipped_configuration_passes_its_check(path, entry, gpu_machine, capsys):
+def test_a_shipped_configuration_passes_its_check(
+    path: Path, entry: str, gpu_machine: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     brings_data = any(assignment.path == ("data", "reasoning_gym_task") for assignment in read_yaml(path))
     with pytest.raises(SystemExit) as exited:
         parse_or_exit(["--config", str(path), "--check-config", *([] if brings_data else gpu_machine)], entry)
     assert exited.value.code == 0, capsys.readouterr().err
 
 
-def test_the_tutorial_configuration_matches_the_tutorial(gpu_machine):
+def test_the_tutorial_configuration_matches_the_tutorial(gpu_machine: list[str]) -> None:
     path = ROOT / "configs" / "tutorial-windowed-fifo.yaml"
     args = flat_args(load_config(["--config", str(path), *gpu_machine], entry="train_async.py"))
     assert (args.over_sampling_batch_size, args.rollout_batch_size, args.windowed_fifo_ratio) == (32, 16, 0.3)
@@ -48,7 +52,7 @@ def test_the_tutorial_configuration_matches_the_tutorial(gpu_machine):
     assert args.rollout_function_path == "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
 
 
-def test_the_qwen_script_checks_its_eight_gpus(gpu_machine, tmp_path):
+def test_the_qwen_script_checks_its_eight_gpus(gpu_machine: list[str], tmp_path: Path) -> None:
     # The script runs the .venv next to it, which may not exist in this checkout, so the test creates a stand-in.
     tree = tmp_path / "tree"
     python = tree / ".venv" / "bin" / "python"
@@ -68,7 +72,7 @@ def test_the_qwen_script_checks_its_eight_gpus(gpu_machine, tmp_path):
     assert (rows["learner"], rows["engines"], rows["N"], rows["B"]) == ("4", "4", "64", "78")
 
 
-def test_the_qwen_script_prints_its_usage_without_arguments():
+def test_the_qwen_script_prints_its_usage_without_arguments() -> None:
     done = subprocess.run([ROOT / "configs" / "qwen3-4b-8gpu.sh"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "CHECKPOINT_FOLDER PROMPTS.jsonl" in done.stderr

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.schema import RunConfig, Section
+from miles_async.config.schema import Section
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from miles_async.ports import DataSource
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 
 
 def finished(index: int | None, prompt: str = "q", feed_index: str = "sample_0_0") -> Sample:
@@ -35,14 +36,14 @@ class NoData:
     """A data source that is handed on but never asked."""
 
 
-def call(function: Any, *, evaluation: bool = False) -> Any:
+async def call(function: Any, *, evaluation: bool = False) -> Any:
     source: DataSource = NoData()  # type: ignore[assignment]
-    args = flat_args(RunConfig(), sglang_router_port=30000)
-    return asyncio.run(call_rollout_function(function, args, 5, source, evaluation=evaluation))
+    args = flat_args(run_config(), sglang_router_port=30000)
+    return await call_rollout_function(function, args, 5, source, evaluation=evaluation)
 
 
 def test_every_leaf_of_the_configuration_and_what_the_run_adds_is_an_attribute() -> None:
-    config = RunConfig.model_validate({"rollout": {"rollout_batch_size": 7}})
+    config = run_config(rollout_batch_size=7)
     args = flat_args(config, sglang_router_ip="127.0.0.1")
     assert args.rollout_batch_size == 7
     assert args.hidden_size == config.model.tiny_model.hidden_size
@@ -56,12 +57,12 @@ def test_no_two_settings_share_a_name_once_their_section_has_prefixed_it() -> No
             found += names(value) if isinstance(value, Section) else [section.flag_prefix + name]
         return found
 
-    flat = names(RunConfig())
+    flat = names(run_config())
     assert len(flat) == len(set(flat))
 
 
 def test_args_are_read_only_and_name_the_nearest_setting() -> None:
-    args = flat_args(RunConfig())
+    args = flat_args(run_config())
     with pytest.raises(AttributeError, match=r"args\.lr is read-only"):
         args.lr = 1.0
     with pytest.raises(AttributeError, match="did you mean 'rollout_batch_size'"):
@@ -69,29 +70,29 @@ def test_args_are_read_only_and_name_the_nearest_setting() -> None:
 
 
 def test_args_travel_between_processes() -> None:
-    assert pickle.loads(pickle.dumps(flat_args(RunConfig()))).n_samples_per_prompt == 8
+    assert pickle.loads(pickle.dumps(flat_args(run_config()))).n_samples_per_prompt == 8
 
 
-def test_an_async_function_is_awaited_with_everything_it_is_promised() -> None:
+async def test_an_async_function_is_awaited_with_everything_it_is_promised() -> None:
     async def function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         await asyncio.sleep(0)
         return args.sglang_router_port, rollout_id, type(data_source), evaluation
 
-    assert call(function, evaluation=True) == (30000, 5, NoData, True)
+    assert await call(function, evaluation=True) == (30000, 5, NoData, True)
 
 
-def test_a_plain_function_runs_beside_the_loop() -> None:
+async def test_a_plain_function_runs_beside_the_loop() -> None:
     def function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         return threading.current_thread()
 
-    assert call(function) is not threading.main_thread()
+    assert await call(function) is not threading.main_thread()
 
 
-def test_a_plain_function_that_returns_a_coroutine_is_awaited_too() -> None:
+async def test_a_plain_function_that_returns_a_coroutine_is_awaited_too() -> None:
     async def later(rollout_id: int) -> int:
         return rollout_id
 
-    assert call(lambda args, rollout_id, data_source, evaluation: later(rollout_id)) == 5
+    assert await call(lambda args, rollout_id, data_source, evaluation: later(rollout_id)) == 5
 
 
 def test_groups_come_back_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym: what is fed, held out and taught, and how answers are scored."""
+"""Problems of reasoning-gym: which ones are fed, held out and used for the warm start, and how answers are scored."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_template_takes_the_question_or_the_expression_after_its_last_colon(
         ),
     ],
 )
-def test_a_task_that_cannot_be_had_is_one_sentence(data: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_task_is_refused_in_one_sentence(data: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         open_gym(**data)
 

@@ -1,4 +1,4 @@
-"""In which order prompts are fed, what is held out, and what is said of broken data."""
+"""The order in which prompts are fed, the rows that are held out, and the errors for broken data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.datasets import factory as opening
+from miles_async.adapters.datasets import factory
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
-from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.types import Group, SampleStatus, VersionSpan
+from tests.configuration import run_config
 
 ROWS = [{"prompt": f"q{i}", "label": f"a{i}", "metadata": {"level": i}} for i in range(6)]
 
@@ -29,7 +29,7 @@ def write_rows(folder: Path, rows: list[Any]) -> str:
 
 def open_rows(path: str, **data: Any) -> BufferedSource:
     settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
-    return open_data(RunConfig.model_validate({"data": settings, "rollout": {"n_samples_per_prompt": 2}}))
+    return open_data(run_config(**settings, n_samples_per_prompt=2))
 
 
 def prompts(groups: list[Group]) -> list[Any]:
@@ -90,7 +90,7 @@ def test_half_a_group_is_not_taken_back(rows: str) -> None:
         source.add_samples([group])
 
 
-def test_a_restored_source_goes_on_where_the_saved_one_stood(rows: str) -> None:
+def test_a_restored_source_continues_where_the_saved_one_stopped(rows: str) -> None:
     saved, restored = open_rows(rows, rollout_shuffle=True), open_rows(rows, rollout_shuffle=True)
     partial = saved.get_samples(8)[3]
     partial.attempt = 1
@@ -109,9 +109,9 @@ def test_a_restored_source_gives_partly_generated_groups_out_afresh(rows: str) -
     partial[0].spans, partial[0].status = [VersionSpan(2, 0, 3)], SampleStatus.ABORTED
     saved.add_samples([partial])
     restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
-    [afresh] = restored.get_samples(1)
-    assert (afresh.feed_index, afresh[0].tokens, afresh[0].spans) == (partial.feed_index, [1], [])
-    assert afresh[0].status is SampleStatus.PENDING
+    [restarted] = restored.get_samples(1)
+    assert (restarted.feed_index, restarted[0].tokens, restarted[0].spans) == (partial.feed_index, [1], [])
+    assert restarted[0].status is SampleStatus.PENDING
 
 
 def test_held_out_rows_are_never_fed_even_where_the_file_repeats_them(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def report_of(path: str, **data: Any) -> tuple[BufferedSource, list[tuple[str, s
     """A source over `path`, and what it reports as it goes."""
     said: list[tuple[str, str]] = []
     settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
-    config = RunConfig.model_validate({"data": settings, "rollout": {"n_samples_per_prompt": 2}})
+    config = run_config(**settings, n_samples_per_prompt=2)
     return open_data(config, report=lambda reason, sentence: said.append((reason, sentence))), said
 
 
@@ -206,19 +206,23 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
 
     path = tmp_path / "data.parquet"
     parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
-    config = {"warm_start": {"cache_dir": str(tmp_path / "cache")}, "rollout": {"n_samples_per_prompt": 2}}
-    data = {"prompt_data": f"{path}@[1:]", "eval_size": 0, "rollout_shuffle": False}
-    groups = open_data(RunConfig.model_validate(config | {"data": data})).get_samples(6)
+    config = run_config(
+        prompt_data=f"{path}@[1:]",
+        eval_size=0,
+        rollout_shuffle=False,
+        n_samples_per_prompt=2,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    groups = open_data(config).get_samples(6)
     assert prompts(groups) == ["q1", "q2", "q3", "q4", "q5", "q1"]
     assert groups[0][0].metadata["level"] == 1
     path.write_bytes(b"no parquet")
     with pytest.raises(UserError, match="is not a valid Parquet file"):
-        open_data(RunConfig.model_validate(config | {"data": data}))
+        open_data(config)
 
 
 def test_without_data_blank_samples_are_fed_with_rising_indices() -> None:
-    data = {"disable_rollout_global_dataset": True}
-    source = open_data(RunConfig.model_validate({"data": data, "rollout": {"n_samples_per_prompt": 2}}))
+    source = open_data(run_config(disable_rollout_global_dataset=True, n_samples_per_prompt=2))
     [first, second] = source.get_samples(2)
     assert [sample.index for sample in (*first, *second)] == [0, 1, 2, 3]
     assert (first[0].prompt, second.feed_index) == ("", "sample_0_1")
@@ -265,7 +269,7 @@ def returned(source: BufferedSource, *rewards: float | None) -> None:
         source.add_samples([group])
 
 
-def test_the_seeds_buffer_filter_hands_out_each_group_once_though_it_removes_none(rows: str, filters: str) -> None:
+def test_slimes_buffer_filter_hands_out_each_group_once_although_it_removes_none(rows: str, filters: str) -> None:
     source, said = report_of(rows, buffer_filter_path=f"{filters}.custom_buffer_filter")
     returned(source, 0.1, 0.9, 0.5)
     assert prompts(source.get_samples(2)) == ["q1", "q2"]
@@ -309,7 +313,7 @@ class Template:
         return json.dumps([messages, given], sort_keys=True)
 
 
-def test_a_buffer_filter_that_nobody_would_await_is_refused(rows: str) -> None:
+def test_a_buffer_filter_that_is_a_coroutine_function_is_refused(rows: str) -> None:
     with pytest.raises(UserError, match=r"buffer_filter_path 'asyncio\.sleep' is async"):
         open_rows(rows, buffer_filter_path="asyncio.sleep")
 
@@ -317,17 +321,15 @@ def test_a_buffer_filter_that_nobody_would_await_is_refused(rows: str) -> None:
 def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "chat_tokenizer", lambda checkpoint: Template())
+    monkeypatch.setattr(factory, "chat_tokenizer", lambda checkpoint: Template())
     path = write_rows(
         tmp_path, [{"prompt": "unfit", "label": 1}, {"prompt": "hi", "label": 1, "tools": [{"name": "t"}]}]
     )
     said: list[str] = []
     data = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False, "apply_chat_template": True}
     data["apply_chat_template_kwargs"] = {"enable_thinking": False}
-    source = open_data(
-        RunConfig.model_validate({"data": data}), checkpoint="c", report=lambda reason, text: said.append(text)
-    )
-    messages, given = json.loads(source.get_samples(1)[0][0].prompt)
+    source = open_data(run_config(**data), checkpoint="c", report=lambda reason, text: said.append(text))
+    messages, given = json.loads(str(source.get_samples(1)[0][0].prompt))
     assert messages == [{"role": "user", "content": "hi"}]
     assert (given["tools"], given["enable_thinking"]) == ([{"name": "t"}], False)
     assert said == ["the chat template cannot render 'unfit': roles must alternate"]
@@ -350,7 +352,7 @@ def test_data_that_is_missing_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl cannot be read: No such file"):
         open_rows(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(UserError, match="no data: set prompt_data"):
-        open_data(RunConfig())
+        open_data(run_config())
 
 
 def test_chats_without_a_tokenizer_say_what_to_set(rows: str) -> None:

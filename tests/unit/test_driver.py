@@ -1,4 +1,4 @@
-"""The process that the user started, while the run beneath it does not answer, and when it ends."""
+"""The driver while the run does not answer, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from workers import driver
 
@@ -39,19 +40,17 @@ class Watchdog:
             raise FatalError("the rollout worker has not answered")
 
 
-def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(driver, "TICK_SECONDS", 0.0)
     hung: Any = Hung()
-
-    async def follow() -> None:
-        stop = asyncio.Event()
-        stop.set()
-        nobody: Any = None
-        watchdog: Any = Watchdog()
-        await driver._follow(hung, nobody, watchdog, stop, "train_async.py")
-
+    stop = asyncio.Event()
+    stop.set()
+    no_subscribers: Any = None
+    watchdog: Any = Watchdog()
     with pytest.raises(FatalError, match="has not answered"):
-        asyncio.run(follow())
+        await driver._follow(hung, no_subscribers, watchdog, stop, RunConfig)
     assert hung.asked_to_stop == 1
 
 
@@ -71,18 +70,15 @@ class Ended:
         return answer
 
 
-def test_the_last_event_of_a_run_is_told() -> None:
-    told: list[str] = []
+async def test_the_last_event_of_a_run_is_emitted() -> None:
+    emitted: list[str] = []
 
     class EventSubscribers:
         def emit(self, *events: str) -> None:
-            told.extend(events)
+            emitted.extend(events)
 
-    async def follow() -> None:
-        ended: Any = Ended()
-        subscribers: Any = EventSubscribers()
-        watchdog: Any = Watchdog()
-        await driver._follow(ended, subscribers, watchdog, asyncio.Event(), "train_async.py")
-
-    asyncio.run(follow())
-    assert told == ["the last event"]
+    ended: Any = Ended()
+    subscribers: Any = EventSubscribers()
+    watchdog: Any = Watchdog()
+    await driver._follow(ended, subscribers, watchdog, asyncio.Event(), RunConfig)
+    assert emitted == ["the last event"]

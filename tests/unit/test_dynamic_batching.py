@@ -8,33 +8,33 @@ from hypothesis import strategies as st
 
 from miles_async.batching.dynamic_batching import dynamic_batches, partition, sort_and_shard, split_to_multiple
 
-SEED = [7, 6, 8, 5, 1, 3, 8, 6]
+LENGTHS = [7, 6, 8, 5, 1, 3, 8, 6]
 
 
 def lengths_of(shards: list[list[int | None]]) -> list[list[int]]:
-    return [[SEED[i] for i in shard if i is not None] for shard in shards]
+    return [[LENGTHS[i] for i in shard if i is not None] for shard in shards]
 
 
 def widths(max_tokens: int, multiple: int = 1) -> list[int]:
-    return dynamic_batches(SEED, 2, max_tokens=max_tokens, round_to=2, multiple=multiple).padded
+    return dynamic_batches(LENGTHS, 2, max_tokens=max_tokens, round_to=2, multiple=multiple).padded
 
 
 def computed(max_tokens: int, multiple: int = 1) -> int:
-    plan = dynamic_batches(SEED, 2, max_tokens=max_tokens, round_to=2, multiple=multiple)
+    plan = dynamic_batches(LENGTHS, 2, max_tokens=max_tokens, round_to=2, multiple=multiple)
     return sum(len(bin_) * width for bins in plan.bins for bin_, width in zip(bins, plan.padded, strict=True))
 
 
-def test_the_seeds_samples_are_sorted_and_sharded_as_it_shows() -> None:
-    assert lengths_of(sort_and_shard(SEED, 2)) == [[1, 5, 6, 8], [3, 6, 7, 8]]
+def test_rolls_example_is_sorted_and_sharded_as_documented() -> None:
+    assert lengths_of(sort_and_shard(LENGTHS, 2)) == [[1, 5, 6, 8], [3, 6, 7, 8]]
 
 
 @pytest.mark.parametrize("max_tokens", [12, 13, 14, 15])
-def test_the_seeds_three_micro_batches_of_56_tokens_need_a_budget_of_12_to_15(max_tokens: int) -> None:
+def test_rolls_three_micro_batches_of_56_tokens_need_a_budget_of_12_to_15(max_tokens: int) -> None:
     assert widths(max_tokens) == [6, 8, 8]
     assert computed(max_tokens) == 56
 
 
-def test_the_seeds_rule_at_its_budget_of_10_makes_four_micro_batches_of_52_tokens() -> None:
+def test_rolls_rule_at_its_budget_of_10_makes_four_micro_batches_of_52_tokens() -> None:
     assert widths(10) == [4, 6, 8, 8]
     assert computed(10) == 52
 
@@ -44,9 +44,9 @@ def test_at_16_two_rows_of_8_fit_and_two_micro_batches_remain() -> None:
 
 
 def test_halves_of_a_split_keep_the_padded_length_of_their_parent() -> None:
-    plan = dynamic_batches(SEED, 2, max_tokens=12, round_to=2, multiple=2)
+    plan = dynamic_batches(LENGTHS, 2, max_tokens=12, round_to=2, multiple=2)
     assert plan.padded == [6, 6, 8, 8]
-    assert [[[SEED[i] for i in bin_] for bin_ in bins] for bins in plan.bins] == [
+    assert [[[LENGTHS[i] for i in bin_] for bin_ in bins] for bins in plan.bins] == [
         [[1], [5], [6], [8]],
         [[3], [6], [7], [8]],
     ]

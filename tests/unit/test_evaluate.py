@@ -1,4 +1,4 @@
-"""Scores on held-out data: what is in their way is waited for, or named."""
+"""Evaluation waits for engines that come back, and names problems that fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from miles_async.events import WarningRaised
 from miles_async.pipeline.evaluate import EvalSet, Evaluator
 from miles_async.pipeline.run_state import RunState
 from miles_async.types import Group, Sample, SampleStatus
-from tests.sim.virtual_time import VirtualClock, run_virtual
+from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trace
+
+pytestmark = pytest.mark.virtual_time
 
 Attempt = Callable[[Group], None]
 
@@ -67,48 +69,41 @@ def refused(group: Group) -> None:
     raise TrajectoryError("prompt of 99 tokens")
 
 
-def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
+async def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
     """Rewards, response tokens at each call, warnings."""
     trace, generator = Trace(), Scripted(list(script))
-
-    rewards: list[float] = []
-
-    async def story() -> None:
-        run_state = RunState(VirtualClock(), trace)
-        problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
-        sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
-        scores = await Evaluator(run_state, Judge(), sets, lambda: True).evaluate(0)
-        rewards.extend(scores["held_out"]["rewards"])
-
-    run_virtual(story())
-    return rewards, generator.seen, [event.text for event in trace.of(WarningRaised)]
+    run_state = RunState(VirtualClock(), trace)
+    problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
+    sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
+    scores = await Evaluator(run_state, Judge(), sets, lambda: True).evaluate(0)
+    return scores["held_out"]["rewards"], generator.seen, [event.text for event in trace.of(WarningRaised)]
 
 
 @pytest.mark.parametrize("times", [1, 100])
-def test_an_answer_that_the_end_of_a_batch_aborts_is_continued_however_often(times: int) -> None:
-    rewards, seen, warnings = evaluated(*[aborted_after_a_token] * times)
+async def test_an_answer_that_the_end_of_a_batch_aborts_is_continued_however_often(times: int) -> None:
+    rewards, seen, warnings = await evaluated(*[aborted_after_a_token] * times)
     assert (rewards, seen, warnings) == ([1.0], list(range(times + 1)), [])
 
 
-def test_an_agents_conversation_that_was_aborted_begins_again() -> None:
-    rewards, seen, warnings = evaluated(conversation_aborted, conversation_aborted)
+async def test_an_agents_conversation_that_was_aborted_begins_again() -> None:
+    rewards, seen, warnings = await evaluated(conversation_aborted, conversation_aborted)
     assert (rewards, seen, warnings) == ([1.0], [0, 0, 0], [])
 
 
-def test_a_lost_engine_is_waited_for_twice() -> None:
-    assert evaluated(engine_lost, engine_lost)[0] == [1.0]
-    rewards, _, [warning] = evaluated(engine_lost, engine_lost, engine_lost)
+async def test_a_lost_engine_is_waited_for_twice() -> None:
+    assert (await evaluated(engine_lost, engine_lost))[0] == [1.0]
+    rewards, _, [warning] = await evaluated(engine_lost, engine_lost, engine_lost)
     assert rewards == [0.0]
     assert warning == "1 of 1 problems of held_out failed and score 0: gone"
 
 
-def test_a_problem_that_cannot_be_answered_scores_nothing_and_is_named() -> None:
-    rewards, seen, [warning] = evaluated(refused)
+async def test_a_problem_that_cannot_be_answered_scores_nothing_and_is_named() -> None:
+    rewards, seen, [warning] = await evaluated(refused)
     assert (rewards, seen) == ([0.0], [0])
     assert "prompt of 99 tokens" in warning
 
 
-def test_an_answer_that_is_aborted_without_end_is_given_up() -> None:
-    rewards, seen, [warning] = evaluated(*[aborted_after_a_token] * 1000)
+async def test_an_answer_that_is_aborted_without_end_is_given_up() -> None:
+    rewards, seen, [warning] = await evaluated(*[aborted_after_a_token] * 1000)
     assert (rewards, len(seen)) == ([0.0], 300)
     assert "aborted again and again" in warning

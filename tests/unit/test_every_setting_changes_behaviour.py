@@ -1,32 +1,302 @@
-"""No flag is parsed and ignored: each setting names the test in which changing it changes what happens."""
+"""No setting is parsed and then ignored.
+
+For most settings this module computes something that acts in a run, such as the plan, an engine's command line, what a
+learner rank is handed or the events of a simulated run, under two values of the setting; the two results must differ.
+Where only a heavier test can observe a setting, `NAMED` names that test, and `tests/mutate_settings.py` proves that the
+named test fails when the setting is ignored.
+"""
+
+from __future__ import annotations
 
 import ast
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from miles_async.adapters.datasets.factory import open_data
+from miles_async.adapters.sglang import launch, router
+from miles_async.adapters.sglang.launch import Rendezvous
+from miles_async.batching.batch import PackedBatch, rank_batches, repack_for_forward
+from miles_async.config.derived import (
+    bounds_of,
+    checkpoint_due,
+    critic_learning_rate,
+    demand_of,
+    learning_rate,
+    reference_batching,
+    table,
+)
 from miles_async.config.fields import SETTINGS
+from miles_async.config.schema import RunConfig
+from miles_async.errors import FatalError
+from miles_async.events import RunStarted
+from miles_async.scheduling.bounds import Schedule
+from miles_async.types import Group, Sample
+from tests.configuration import run_config
+from tests.sim.engines import EngineModel
+from tests.sim.world import World
+from tests.unit.gym import CHAIN_SUM
+from workers.specs import engine_spec, external_router, greedy_of, ray_arguments, router_spec, sampling_of
 
 TESTS = Path(__file__).parents[1]
 
-BOUNDS = "unit/test_bounds.py"
+Observe = Callable[[RunConfig], object]
+
+
+# --- what is observed -----------------------------------------------------------------------------------------------
+
+
+def plan(config: RunConfig) -> object:
+    """What start-up derives under each of the two schedules, and the devices that it asks for."""
+    entries = ("train_async.py", "train.py")
+    return [(table(config, entry), bounds_of(config, entry)) for entry in entries], demand_of(config)
+
+
+def engine(config: RunConfig) -> object:
+    """An engine's command line, environment, cores and time to start."""
+    spec = engine_spec(config, "engine-0", "checkpoint", Path("logs"))
+    words = launch.command(spec, 30000, Rendezvous("127.0.0.1", 30001, 30002))
+    return words, launch.environment(spec), spec.cpus, spec.start_timeout
+
+
+def routing(config: RunConfig) -> object:
+    """The router that is used, and the arguments of one that is started."""
+    return external_router(config), router.arguments(router_spec(config, Path("logs")), 30000, 30001)
+
+
+def requests(config: RunConfig) -> object:
+    """The sampling parameters of training samples and of held-out problems."""
+    return [sampling.body(sampling.max_new_tokens) for sampling in (sampling_of(config), greedy_of(config))]
+
+
+def ray_start(config: RunConfig) -> object:
+    return ray_arguments(config)["address"]
+
+
+def _groups() -> list[Group]:
+    """Four groups of four samples of uneven lengths and rewards."""
+    lengths = [[3 + (5 * group + 3 * position) % 11 for position in range(4)] for group in range(4)]
+    return [
+        Group(
+            Sample(
+                index=4 * group + position,
+                tokens=list(range(2 + length)),
+                response_length=length,
+                rollout_log_probs=[-1.0] * length,
+                reward=float((group + position) % 3),
+            )
+            for position, length in enumerate(of_group)
+        )
+        for group, of_group in enumerate(lengths)
+    ]
+
+
+def _columns(batch: PackedBatch) -> object:
+    columns = (batch.tokens, batch.lengths, batch.targets, batch.advantages, batch.loss_weights)
+    return [column.tolist() for column in columns]
+
+
+def learner_input(config: RunConfig) -> object:
+    """The micro-batches that each of eight learner ranks is handed for a batch of uneven samples."""
+    return [
+        [([_columns(batch) for batch in step.micro_batches], step.packing) for step in steps]
+        for steps in rank_batches(_groups(), config, 8)
+    ]
+
+
+def forward_batches(config: RunConfig) -> object:
+    """The micro-batches in which the policy and the reference model compute log-probabilities."""
+    [steps] = rank_batches(_groups(), run_config(), 1)
+    learners = (config.learner, reference_batching(config.learner))
+    return [[_columns(part.batch) for part in repack_for_forward(steps[0].micro_batches, own)] for own in learners]
+
+
+def learning_rates(config: RunConfig) -> object:
+    """The learning rates of policy and critic over the steps of the run."""
+    rates = (learning_rate(config), critic_learning_rate(config))
+    return [[rate.at(step) for rate in rates] for step in range(0, 110, 3)]
+
+
+def checkpoints(config: RunConfig) -> object:
+    """The rollouts after which a checkpoint is written."""
+    return [rollout for rollout in range(config.rollout.num_rollout) if checkpoint_due(config, rollout)]
+
+
+def data(config: RunConfig) -> object:
+    """The prompts of two epochs with their labels and metadata, and the problems that are held out."""
+    source = open_data(config)
+    fed = [[(sample.index, sample.prompt, sample.label) for sample in group] for group in source.get_samples(16)]
+    return fed, [group[0].prompt for group in source.eval_problems()]
+
+
+def simulated(**world: Any) -> Observe:
+    """The batches and the events of a simulated run, and the error that it ends with."""
+
+    def observe(config: RunConfig) -> object:
+        run = World(config=config, **world)
+        error = ""
+        try:
+            run.run()
+        except FatalError as fatal:
+            error = str(fatal)
+        events = [event for event in run.trace.events if not isinstance(event, RunStarted)]
+        return run.trainer.batches, sorted(run.trainer.saved), events, error
+
+    return observe
+
+
+# --- the settings ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of a setting, where its effect shows, and the settings without which it would have none."""
+
+    value: Any
+    observe: Observe
+    given: Mapping[str, Any]
+
+
+def change(observe: Observe, value: Any, **given: Any) -> Change:
+    return Change(value, observe, given)
+
+
+SMALL = {"num_rollout": 8, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
+STAGES = {"pipeline_model_parallel_size": 4, "max_tokens_per_gpu": 30}
+ROWS = {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 8}
+FORWARD_ROWS = {"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8}
+REFERENCE_ROWS = {"ref_use_dynamic_batching_in_infer": True, "ref_sequence_length_round_in_infer": 8}
+DECAY = {"lr": 1.0, "lr_decay_style": "WSD"}
+FILE = {"prompt_data": "rows.jsonl", "eval_size": 0, "n_samples_per_prompt": 1}
+SUMS = CHAIN_SUM | {"reasoning_gym_size": 8, "eval_size": 2, "n_samples_per_prompt": 1}
+
+OBSERVED: dict[str, Change] = {
+    # data
+    "prompt_data": change(data, "rows.jsonl@[2:]", **FILE),
+    "input_key": change(data, "other_prompt", **FILE),
+    "label_key": change(data, "other_label", **FILE),
+    "rollout_shuffle": change(data, False, **FILE),
+    "rollout_seed": change(data, 43, **FILE),
+    "eval_size": change(data, 2, **FILE),
+    "n_samples_per_prompt": change(data, 3, **FILE),
+    "reasoning_gym_task": change(data, "basic_arithmetic", **SUMS),
+    "reasoning_gym_settings": change(data, {"min_terms": 5, "max_terms": 6}, **SUMS),
+    "reasoning_gym_size": change(data, 4, **SUMS),
+    "prompt_template": change(data, "{expression}", **SUMS),
+    # rollout
+    "rollout_max_response_len": change(requests, 12),
+    "rollout_temperature": change(requests, 0.7),
+    "rollout_top_p": change(requests, 0.9),
+    "rollout_top_k": change(requests, 20),
+    "rollout_stop": change(requests, ["END"]),
+    "rollout_stop_token_ids": change(requests, [7]),
+    "rollout_skip_special_tokens": change(requests, False),
+    "num_rollout": change(simulated(), 5, **SMALL),
+    "rollout_batch_size": change(plan, 16),
+    "over_sampling_batch_size": change(plan, 64),
+    "windowed_fifo_ratio": change(simulated(), 0.3, **SMALL, over_sampling_batch_size=16, max_weight_staleness=4),
+    "max_weight_staleness": change(simulated(train_seconds=5.0), 1, **SMALL, over_sampling_batch_size=16),
+    "rollout_function_path": change(plan, "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"),
+    "schedule": change(plan, "fully_async"),
+    "max_attempts": change(simulated(engines=EngineModel(failure_rate=0.4)), 1, **SMALL),
+    "head_deadline_seconds": change(simulated(), 1.0, **SMALL, windowed_fifo_ratio=0.5),
+    "head_deadline_action": change(simulated(), "wait", **SMALL, windowed_fifo_ratio=0.5, head_deadline_seconds=1.0),
+    "partial_rollout": change(
+        simulated(schedule=Schedule.SYNCHRONOUS), True, **SMALL, over_sampling_batch_size=8, max_weight_staleness=8
+    ),
+    "eval_interval": change(simulated(problems=3), 2, **SMALL),
+    # algorithm
+    "advantage_estimator": change(learner_input, "reinforce_plus_plus"),
+    "grpo_std_normalization": change(learner_input, False),
+    "loss_aggregation": change(learner_input, "sequence_mean"),
+    "overlong_buffer_len": change(learner_input, 8, rollout_max_response_len=12),
+    "overlong_penalty": change(learner_input, 2.0, rollout_max_response_len=12, overlong_buffer_len=8),
+    "critic_lr": change(learning_rates, 1.0),
+    "critic_lr_warmup_steps": change(learning_rates, 20),
+    # learner
+    "global_batch_size": change(plan, 64),
+    "num_steps_per_rollout": change(learner_input, 2),
+    "lr": change(learning_rates, 1.0),
+    "lr_warmup_steps": change(learning_rates, 20),
+    "lr_decay_style": change(learning_rates, "cosine"),
+    "lr_decay_steps": change(learning_rates, 50, **DECAY),
+    "min_lr": change(learning_rates, 0.1, **DECAY),
+    "lr_wsd_decay_steps": change(learning_rates, 50, **DECAY),
+    "lr_wsd_decay_style": change(learning_rates, "cosine", **DECAY),
+    "max_tokens_per_gpu": change(learner_input, 20),
+    "use_dynamic_batch_size": change(learner_input, False),
+    "micro_batch_size": change(learner_input, 2, use_dynamic_batch_size=False),
+    "balance_data": change(learner_input, False),
+    "use_dynamic_batching_in_train": change(learner_input, True),
+    "max_tokens_per_microbatch_in_train": change(learner_input, 16, **ROWS),
+    "sequence_length_round_in_train": change(learner_input, 32, **ROWS),
+    "use_dynamic_batching_in_infer": change(forward_batches, True),
+    "max_tokens_per_microbatch_in_infer": change(forward_batches, 64, **FORWARD_ROWS),
+    "sequence_length_round_in_infer": change(forward_batches, 32, **FORWARD_ROWS),
+    "ref_use_dynamic_batching_in_infer": change(forward_batches, True),
+    "ref_max_tokens_per_microbatch_in_infer": change(forward_batches, 64, **REFERENCE_ROWS),
+    "ref_sequence_length_round_in_infer": change(forward_batches, 32, **REFERENCE_ROWS),
+    "tensor_model_parallel_size": change(learner_input, 2),
+    "pipeline_model_parallel_size": change(learner_input, 2),
+    "virtual_pipeline_model_parallel_size": change(learner_input, 2, **STAGES),
+    "context_parallel_size": change(learner_input, 2),
+    "expert_model_parallel_size": change(plan, 2),
+    "sequence_parallel": change(learner_input, True, tensor_model_parallel_size=2),
+    "max_nonfinite_batches": change(simulated(finite=lambda rollout_id: rollout_id % 3 == 0), 2, **SMALL),
+    "save": change(checkpoints, "saved"),
+    "save_interval": change(checkpoints, 5, save="saved"),
+    "async_save": change(simulated(save_seconds=20.0), False, **SMALL, save="saved", save_interval=2),
+    "actor_num_nodes": change(plan, 2),
+    "actor_num_gpus_per_node": change(plan, 2),
+    # weights
+    "weight_transfer": change(engine, "disk"),
+    "update_weights_interval": change(simulated(), 2, **SMALL),
+    # engines and cluster
+    "rollout_num_gpus": change(plan, 2),
+    "rollout_num_gpus_per_engine": change(engine, 2),
+    "sglang_server_concurrency": change(engine, 7),
+    "sglang_server_args": change(engine, {"schedule_policy": "fcfs"}),
+    "engine_env_vars": change(engine, {"NVTE_DEBUG": "1"}),
+    "engine_cpus": change(engine, [0]),
+    "engine_start_timeout_seconds": change(engine, 9.0),
+    "engine_health_timeout_seconds": change(engine, 9.0),
+    "sglang_router_policy": change(routing, "round_robin"),
+    "sglang_router_request_timeout_secs": change(routing, 9.0),
+    "sglang_router_ip": change(routing, "10.0.0.1", sglang_router_port=30000),
+    "sglang_router_port": change(routing, 30001, sglang_router_ip="10.0.0.1"),
+    "ray_address": change(ray_start, "10.0.0.1:6379"),
+    "colocate": change(plan, True),
+    # stalls
+    "no_progress_warn_seconds": change(simulated(latency=lambda group, rng: 50.0), 10.0, **SMALL),
+    "no_progress_abort_seconds": change(simulated(latency=lambda group, rng: 50.0), 40.0, **SMALL),
+    # observability
+    "sample_interval_seconds": change(simulated(), None, **SMALL),
+    # debugging
+    "debug_rollout_only": change(plan, True),
+    "debug_train_only": change(plan, True),
+    "load_debug_rollout_data": change(plan, "debug/{rollout_id}.safetensors"),
+}
+
+# --- tests elsewhere that observe a setting -------------------------------------------------------------------------
+
 CHECKS = "unit/test_config_checks.py"
 DATA = "unit/test_datasets_source.py"
-GYM = "unit/test_datasets_gym.py"
 REWARDS = "unit/test_rewards_and_filters.py"
 BUILTIN = "unit/test_rewards_builtin.py"
 FILTERS = "unit/test_filters.py"
 GRADERS = "stack/test_graders.py"
-DEBUG = "stack/test_debug_runs.py"
 PREFLIGHT = "unit/test_preflight.py"
 RUN = "unit/test_observability_run.py"
-SERVICE = "sim/test_service.py"
+GENERATORS = "unit/test_generators.py"
 GENERATE = "unit/test_generate_functions.py"
 HEAD = "sim/test_head_policy.py"
 PLACE = "unit/test_settings_reach_their_place.py"
-RATES = "unit/test_learning_rate.py"
 REPAIR = "sim/test_repair.py"
-FLEET = "unit/test_sglang_fleet.py"
-RESUME = "sim/test_resume.py"
 SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
@@ -35,7 +305,7 @@ LEARNER = "stack/test_learner_settings.py"
 LAYOUTS = "unit/test_layouts.py"
 PARALLEL = "stack/test_learner_parallel.py"
 
-PROOF = {
+NAMED: dict[str, str] = {
     # model and warm start
     "hf_checkpoint": "unit/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
     "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
@@ -53,31 +323,14 @@ PROOF = {
     "warm_start_template": f"{PREFLIGHT}::test_a_warm_start_teaches_prompts_in_the_form_that_training_gives_them",
     "cache_dir": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # data
-    "prompt_data": f"{DATA}::test_a_broken_line_is_named_by_file_and_number",
-    "input_key": f"{DATA}::test_blank_lines_are_skipped_and_other_keys_can_be_named",
-    "label_key": f"{DATA}::test_blank_lines_are_skipped_and_other_keys_can_be_named",
     "apply_chat_template": f"{DATA}::test_chats_without_a_tokenizer_say_what_to_set",
     "metadata_key": f"{DATA}::test_metadata_and_tools_are_found_under_the_keys_that_are_named",
     "tool_key": f"{DATA}::test_metadata_and_tools_are_found_under_the_keys_that_are_named",
     "apply_chat_template_kwargs": f"{DATA}::test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments",
     "disable_rollout_global_dataset": f"{DATA}::test_without_data_blank_samples_are_fed_with_rising_indices",
-    "buffer_filter_path": f"{DATA}::test_the_seeds_buffer_filter_hands_out_each_group_once_though_it_removes_none",
-    "reasoning_gym_task": f"{GYM}::test_a_task_without_single_answers_cannot_warm_start",
-    "reasoning_gym_settings": f"{GYM}::test_a_task_that_cannot_be_had_is_one_sentence",
-    "reasoning_gym_size": f"{GYM}::test_an_epoch_has_as_many_problems_as_asked_for",
-    "prompt_template": f"{GYM}::test_the_template_takes_the_question_or_the_expression_after_its_last_colon",
-    "eval_size": f"{DATA}::test_held_out_rows_are_never_fed_even_where_the_file_repeats_them",
-    "rollout_shuffle": f"{DATA}::test_every_epoch_has_its_own_order_and_the_seed_decides_it",
-    "rollout_seed": f"{DATA}::test_every_epoch_has_its_own_order_and_the_seed_decides_it",
+    "buffer_filter_path": f"{DATA}::test_slimes_buffer_filter_hands_out_each_group_once_although_it_removes_none",
     # rollout
     "rollout_max_prompt_len": f"{PLACE}::test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine",
-    "rollout_max_response_len": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
-    "rollout_temperature": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
-    "rollout_top_p": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
-    "rollout_top_k": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
-    "rollout_stop": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
-    "rollout_stop_token_ids": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
-    "rollout_skip_special_tokens": f"{PLACE}::test_samples_are_drawn_as_configured_and_held_out_ones_greedily",
     "custom_rm_isolated": f"{GRADERS}::test_an_isolated_reward_that_ends_its_process_fails_its_sample",
     "group_rm": f"{BUILTIN}::test_a_group_reward_scores_all_samples_in_one_call",
     "reward_key": f"{BUILTIN}::test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts",
@@ -86,201 +339,149 @@ PROOF = {
     "remote_rm_retries": f"{BUILTIN}::test_a_remote_reward_gives_up_after_its_tries",
     "reward_processes": f"{GRADERS}::test_as_many_groups_are_graded_at_once_as_there_are_processes",
     "reward_memory_gb": "stack/test_confined_graders.py::test_a_response_that_needs_too_much_memory_fails_its_group",
-    "over_sampling_filter_path": f"{SERVICE}::test_an_over_sampling_filter_chooses_among_all_that_were_generated",
+    "over_sampling_filter_path": f"{FILTERS}::test_the_over_sampling_filter_is_loaded_by_its_path_and_given_the_groups",
     "rollout_sample_filter_path": f"{FILTERS}::test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch",
     "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder",
     "dump_details": f"{FILTERS}::test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder",
-    "load_debug_rollout_data": f"{FILTERS}::test_a_run_that_only_trains_takes_its_batches_from_disk",
-    "debug_train_only": f"{FILTERS}::test_a_run_that_only_trains_takes_its_batches_from_disk",
-    "debug_rollout_only": f"{DEBUG}::test_a_run_that_only_generates_saves_its_batches",
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
-    "rollout_function_path": f"{CHECKS}::test_the_entry_and_the_rollout_function_decide_who_waits_for_whom",
-    "schedule": f"{CHECKS}::test_the_entry_and_the_rollout_function_decide_who_waits_for_whom",
-    "num_rollout": f"{SERVICE}::test_every_batch_is_full_and_every_batch_is_published",
-    "rollout_batch_size": f"{SERVICE}::test_every_batch_is_full_and_every_batch_is_published",
-    "over_sampling_batch_size": f"{SERVICE}::test_over_sampling_keeps_the_first_and_gives_the_rest_back",
-    "windowed_fifo_ratio": f"{BOUNDS}::test_the_window_is_the_ratio_of_what_is_in_flight",
-    "max_weight_staleness": f"{SERVICE}::test_fully_async_stays_within_the_bound_it_derives",
-    "queue_capacity": f"{BOUNDS}::test_the_queue_never_needs_more_room_than_there_are_slots",
-    "max_attempts": f"{SERVICE}::test_failed_groups_are_retried_and_buried_after_their_last_attempt",
-    "head_deadline_seconds": f"{SERVICE}::test_a_slow_head_is_recycled_after_its_deadline_and_at_last_buried",
-    "head_deadline_action": f"{HEAD}::test_a_salvaged_head_goes_on_from_its_tokens_with_their_first_version",
+    "queue_capacity": f"{GENERATORS}::test_posted_trajectories_wait_up_to_the_capacity_of_the_queue",
     "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_that_cannot_matter_is_noted",
-    "partial_rollout": f"{SERVICE}::test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups",
-    "eval_interval": f"{SERVICE}::test_an_evaluation_every_so_many_rollouts_does_not_stop_training",
     "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_has_its_own_sampling",
-    "eval_function_path": f"{SERVICE}::test_a_users_evaluation_reports_under_its_own_names",
-    "custom_generate_function_path": f"{GENERATE}::test_each_sample_goes_through_the_function",
-    "agent_port": "unit/test_openai_endpoint.py::test_the_endpoint_listens_where_it_is_told_to",
-    "generate_timeout_seconds": f"{GENERATE}::test_a_function_that_hangs_fails_its_group",
+    "eval_function_path": f"{GENERATORS}::test_a_users_evaluation_is_called_by_its_path",
+    "custom_generate_function_path": f"{GENERATORS}::test_a_users_generate_function_has_the_configured_time",
+    "agent_port": f"{GENERATORS}::test_agents_are_served_at_the_port_that_is_configured",
+    "generate_timeout_seconds": f"{GENERATORS}::test_a_users_generate_function_has_the_configured_time",
     "tool_max_turns": f"{GENERATE}::test_a_model_that_only_calls_tools_is_cut_after_so_many",
     "tool_search_corpus": f"{GENERATE}::test_a_search_answers_from_the_corpus",
-    "n_samples_per_prompt": f"{DATA}::test_a_group_holds_the_samples_of_one_prompt_with_rising_indices",
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
     "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_never_comes_fails_the_group",
     # algorithm
-    "advantage_estimator": f"{PLACE}::test_reinforce_plus_plus_compares_with_the_tokens_of_the_whole_batch",
-    "grpo_std_normalization": f"{PLACE}::test_advantages_are_divided_by_the_spread_of_their_group_or_not",
-    "eps_clip": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "eps_clip_high": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "off_policy_correction": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "icepop_band": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "loss_aggregation": f"{PLACE}::test_the_aggregation_decides_what_a_token_of_a_long_answer_counts",
-    "overlong_buffer_len": f"{PLACE}::test_an_answer_close_to_the_limit_loses_reward",
-    "overlong_penalty": f"{PLACE}::test_an_answer_close_to_the_limit_loses_reward",
-    "tis_clip": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "entropy_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "use_kl_loss": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "kl_loss_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "kl_loss_type": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "kl_coef": f"{LEARNER}::test_another_setting_learns_other_weights",
+    "eps_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip]",
+    "eps_clip_high": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip_high]",
+    "off_policy_correction": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[off_policy_correction]",
+    "icepop_band": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[icepop_band]",
+    "tis_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[tis_clip]",
+    "entropy_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[entropy_coef]",
+    "use_kl_loss": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[use_kl_loss]",
+    "kl_loss_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_loss_coef]",
+    "kl_loss_type": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_loss_type]",
+    "kl_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_coef]",
     "ref_load": f"{LEARNER}::test_the_reference_model_is_another_checkpoint_where_one_is_named",
     # learner
-    "loss_type": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "global_batch_size": f"{CHECKS}::test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do",
-    "num_steps_per_rollout": f"{PLACE}::test_a_batch_is_cut_into_the_steps_asked_for",
-    "lr": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "lr_warmup_steps": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "lr_decay_steps": f"{RATES}::test_the_schedule_is_the_configurations",
-    "min_lr": f"{RATES}::test_the_schedule_is_the_configurations",
-    "lr_wsd_decay_steps": f"{RATES}::test_the_schedule_is_the_configurations",
-    "lr_wsd_decay_style": f"{RATES}::test_the_schedule_is_the_configurations",
-    "lr_decay_style": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "weight_decay": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "adam_beta1": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "adam_beta2": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "clip_grad": f"{LEARNER}::test_another_setting_learns_other_weights",
-    "max_tokens_per_gpu": f"{PLACE}::test_a_micro_batch_never_holds_more_tokens_than_allowed",
-    "use_dynamic_batch_size": f"{PLACE}::test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length",
-    "micro_batch_size": f"{PLACE}::test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length",
-    "balance_data": f"{PLACE}::test_ranks_get_the_same_work_unless_data_is_dealt_in_turn",
-    "use_dynamic_batching_in_train": f"{PLACE}::test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed",
-    "max_tokens_per_microbatch_in_train": f"{PLACE}::test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed",
-    "sequence_length_round_in_train": f"{PLACE}::test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed",
-    "use_dynamic_batching_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
-    "max_tokens_per_microbatch_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
-    "sequence_length_round_in_infer": f"{PLACE}::test_work_without_gradients_has_rows_and_limits_of_its_own",
-    "max_nonfinite_batches": f"{SERVICE}::test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept",
-    "save": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
-    "save_interval": f"{RESUME}::test_checkpoints_are_written_as_often_as_asked_and_at_the_end",
-    "async_save": f"{RESUME}::test_training_goes_on_while_a_checkpoint_is_written",
+    "loss_type": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[loss_type]",
+    "weight_decay": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[weight_decay]",
+    "adam_beta1": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[adam_beta1]",
+    "adam_beta2": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[adam_beta2]",
+    "clip_grad": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[clip_grad]",
     "save_hf": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
     "train_env_vars": f"{PLACE}::test_the_learners_processes_get_their_environment",
     "ref_env_vars": f"{LEARNER}::test_each_role_is_built_and_computes_under_its_own_environment",
     "critic_env_vars": f"{LEARNER}::test_each_role_is_built_and_computes_under_its_own_environment",
-    "engine_env_vars": f"{PLACE}::test_an_engine_gets_its_own_environment_and_it_wins",
     "deterministic_mode": f"{PLACE}::test_the_learners_processes_get_their_environment",
-    "ref_use_dynamic_batching_in_infer": f"{PLACE}::test_the_reference_model_is_batched_in_its_own_way",
-    "ref_max_tokens_per_microbatch_in_infer": (f"{PLACE}::test_the_reference_model_is_batched_in_its_own_way"),
-    "ref_sequence_length_round_in_infer": f"{PLACE}::test_the_reference_model_is_batched_in_its_own_way",
     "use_pytorch_profiler": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
     "profile_step_start": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
     "profile_step_end": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
     "profile_dir": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
-    "gamma": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
-    "lambd": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
-    "normalize_advantages": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
-    "value_clip": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
-    "critic_lr": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
-    "critic_lr_warmup_steps": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
-    "critic_load": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights",
-    "num_critic_only_steps": f"{CRITIC}::test_the_policy_stands_still_while_the_critic_learns_alone",
+    "gamma": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[gamma]",
+    "lambd": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[lambd]",
+    "normalize_advantages": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[normalize_advantages]",
+    "value_clip": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[value_clip]",
+    "critic_load": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[critic_load]",
+    "num_critic_only_steps": f"{CRITIC}::test_the_policy_is_frozen_while_only_the_critic_learns",
     "recompute_granularity": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
     "recompute_method": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
-    "load": "unit/test_checkpoints.py::test_what_cannot_be_resumed_is_said_before_anything_starts",
+    "load": "unit/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
-    "tensor_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
-    "pipeline_model_parallel_size": f"{PLACE}::test_ranks_that_share_layers_are_handed_the_same_samples",
-    "virtual_pipeline_model_parallel_size": f"{PLACE}::test_virtual_stages_take_micro_batches_in_groups",
-    "context_parallel_size": f"{PLACE}::test_ranks_that_share_sequences_take_more_tokens_in_whole_pieces",
-    "expert_model_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
     "expert_tensor_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
-    "sequence_parallel": f"{PLACE}::test_sequence_parallel_ranks_cut_a_micro_batch_evenly",
     "use_distributed_optimizer": f"{PARALLEL}::test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank",
-    "actor_num_nodes": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
-    "actor_num_gpus_per_node": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
     "learner_cpus": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
     "learner_threads": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
     "seed": f"{LEARNER}::test_another_warm_start_teaches_another_model",
     # weights
-    "weight_transfer": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
     "update_weight_buffer_size": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "check_weight_update_equal": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "update_weight_timeout_seconds": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "pause_generation_mode": f"{PLACE}::test_engines_are_paused_in_the_mode_asked_for",
-    "update_weights_interval": f"{SERVICE}::test_an_update_interval_publishes_every_so_many_batches_and_the_last",
     # engine
-    "rollout_num_gpus": f"{PLACE}::test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices",
-    "rollout_num_gpus_per_engine": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
-    "sglang_server_concurrency": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
-    "sglang_server_args": f"{PLACE}::test_an_engine_setting_is_a_word_of_the_servers_command_line",
-    "sglang_router_policy": f"{PLACE}::test_the_router_gets_its_policy_and_its_patience",
-    "sglang_router_request_timeout_secs": f"{PLACE}::test_the_router_gets_its_policy_and_its_patience",
-    "engine_cpus": f"{PLACE}::test_engines_are_pinned_to_their_cores",
-    "engine_start_timeout_seconds": f"{PLACE}::test_a_server_that_is_late_is_ended_with_a_sentence",
     "engine_health_interval_seconds": f"{REPAIR}::test_a_kill_is_noticed_at_the_next_look",
-    "engine_health_timeout_seconds": f"{FLEET}::test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused",
-    "sglang_router_ip": f"{PLACE}::test_a_router_of_the_users_own_is_used_and_must_answer",
-    "sglang_router_port": f"{PLACE}::test_a_router_of_the_users_own_is_used_and_must_answer",
-    "colocate": "sim/test_colocated.py::test_engines_and_learner_take_turns_on_the_devices",
-    "ray_address": f"{PLACE}::test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here",
     "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
     # skip
     "skip_rollout": f"{SKIP_MANAGER}::test_the_legacy_switch_alone_skips_every_step",
     "skip_rollout_enable": f"{SKIP}::test_batch_functions_replay_whole_batches_by_trainer_step",
-    "skip_rollout_dump_dir": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
-    "skip_rollout_steps": f"{SKIP_MANAGER}::test_steps_are_integers_and_ranges_with_both_ends",
+    "skip_rollout_dump_dir": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
+    "skip_rollout_steps": f"{SKIP}::test_batch_functions_replay_whole_batches_by_trainer_step",
     "skip_rollout_action": f"{SKIP}::test_repeat_generates_the_first_step_and_replays_it_for_all_others",
     "skip_async_rollout_enable": f"{SKIP}::test_the_second_run_generates_nothing_and_trains_on_equal_tokens",
-    "skip_async_rollout_dump_dir": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
+    "skip_async_rollout_dump_dir": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
     "skip_async_rollout_steps": f"{SKIP}::test_only_the_steps_asked_for_are_recorded_and_replayed",
-    "skip_async_rollout_action": f"{SKIP_MANAGER}::test_the_seeds_overrides_and_the_flags_say_the_same",
+    "skip_async_rollout_action": f"{SKIP}::test_repeat_replays_the_recorded_groups_for_all_others_of_the_stream",
     "skip_roles": f"{SKIP_MANAGER}::test_a_configured_step_runs_once_and_is_replayed_afterwards",
     "skip_replay_timing": f"{SKIP}::test_an_untimed_replay_takes_no_time",
     "skip_drain_seconds": f"{SKIP}::test_what_is_under_way_when_a_recording_run_ends_is_finished_for_so_long",
     "skip_mismatch": f"{SKIP}::test_it_may_be_left_alone_instead_with_one_warning",
-    "skip_max_bytes": f"{SKIP}::test_a_full_folder_ends_recording_with_one_warning_and_the_run_goes_on",
+    "skip_max_bytes": f"{SKIP}::test_a_full_folder_ends_recording_with_one_warning_and_the_run_continues",
     # observability
-    "project_name": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
-    "experiment_name": f"{SKIP_MANAGER}::test_recordings_lie_where_the_seed_puts_them",
+    "project_name": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
+    "experiment_name": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
     "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_written_is_one_sentence",
-    "metrics_port": "unit/test_observability_metrics.py::test_a_port_in_use_is_one_sentence_that_names_it",
-    "sample_interval_seconds": "unit/test_page.py::test_a_sample_is_told_of_once_in_an_interval",
+    "metrics_port": f"{RUN}::test_metrics_are_served_at_the_configured_port",
     "trace": f"{RUN}::test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page",
-    "trace_max_bytes": "unit/test_perfetto.py::test_the_file_stays_within_its_size_and_steps_outlive_groups",
-    "log_format": f"{RUN}::test_json_log_lines_carry_what_is_bound",
-    "progress_bar": f"{RUN}::test_the_bar_is_silent_without_a_terminal_or_when_switched_off",
+    "trace_max_bytes": f"{RUN}::test_the_trace_of_a_run_stays_within_its_configured_size",
+    "log_format": f"{RUN}::test_the_driver_logs_in_the_configured_format",
+    "progress_bar": f"{RUN}::test_the_bar_of_a_run_is_shown_if_it_is_enabled",
     "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",
     "use_wandb": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
     "wandb_mode": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
     "wandb_project": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
     "wandb_group": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
-    "wandb_always_use_train_step": f"{LOGS}::test_everything_is_plotted_over_optimizer_steps_if_asked_for",
-    "no_progress_warn_seconds": f"{SERVICE}::test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause",
-    "no_progress_abort_seconds": f"{SERVICE}::test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause",
+    "wandb_always_use_train_step": f"{LOGS}::test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured",
 }
+"""The test that observes the setting, below `tests/`."""
+
+
+# --- the tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def rows_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of prompts in the working directory, and the command lines of a GPU machine."""
+    rows = [{"prompt": f"q{i}", "label": f"a{i}", "other_prompt": f"r{i}", "other_label": f"b{i}"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "has_cuda", lambda: True)
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_another_value_of_a_setting_makes_a_difference(name: str) -> None:
+    case = OBSERVED[name]
+    usual = run_config(**case.given)
+    changed = run_config(**{**case.given, name: case.value})
+    assert case.observe(usual) == case.observe(usual), "what is observed must depend on nothing but the settings"
+    assert case.observe(changed) != case.observe(usual)
+
+
+def test_every_setting_is_observed_here_or_names_the_test_that_observes_it() -> None:
+    missing = [name for name in SETTINGS if name not in OBSERVED and name not in NAMED]
+    assert missing == [], "add these to OBSERVED, or to NAMED with the test that observes them: " + ", ".join(missing)
+    assert [name for name in (*OBSERVED, *NAMED) if name not in SETTINGS] == []
+    assert OBSERVED.keys() & NAMED.keys() == set()
+
+
+def test_every_named_test_exists() -> None:
+    missing = []
+    for test in NAMED.values():
+        file, _, function = test.partition("::")
+        if function.partition("[")[0] not in _functions(file):
+            missing.append(test)
+    assert missing == []
 
 
 @cache
-def functions(file):
+def _functions(file: str) -> set[str]:
     if not (TESTS / file).exists():
         return set()
-    return {node.name for node in ast.walk(ast.parse((TESTS / file).read_text()))
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}  # fmt: skip
-
-
-def test_every_setting_names_its_proof():
-    missing = [name for name in SETTINGS if name not in PROOF]
-    assert missing == [], "add these to PROOF with the test in which they matter: " + ", ".join(missing)
-
-
-def test_every_proof_speaks_of_a_setting_that_exists():
-    assert [name for name in PROOF if name not in SETTINGS] == []
-
-
-def test_every_proof_is_a_test_that_exists():
-    lost = {node for node in PROOF.values() if node.partition("::")[2] not in functions(node.partition("::")[0])}
-    assert lost == set()
+    tree = ast.parse((TESTS / file).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

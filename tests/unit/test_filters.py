@@ -1,10 +1,9 @@
-"""Which groups and samples the shipped filters keep, and what becomes of a batch on its way to the learner."""
+"""The groups and samples that the shipped filters keep, and the steps between a batch and the learner."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,6 @@ from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import pack_samples
 from miles_async.config.derived import trains_only
-from miles_async.config.fields import SETTINGS
-from miles_async.config.flags import Assignment
-from miles_async.config.load import build
-from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.events import SamplesRemoved
 from miles_async.filters import (
@@ -30,21 +25,19 @@ from miles_async.filters import (
     sort_by_reward_std,
 )
 from miles_async.pipeline.training import metadata_means
+from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
+from tests.configuration import run_config
 from tests.sim.world import Trace
 from workers.batches import BatchPreparation, SavedBatches
 from workers.preflight import dynamic_filter
 
 
-def config(**settings: Any) -> RunConfig:
-    return build([Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()])
-
-
 def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COMPLETED) -> Group:
     samples = [
         Sample(
-            index=first + place,
+            index=first + position,
             tokens=[1, 2, 3],
             response_length=2,
             rollout_log_probs=[-0.5, -0.25],
@@ -52,7 +45,7 @@ def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COM
             reward=reward,
             status=status,
         )
-        for place, reward in enumerate(rewards)
+        for position, reward in enumerate(rewards)
     ]
     return Group(samples, feed_index=f"sample_0_{first}")
 
@@ -82,7 +75,7 @@ def test_groups_whose_samples_disagree_most_come_first() -> None:
     assert sort_by_reward_std(None, [same, near, apart]) == [apart, near, same]
 
 
-SEED_STYLE = """
+USERS_OWN = """
 import torch
 from statistics import pstdev
 
@@ -107,26 +100,26 @@ def broken(args, samples):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "seed_style.py").write_text(SEED_STYLE.replace("import torch\n", ""))
+    (tmp_path / "users_own.py").write_text(USERS_OWN.replace("import torch\n", ""))
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield "seed_style"
-    sys.modules.pop("seed_style", None)
+    yield "users_own"
+    sys.modules.pop("users_own", None)
 
 
-def test_a_dynamic_filter_in_the_seeds_words_reads_the_reward_by_its_key(mine: str) -> None:
-    settings = config(dynamic_sampling_filter_path=f"{mine}.keep_spread_light", reward_key="acc")
+def test_a_dynamic_filter_written_for_slime_reads_the_reward_by_its_key(mine: str) -> None:
+    settings = run_config(dynamic_sampling_filter_path=f"{mine}.keep_spread_light", reward_key="acc")
     keep = dynamic_filter(settings, flat_args(settings))
     assert keep(group({"acc": 0.0}, {"acc": 1.0}))
     assert not keep(group({"acc": 1.0}, {"acc": 1.0}))
 
 
 def test_the_reason_of_a_verdict_reaches_the_pipeline() -> None:
-    settings = config(dynamic_sampling_filter_path="miles_async.filters.check_reward_nonzero_std")
+    settings = run_config(dynamic_sampling_filter_path="miles_async.filters.check_reward_nonzero_std")
     assert dynamic_filter(settings, flat_args(settings))(group(1.0, 1.0)) == Verdict(False, "all_1.0")
 
 
-def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Group]:
-    chosen = config(**{"n_samples_per_prompt": 2, "rollout_batch_size": 1} | settings)
+async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Group]:
+    chosen = run_config(**{"n_samples_per_prompt": 2, "rollout_batch_size": 1} | settings)
 
     async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
         return groups
@@ -135,36 +128,32 @@ def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Grou
         sample.rollout_log_probs = [-1.0] * sample.response_length
 
     args, source = flat_args(chosen), SimpleNamespace(trainer_version=2)
-
-    async def batch() -> list[Group]:
-        if trains_only(chosen):
-            return await SavedBatches(chosen)(4, source)  # type: ignore[arg-type]
-        prepare = BatchPreparation(chosen, args, events)
-        found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source)  # type: ignore[arg-type]
-        await prepare(4, found)
-        return found
-
-    return asyncio.run(batch())
+    if trains_only(chosen):
+        return await SavedBatches(chosen)(4, source)  # type: ignore[arg-type]
+    prepare = BatchPreparation(chosen, args, events)
+    found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source)  # type: ignore[arg-type]
+    await prepare(4, found)
+    return found
 
 
 @pytest.mark.parametrize("loss, rated", [("policy_loss", -1.0), ("sft_loss", 0.0)])
-def test_what_a_function_in_slimes_shape_did_not_record_is_added(mine: str, loss: str, rated: float) -> None:
-    plain = [Sample(index=place, tokens=[1, 2, 3], response_length=2, reward=1.0) for place in range(2)]
-    [trained] = batches(mine, Trace(), [plain], loss_type=loss)
+async def test_what_a_function_in_slimes_shape_did_not_record_is_added(mine: str, loss: str, rated: float) -> None:
+    plain = [Sample(index=position, tokens=[1, 2, 3], response_length=2, reward=1.0) for position in range(2)]
+    [trained] = await batches(mine, Trace(), [plain], loss_type=loss)
     assert [sample.rollout_log_probs for sample in trained] == [[rated, rated]] * 2
     assert [sample.spans for sample in trained] == [[VersionSpan(2, 0, 2)]] * 2
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_batch_of_another_size_is_the_functions_error(mine: str, count: int) -> None:
+async def test_a_batch_of_another_size_is_the_functions_error(mine: str, count: int) -> None:
     groups = [group(0.0, 1.0) for _ in range(count)]
     with pytest.raises(UserError, match=f"the rollout function returned {count} groups: rollout_batch_size is 1"):
-        batches(mine, Trace(), groups)
+        await batches(mine, Trace(), groups)
 
 
-def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(mine: str) -> None:
+async def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(mine: str) -> None:
     trace = Trace()
-    [trained] = batches(mine, trace, [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.drop_first")
+    [trained] = await batches(mine, trace, [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.drop_first")
     assert [sample.remove_sample for sample in trained] == [True, False]
     assert [(event.rollout, event.samples) for event in trace.of(SamplesRemoved)] == [(4, 1)]
     packed = pack_samples([ScoredSample(trained[0], -1.0), ScoredSample(trained[1], 1.0)])
@@ -178,41 +167,43 @@ def test_overlong_answers_can_be_masked() -> None:
     assert all(sample.remove_sample for sample in cut)
 
 
-def test_a_sample_filter_that_raises_stops_the_run_by_name(mine: str) -> None:
-    with pytest.raises(UserError, match=r"rollout_sample_filter_path seed_style\.broken raised IndexError.* rollout 4"):
-        batches(mine, Trace(), [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.broken")
+async def test_a_sample_filter_that_raises_stops_the_run_by_name(mine: str) -> None:
+    with pytest.raises(UserError, match=r"rollout_sample_filter_path users_own\.broken raised IndexError.* rollout 4"):
+        await batches(mine, Trace(), [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.broken")
 
 
-def test_dictionary_rewards_of_a_users_own_rollout_function_are_read_by_the_key(mine: str) -> None:
-    [trained] = batches(mine, Trace(), [group({"acc": 0.0}, {"acc": 1.0})], reward_key="acc")
+async def test_dictionary_rewards_of_a_users_own_rollout_function_are_read_by_the_key(mine: str) -> None:
+    [trained] = await batches(mine, Trace(), [group({"acc": 0.0}, {"acc": 1.0})], reward_key="acc")
     assert [sample.scalar_reward for sample in trained] == [0.0, 1.0]
 
 
-def test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder(mine: str, tmp_path: Path) -> None:
-    batches(mine, Trace(), [group(0.0, 1.0)], save_debug_rollout_data=str(tmp_path / "a" / "{rollout_id}.st"))
-    batches(mine, Trace(), [group(0.0, 1.0)], dump_details=str(tmp_path / "dump"))
+async def test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder(mine: str, tmp_path: Path) -> None:
+    await batches(mine, Trace(), [group(0.0, 1.0)], save_debug_rollout_data=str(tmp_path / "a" / "{rollout_id}.st"))
+    await batches(mine, Trace(), [group(0.0, 1.0)], dump_details=str(tmp_path / "dump"))
     for path in (tmp_path / "a" / "4.st", tmp_path / "dump" / "rollout_data" / "4.safetensors"):
         rollout_id, groups = load_groups(path)
         assert (rollout_id, groups) == (4, [group(0.0, 1.0)])
 
 
 @pytest.mark.parametrize("switch", [{}, {"debug_train_only": True}])
-def test_a_run_that_only_trains_takes_its_batches_from_disk(mine: str, tmp_path: Path, switch: dict[str, Any]) -> None:
+async def test_a_run_that_only_trains_takes_its_batches_from_disk(
+    mine: str, tmp_path: Path, switch: dict[str, Any]
+) -> None:
     template = str(tmp_path / "{rollout_id}.st")
     saved = [group(0.0, 1.0), group(0.5, 1.0, first=2)]
-    batches(mine, Trace(), saved, save_debug_rollout_data=template, rollout_batch_size=2)
+    await batches(mine, Trace(), saved, save_debug_rollout_data=template, rollout_batch_size=2)
     again = {"load_debug_rollout_data": template, "rollout_batch_size": 2, **switch}
-    assert batches(mine, Trace(), None, **again) == saved
+    assert await batches(mine, Trace(), None, **again) == saved
     with pytest.raises(UserError, match="holds 2 groups: set rollout_batch_size to 2"):
-        batches(mine, Trace(), None, **again | {"rollout_batch_size": 3})
+        await batches(mine, Trace(), None, **again | {"rollout_batch_size": 3})
 
 
-def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: str, tmp_path: Path) -> None:
+async def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: str, tmp_path: Path) -> None:
     late = group(0.0, 1.0)
     late[0].spans, late[1].spans = [VersionSpan(7, 0, 1), VersionSpan(9, 1, 2)], [VersionSpan(5, 0, 2)]
     template = str(tmp_path / "{rollout_id}.st")
-    batches(mine, Trace(), [late], save_debug_rollout_data=template)
-    [found] = batches(mine, Trace(), None, load_debug_rollout_data=template, rollout_batch_size=1)
+    await batches(mine, Trace(), [late], save_debug_rollout_data=template)
+    [found] = await batches(mine, Trace(), None, load_debug_rollout_data=template, rollout_batch_size=1)
     assert found[0].spans == [VersionSpan(0, 0, 1), VersionSpan(2, 1, 2)]
     assert found[1].spans == [VersionSpan(0, 0, 2)]
 
@@ -225,3 +216,21 @@ def test_what_functions_note_of_every_sample_is_averaged() -> None:
 
 def test_a_rewards_spread_is_seen_whatever_kind_of_number_it_is() -> None:
     assert check_reward_nonzero_std(None, group(float(np.float32(0.5)), 1.0))
+
+
+def newest_first(args: Any, groups: list[Group]) -> list[Group]:
+    """Named by its path in the test below."""
+    return groups[::-1]
+
+
+async def test_the_over_sampling_filter_is_loaded_by_its_path_and_given_the_groups() -> None:
+    class Source:
+        async def collect_batch(
+            self, rollout_id: int, size: int, over_sampling: int, choose: Callable[[list[Group]], list[Group]]
+        ) -> list[Group]:
+            return choose([group(0.0), group(1.0)])[:size]
+
+    args = flat_args(run_config(over_sampling_filter_path=f"{__name__}.newest_first", rollout_batch_size=1))
+    source: Any = Source()
+    [chosen] = await sglang_rollout.generate_rollout(args, 0, source)
+    assert chosen[0].reward == 1.0

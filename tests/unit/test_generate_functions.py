@@ -1,10 +1,11 @@
-"""Generate functions in the seed's shape, over an engine that says what the test wants it to say."""
+"""Generate functions with slime's signature, on an engine whose answers are scripted."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
-from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
@@ -20,6 +20,7 @@ from miles_async.rollout.generate import FunctionGenerator, load_generate_functi
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from tests.configuration import run_config
 
 LIVE = 7
 
@@ -32,7 +33,7 @@ class Bytes:
 
     encode_text = encode
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode()
 
     text_of = decode
@@ -51,10 +52,13 @@ class Script(SGLangGenerator):
         self.asked: list[SamplingParams] = []
         self.rated: list[Sample] = []
         self._ended = asyncio.Event()
+        self.begun = asyncio.Event()
+        """A request has arrived."""
 
     async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
         assert sampling is not None
         self.asked.append(sampling)
+        self.begun.set()
         [sample] = group
         line = self.lines.pop(0) if self.lines else "ok"
         if line is None:
@@ -79,28 +83,26 @@ class Script(SGLangGenerator):
         sample.rollout_log_probs = [-1.0] * sample.response_length
 
 
-Story = Callable[[FunctionGenerator, Script], Awaitable[None]]
-
-
-def tell(function: Any, story: Story, *lines: str | None, timeout: float = 5.0, **args: Any) -> None:
-    async def told() -> None:
-        engine = Script(*lines)
-        turns = MultiTurnSampler(engine, Bytes())
-        generator = FunctionGenerator(
-            function,
-            flat_args(RunConfig()).with_values(turns=turns, **args),
-            SamplingParams(max_new_tokens=200),
-            engine,
-            turns,
-            live_version=lambda: LIVE,
-            timeout_seconds=timeout,
-        )
-        try:
-            await story(generator, engine)
-        finally:
-            await engine.close()
-
-    asyncio.run(told())
+@asynccontextmanager
+async def generating_with(
+    function: Any, *lines: str | None, timeout_seconds: float = 60.0, **settings: Any
+) -> AsyncIterator[tuple[FunctionGenerator, Script]]:
+    """A generator that sends samples through `function`, and its engine, which says `lines`."""
+    engine = Script(*lines)
+    turns = MultiTurnSampler(engine, Bytes())
+    generator = FunctionGenerator(
+        function,
+        flat_args(run_config(**settings)).with_values(turns=turns),
+        SamplingParams(max_new_tokens=200),
+        engine,
+        turns,
+        live_version=lambda: LIVE,
+        timeout_seconds=timeout_seconds,
+    )
+    try:
+        yield generator, engine
+    finally:
+        await engine.close()
 
 
 def one(prompt: str = "Q") -> Group:
@@ -112,24 +114,22 @@ def masked(sample: Sample, entry: int) -> str:
     return bytes(t for t, m in zip(response, sample.loss_mask or [], strict=True) if m == entry).decode()
 
 
-def test_each_sample_goes_through_the_function() -> None:
+async def test_each_sample_goes_through_the_function() -> None:
     seen: list[tuple[int | None, int]] = []
 
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         seen.append((sample.index, sampling_params["max_new_tokens"]))
-        return await args.turns.sample(sample, sampling_params)  # type: ignore[no-any-return]
+        return await args.turns.sample(sample, sampling_params)
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, _):
         group = Group([Sample(index=i, prompt="Q") for i in range(3)])
         await generator.generate(group)
         assert [sample.response for sample in group] == ["ok"] * 3
-
-    tell(mine, story)
     assert seen == [(0, 200), (1, 200), (2, 200)]
 
 
-def test_what_a_tool_says_is_masked_and_has_no_version() -> None:
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+async def test_what_a_tool_says_is_masked_and_has_no_version() -> None:
+    async with generating_with(tool_use.generate, "<python>6*7</python>", "It is 42.") as (generator, engine):
         group = one()
         await generator.generate(group)
         [sample] = group
@@ -143,41 +143,38 @@ def test_what_a_tool_says_is_masked_and_has_no_version() -> None:
         assert sample.status is SampleStatus.COMPLETED
         assert engine.asked[0].stop == ("</python>", "</search>")
 
-    tell(tool_use.generate, story, "<python>6*7</python>", "It is 42.")
 
-
-def test_a_model_that_only_calls_tools_is_cut_after_so_many() -> None:
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+async def test_a_model_that_only_calls_tools_is_cut_after_so_many() -> None:
+    async with generating_with(tool_use.generate, *["<python>1+1</python>"] * 9, tool_max_turns=2) as (
+        generator,
+        engine,
+    ):
         group = one()
         await generator.generate(group)
         assert group[0].status is SampleStatus.TRUNCATED
         assert group[0].metadata["tool_calls"] == 2
         assert len(engine.asked) == 2
 
-    tell(tool_use.generate, story, *["<python>1+1</python>"] * 9, tool_max_turns=2)
 
-
-def test_tool_output_never_makes_a_response_longer_than_allowed() -> None:
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+async def test_tool_output_never_makes_a_response_longer_than_allowed() -> None:
+    async with generating_with(tool_use.generate, "x" * 170 + "<python>2**90</python>") as (generator, _):
         group = one()
         await generator.generate(group)
         assert group[0].response_length == 200
         assert group[0].status is SampleStatus.TRUNCATED
 
-    tell(tool_use.generate, story, "x" * 170 + "<python>2**90</python>")
 
-
-def test_a_search_answers_from_the_corpus(tmp_path: Path) -> None:
+async def test_a_search_answers_from_the_corpus(tmp_path: Path) -> None:
     corpus = tmp_path / "documents.jsonl"
     texts = ["Paris is the capital of France.", "Berlin is the capital of Germany.", "Rivers flow."]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(
+        tool_use.generate, "<search>the capital of Germany</search>", tool_search_corpus=str(corpus)
+    ) as (generator, _):
         group = one()
         await generator.generate(group)
         assert masked(group[0], 0).startswith("<result>Berlin is the capital of Germany.")
-
-    tell(tool_use.generate, story, "<search>the capital of Germany</search>", tool_search_corpus=str(corpus))
 
 
 def test_a_broken_corpus_line_is_named(tmp_path: Path) -> None:
@@ -203,38 +200,32 @@ def test_the_calculator_does_arithmetic_and_nothing_else(expression: str, value:
     assert calculate(expression).startswith(value)
 
 
-def test_a_function_that_hangs_fails_its_group() -> None:
+async def test_a_function_that_hangs_fails_its_group() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         return sample
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine, timeout_seconds=0.05) as (generator, _):
         with pytest.raises(TrajectoryError, match=r"sample 3: .* longer than 0\.05 s \(generate_timeout_seconds\)"):
             await generator.generate(one())
 
-    tell(mine, story, timeout=0.05)
 
-
-def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
+async def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         raise KeyError("page")
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, _):
         with pytest.raises(TrajectoryError, match=r"sample 3: the generate function raised KeyError\('page'\)"):
             await generator.generate(one())
 
-    tell(mine, story)
 
-
-def test_a_function_that_says_nothing_of_how_it_ended_fails_its_group() -> None:
+async def test_a_function_that_says_nothing_of_how_it_ended_fails_its_group() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         return sample
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, _):
         with pytest.raises(TrajectoryError, match="sample 3: the generate function left it unfinished; set its status"):
             await generator.generate(one())
-
-    tell(mine, story)
 
 
 def half_filled(sample: Sample) -> None:
@@ -242,32 +233,30 @@ def half_filled(sample: Sample) -> None:
     sample.loss_mask = [1, 0]
 
 
-def test_what_a_function_left_half_filled_is_not_taken_for_the_prompt_of_the_next_attempt() -> None:
+async def test_what_a_function_left_half_filled_is_not_taken_for_the_prompt_of_the_next_attempt() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         half_filled(sample)
         raise KeyError("page")
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, _):
         group = one()
         with pytest.raises(TrajectoryError):
             await generator.generate(group)
         [sample] = group
         assert (bytes(sample.tokens), sample.response_length, sample.loss_mask) == (b"Q", 0, None)
 
-    tell(mine, story)
 
-
-def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.rollout.generate.ABORT_GRACE_SECONDS", 0.01)
     reached = asyncio.Event()
 
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         half_filled(sample)
         reached.set()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         return sample
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, _):
         group = one()
         running = asyncio.create_task(generator.generate(group))
         await reached.wait()
@@ -275,84 +264,74 @@ def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkeypatch:
         await running
         assert (bytes(group[0].tokens), group[0].status) == (b"Q", SampleStatus.ABORTED)
 
-    tell(mine, story)
 
-
-def test_columns_that_do_not_fit_are_the_users_error() -> None:
+async def test_columns_that_do_not_fit_are_the_users_error() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         await args.turns.sample(sample, sampling_params)
         sample.loss_mask = [1]
         return sample
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, _):
         with pytest.raises(UserError, match="the generate function returned sample 3 with a loss_mask of 1 entries"):
             await generator.generate(one())
 
-    tell(mine, story)
 
-
-def test_a_function_in_the_seeds_shape_gets_versions_and_log_probabilities_afterwards() -> None:
+async def test_a_function_written_for_slime_gets_versions_and_log_probabilities_afterwards() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         sample.tokens = [*sample.tokens, 65, 66]
         sample.response, sample.response_length = "AB", 2
         sample.status = Sample.Status.COMPLETED
         return sample
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, engine):
         group = one()
         await generator.generate(group)
         assert engine.rated == list(group)
         assert group[0].spans == [VersionSpan(LIVE, 0, 2)]
         assert group.oldest_version == LIVE
 
-    tell(mine, story)
+
+async def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
+    engine = SGLangGenerator(
+        "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=lambda: 4, engine_urls=list
+    )
+    try:
+        with pytest.raises(TrajectoryError, match="sample 3 of group sample_0_0: its prompt has no tokens"):
+            await engine.generate(one(""))
+        with pytest.raises(TrajectoryError, match="sample 4: its tokens contain no prompt"):
+            await engine.score_logprobs(Sample(index=4, tokens=[65], response_length=1))
+    finally:
+        await engine.close()
 
 
-def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
-    async def story() -> None:
-        engine = SGLangGenerator(
-            "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=4, engine_urls=list
-        )
-        try:
-            with pytest.raises(TrajectoryError, match="sample 3 of group sample_0_0: its prompt has no tokens"):
-                await engine.generate(one(""))
-            with pytest.raises(TrajectoryError, match="sample 4: its tokens contain no prompt"):
-                await engine.score_logprobs(Sample(index=4, tokens=[65], response_length=1))
-        finally:
-            await engine.close()
-
-    asyncio.run(story())
-
-
-def test_an_abort_ends_the_turn_under_way_and_every_later_one() -> None:
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+async def test_an_abort_ends_the_turn_under_way_and_every_later_one() -> None:
+    async with generating_with(tool_use.generate, None) as (generator, engine):
         group = one()
         running = asyncio.create_task(generator.generate(group))
-        await asyncio.sleep(0.01)
+        await engine.begun.wait()
         await generator.abort(group)
         await running
         assert group[0].status is SampleStatus.ABORTED
 
-    tell(tool_use.generate, story, None)
 
-
-def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.rollout.generate.ABORT_GRACE_SECONDS", 0.05)
 
+    begun = asyncio.Event()
+
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-        await asyncio.sleep(60)
+        begun.set()
+        await asyncio.Event().wait()
         return sample
 
-    async def story(generator: FunctionGenerator, engine: Script) -> None:
+    async with generating_with(mine) as (generator, _):
         group = one()
         running = asyncio.create_task(generator.generate(group))
-        await asyncio.sleep(0.01)
+        await begun.wait()
         await generator.abort()
         await running
         assert group[0].status is SampleStatus.ABORTED
         assert group[0].response_length == 0
-
-    tell(mine, story)
 
 
 def test_a_plain_function_is_refused_before_anything_starts() -> None:

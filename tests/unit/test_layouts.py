@@ -9,7 +9,7 @@ import pytest
 
 from miles_async.batching.layout import context_parallel_indices
 from miles_async.config.checks.layouts import layout_problems
-from miles_async.config.schema import Learner, Model, RunConfig
+from tests.configuration import run_config
 
 DENSE = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
          "intermediate_size": 96}  # fmt: skip
@@ -22,8 +22,8 @@ def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any)
     names = {"tensor": "tensor_model_parallel_size", "stages": "pipeline_model_parallel_size",
              "virtual": "virtual_pipeline_model_parallel_size", "context": "context_parallel_size",
              "experts": "expert_model_parallel_size", "of_expert": "expert_tensor_parallel_size"}  # fmt: skip
-    learner = Learner(actor_num_gpus_per_node=ranks, **{names.get(name, name): size for name, size in layout.items()})
-    return list(layout_problems(RunConfig(model=Model(hf_checkpoint=str(folder)), learner=learner)))
+    sizes = {names.get(name, name): size for name, size in layout.items()}
+    return list(layout_problems(run_config(hf_checkpoint=str(folder), actor_num_gpus_per_node=ranks, **sizes)))
 
 
 @pytest.mark.parametrize(

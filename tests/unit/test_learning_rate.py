@@ -6,7 +6,7 @@ import pytest
 
 from miles_async.config.derived import learning_rate
 from miles_async.config.learning_rate import LearningRate
-from miles_async.config.schema import Learner, Rollout, RunConfig
+from tests.configuration import run_config
 
 
 def rates(steps: int, **settings: Any) -> list[float]:
@@ -46,7 +46,7 @@ def test_wsd_stays_at_the_peak_until_its_last_steps(shape: str, half_way: float)
 def test_the_schedule_is_the_configurations() -> None:
     def at(step: int, **settings: Any) -> float:
         usual: dict[str, Any] = {"lr": 1.0, "lr_decay_style": "WSD", "num_steps_per_rollout": 2}
-        return learning_rate(RunConfig(learner=Learner(**usual | settings), rollout=Rollout(num_rollout=50))).at(step)
+        return learning_rate(run_config(**usual | settings, num_rollout=50)).at(step)
 
     assert at(89) == at(90) == 1.0, "it falls over the last tenth of the steps"
     assert at(95) == pytest.approx(0.5)

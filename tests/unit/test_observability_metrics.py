@@ -1,4 +1,4 @@
-"""What the metrics say while a run goes on, hangs, and publishes."""
+"""The metrics while a run progresses, hangs and publishes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.view import View
 from tests.unit.example_events import RUN
+from tests.waiting import PATIENCE_SECONDS
 
 
 class Watched:
@@ -211,12 +212,12 @@ def test_metrics_are_served_on_loopback_until_closed() -> None:
     watched = Watched(RUN, QueueChanged(time=101.0, depth=7, blocked=0))
     server = HttpServer(watched.registry, LivePage(View()), port=0)
     try:
-        with urlopen(server.url, timeout=5) as response:
+        with urlopen(server.url, timeout=PATIENCE_SECONDS) as response:
             assert "miles_async_queue_depth_groups 7.0" in response.read().decode()
     finally:
         server.close()
     with pytest.raises(OSError, match="refused"):
-        urlopen(server.url, timeout=5)
+        urlopen(server.url, timeout=PATIENCE_SECONDS)
 
 
 def test_a_port_in_use_is_one_sentence_that_names_it() -> None:
@@ -362,7 +363,7 @@ def test_the_verdict_is_one_and_the_trainers_time_never_falls() -> None:
     assert see("trainer_seconds_total", doing="step") == 3.0
 
 
-def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_scrape_during_shutdown_ends_and_does_not_delay_it(capfd: pytest.CaptureFixture[str]) -> None:
     see = Watched(RUN)
     server = HttpServer(see.registry, LivePage(View()), port=0)
     stopping = threading.Event()
@@ -371,7 +372,7 @@ def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.Capture
     def scrape() -> None:
         while not stopping.is_set():
             try:
-                with urlopen(server.url, timeout=5) as response:
+                with urlopen(server.url, timeout=PATIENCE_SECONDS) as response:
                     outcomes.append(str(response.status))
                     response.read()
             except OSError:
@@ -386,7 +387,7 @@ def test_a_scrape_during_shutdown_ends_and_holds_nobody_up(capfd: pytest.Capture
     server.close()
     stopping.set()
     for scraper in scrapers:
-        scraper.join(5)
+        scraper.join(PATIENCE_SECONDS)
     assert not any(scraper.is_alive() for scraper in scrapers)
     assert capfd.readouterr().err == ""
 

@@ -1,10 +1,11 @@
-"""What a run leaves for people: lines, bar, summary, trace, folder, log."""
+"""What a run shows and leaves behind: lines, progress bar, summary, trace, run folder, log."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import structlog
 from msgspec import structs
 
+from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
@@ -40,7 +42,10 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import RunSummary
 from miles_async.observability.trace.event_log import EventLogWriter, read_events
+from tests.configuration import run_config
 from tests.unit import example_events
+from tests.waiting import PATIENCE_SECONDS
+from workers.driver import REFUSED, drive
 
 
 class Terminal(io.StringIO):
@@ -285,9 +290,7 @@ def test_a_line_cut_by_a_crash_is_left_out_and_a_broken_one_is_named(tmp_path: P
 
 
 def config_in(run_dir: Path, **observability: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {"observability": {"run_dir": str(run_dir), **observability}, "data": {"reasoning_gym_task": "chain_sum"}}
-    )
+    return run_config(run_dir=str(run_dir), **observability, reasoning_gym_task="chain_sum")
 
 
 def test_latest_points_at_the_newest_run_and_no_two_runs_share_a_folder(tmp_path: Path) -> None:
@@ -330,9 +333,9 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
         subscribers.emit(*WHOLE_RUN[:-1])
         subscribers.tick(time.time())
-        with urlopen(subscribers.metrics_url, timeout=5) as response:
+        with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
             assert "miles_async_eval_accuracy_ratio" in response.read().decode()
-        with urlopen(subscribers.page_url, timeout=5) as response:
+        with urlopen(subscribers.page_url, timeout=PATIENCE_SECONDS) as response:
             assert RUN.run in response.read().decode()
         assert not folder.summary.exists()
         subscribers.emit(WHOLE_RUN[-1])
@@ -343,6 +346,32 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     out = capsys.readouterr().out
     assert "Staleness stats: recycled=0, avg_staleness=0.50, max_staleness=1" in out
     assert "0.200 before, 0.600 after" in out
+
+
+def test_metrics_are_served_at_the_configured_port(tmp_path: Path) -> None:
+    port = free_port()
+    with EventSubscribers(config_in(tmp_path, metrics_port=port), RunFolder.create(config_in(tmp_path))) as subscribers:
+        assert subscribers.metrics_url == f"http://127.0.0.1:{port}/metrics"
+
+
+def test_the_trace_of_a_run_stays_within_its_configured_size(tmp_path: Path) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    with EventSubscribers(config_in(tmp_path, trace=True, trace_max_bytes=2**16), folder) as subscribers:
+        for _ in range(200):
+            subscribers.emit(*WHOLE_RUN[:-1])
+        subscribers.emit(WHOLE_RUN[-1])
+    assert folder.trace.stat().st_size <= 2**16
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_bar_of_a_run_is_shown_if_it_is_enabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    folder = RunFolder.create(config_in(tmp_path))
+    with EventSubscribers(config_in(tmp_path, progress_bar=enabled), folder) as subscribers:
+        subscribers.emit(*WHOLE_RUN)
+    assert ("1/2" in terminal.getvalue()) is enabled
 
 
 def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
@@ -356,14 +385,12 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
     assert "report.html was not written" in "".join(capsys.readouterr())
 
 
-def test_a_router_that_died_and_came_back_is_told_in_the_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_router_that_died_and_came_back_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with EventSubscribers(config_in(tmp_path), RunFolder.create(config_in(tmp_path))) as subscribers:
         subscribers.emit(RouterChanged(time=101.0, up=False, engines=0, healthy=0))
         subscribers.emit(RouterChanged(time=102.0, up=True, engines=2, healthy=1))
-    told = "".join(capsys.readouterr())
-    assert told.index("router does not answer") < told.index("router answers")
+    printed = "".join(capsys.readouterr())
+    assert printed.index("router does not answer") < printed.index("router answers")
 
 
 def test_a_full_disk_ends_the_run_with_one_sentence_and_its_summary_is_printed_all_the_same(
@@ -377,9 +404,9 @@ def test_a_full_disk_ends_the_run_with_one_sentence_and_its_summary_is_printed_a
         with pytest.raises(FatalError, match=r"events\.jsonl cannot be written \(No space left on device\): make room"):
             subscribers.tick(time.time())
         subscribers.emit(WHOLE_RUN[-1])
-    told = "".join(capsys.readouterr())
-    assert "0.200 before, 0.600 after" in told
-    assert "summary.json was not written" in told
+    printed = "".join(capsys.readouterr())
+    assert "0.200 before, 0.600 after" in printed
+    assert "summary.json was not written" in printed
     assert list((tmp_path / "targets").iterdir()) == []
 
 
@@ -402,6 +429,14 @@ def test_json_log_lines_carry_what_is_bound(capsys: pytest.CaptureFixture[str]) 
     line = json.loads(capsys.readouterr().err)
     assert (line["event"], line["run"], line["version"], line["seconds"]) == ("published", "r", 3, 0.5)
     assert line["level"] == "info"
+
+
+@pytest.mark.usefixtures("_logging_restored")
+def test_the_driver_logs_in_the_configured_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert drive(run_config(log_format="json", rm_type="unknown"), [], entry="train.py") == REFUSED
+    capsys.readouterr()
+    structlog.get_logger("miles_async.x").info("published")
+    assert json.loads(capsys.readouterr().err)["event"] == "published"
 
 
 @pytest.mark.usefixtures("_logging_restored")

@@ -1,9 +1,10 @@
-"""The endpoint for agents and external generators, over an engine that says what the test wants it to say."""
+"""The endpoint for agents and external generators, on an engine whose answers are scripted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -40,20 +41,19 @@ class Agent:
         return await self.post(f"{self.endpoint.url}/trajectories", {"samples": samples})
 
 
-def tell(story: Callable[[Agent], Awaitable[None]], *lines: str | None, capacity: int = 2, size: int = 1) -> None:
-    async def told() -> None:
-        engine = Script(*lines)
-        turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(TrajectoryBuffer(capacity, size))
-        await endpoint.start()
-        endpoint.accept_external(turns, PARAMS, live=lambda: True)
-        try:
-            async with aiohttp.ClientSession() as http:
-                await story(Agent(http, endpoint, engine, turns))
-        finally:
-            await endpoint.close()
-            await engine.close()
-
-    asyncio.run(told())
+@asynccontextmanager
+async def connected_agent(*lines: str | None, capacity: int = 2, size: int = 1) -> AsyncIterator[Agent]:
+    """An agent at the endpoint of an engine that says `lines`."""
+    engine = Script(*lines)
+    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(TrajectoryBuffer(capacity, size))
+    await endpoint.start()
+    endpoint.accept_external(turns, PARAMS, live=lambda: True)
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield Agent(http, endpoint, engine, turns)
+    finally:
+        await endpoint.close()
+        await engine.close()
 
 
 def said(answer: tuple[int, Any]) -> Any:
@@ -62,8 +62,8 @@ def said(answer: tuple[int, Any]) -> Any:
     return body["choices"][0]["message"]
 
 
-def test_a_conversation_becomes_one_sample_whose_other_turns_are_masked() -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_conversation_becomes_one_sample_whose_other_turns_are_masked() -> None:
+    async with connected_agent("2", "Yes.") as agent:
         sample = Sample()
         async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
             first = said(await agent.ask(url, USER))
@@ -73,22 +73,18 @@ def test_a_conversation_becomes_one_sample_whose_other_turns_are_masked() -> Non
         assert masked(sample, 1) == "2Yes."
         assert [(span.start, span.end) for span in sample.spans] == [(0, 1), (25, 29)]
 
-    tell(story, "2", "Yes.")
 
-
-def test_a_reply_that_the_agent_asks_for_again_is_the_same_and_sampled_once() -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_reply_that_the_agent_asks_for_again_is_the_same_and_sampled_once() -> None:
+    async with connected_agent() as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
             assert said(await agent.ask(url, USER)) == said(await agent.ask(url, USER))
         assert len(agent.engine.asked) == 1
 
-    tell(story)
 
-
-def test_tool_calls_are_taken_out_of_the_text_and_trained_as_they_were_sampled() -> None:
+async def test_tool_calls_are_taken_out_of_the_text_and_trained_as_they_were_sampled() -> None:
     call = '<tool_call>\n{"name": "calculate",  "arguments": {"expression": "6*7"}}\n</tool_call>'
 
-    async def story(agent: Agent) -> None:
+    async with connected_agent(call) as agent:
         sample = Sample()
         async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
             message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
@@ -98,26 +94,20 @@ def test_tool_calls_are_taken_out_of_the_text_and_trained_as_they_were_sampled()
             said(await agent.ask(url, USER, message, result, tools=[{"type": "function"}]))
         assert masked(sample, 1) == call + "ok"
 
-    tell(story, call)
 
-
-def test_a_call_that_is_none_stays_text() -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_malformed_tool_call_stays_text() -> None:
+    async with connected_agent('<tool_call>{"name": "f", "arguments": 5}</tool_call>') as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
             message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
         assert message == {"role": "assistant", "content": '<tool_call>{"name": "f", "arguments": 5}</tool_call>'}
 
-    tell(story, '<tool_call>{"name": "f", "arguments": 5}</tool_call>')
 
-
-def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
-    async def story(agent: Agent) -> None:
+async def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
+    async with connected_agent() as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
             await agent.ask(url, USER, max_tokens=5, temperature=0.1, stop=["END"])
         [asked] = agent.engine.asked
         assert (asked.max_new_tokens, asked.temperature, asked.stop) == (5, 1.0, ("END",))
-
-    tell(story)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +126,10 @@ def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
         ),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(request_: dict[str, Any], complaint: str) -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(
+    request_: dict[str, Any], complaint: str
+) -> None:
+    async with connected_agent() as agent:
         sample = Sample()
         async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
             status, body = await agent.post(f"{url}/chat/completions", request_)
@@ -145,17 +137,15 @@ def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(request_: dict
             assert complaint in body["error"]["message"]
             said(await agent.ask(url, USER))
 
-    tell(story)
 
-
-def test_an_agent_that_goes_away_in_the_middle_of_a_turn_leaves_nothing_that_writes_on() -> None:
-    async def story(agent: Agent) -> None:
+async def test_an_agent_that_disconnects_in_the_middle_of_a_turn_leaves_its_sample_unchanged() -> None:
+    async with connected_agent(None) as agent:
         sample = Sample(index=5)
 
         async def leave() -> None:
             async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
                 asking = asyncio.create_task(agent.ask(url, USER))
-                await asyncio.sleep(0.05)
+                await agent.engine.begun.wait()
                 asking.cancel()
 
         with pytest.raises(TrajectoryError, match="sample 5: the agent sent no request to the model"):
@@ -165,43 +155,34 @@ def test_an_agent_that_goes_away_in_the_middle_of_a_turn_leaves_nothing_that_wri
         await asyncio.sleep(0.05)
         assert sample.tokens == before
 
-    tell(story, None)
 
-
-def test_an_agent_cannot_make_its_sample_longer_than_allowed() -> None:
-    async def story(agent: Agent) -> None:
+async def test_an_agent_cannot_make_its_sample_longer_than_allowed() -> None:
+    async with connected_agent() as agent:
         sample = Sample()
         async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
             first = said(await agent.ask(url, USER))
             await agent.ask(url, USER, first, {"role": "user", "content": "x" * 1000})
         assert masked(sample, 0).count("x") < 200
 
-    tell(story)
 
-
-def test_a_session_that_has_ended_is_not_found() -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_session_that_has_ended_is_not_found() -> None:
+    async with connected_agent() as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
             said(await agent.ask(url, USER))
         assert (await agent.ask(url, USER))[0] == 404
 
-    tell(story)
 
-
-def test_the_endpoint_listens_where_it_is_told_to() -> None:
-    async def story() -> None:
-        port = free_port()
-        one, other = AgentEndpoint(TrajectoryBuffer(1, 1)), AgentEndpoint(TrajectoryBuffer(1, 1))
-        try:
-            await one.start(port)
-            assert one.url == f"http://127.0.0.1:{port}"
-            with pytest.raises(UserError, match=f"agent_port {port} is not available"):
-                await other.start(port)
-        finally:
-            await one.close()
-            await other.close()
-
-    asyncio.run(story())
+async def test_the_endpoint_listens_at_the_given_port() -> None:
+    port = free_port()
+    one, other = AgentEndpoint(TrajectoryBuffer(1, 1)), AgentEndpoint(TrajectoryBuffer(1, 1))
+    try:
+        await one.start(port)
+        assert one.url == f"http://127.0.0.1:{port}"
+        with pytest.raises(UserError, match=f"agent_port {port} is not available"):
+            await other.start(port)
+    finally:
+        await one.close()
+        await other.close()
 
 
 async def played(agent: Agent) -> str:
@@ -212,18 +193,16 @@ async def played(agent: Agent) -> str:
     return str(body["session"])
 
 
-def test_an_external_generator_posts_what_was_sampled_in_its_sessions() -> None:
-    async def story(agent: Agent) -> None:
+async def test_an_external_generator_posts_what_was_sampled_in_its_sessions() -> None:
+    async with connected_agent("a", "b", size=2) as agent:
         sessions = [await played(agent), await played(agent)]
-        samples = [{"session": session, "reward": place} for place, session in enumerate(sessions)]
+        samples = [{"session": session, "reward": position} for position, session in enumerate(sessions)]
         assert (await agent.trajectory(samples))[0] == 200
         group = await agent.endpoint._trajectories.take()
         assert [(sample.index, sample.reward, sample.response) for sample in group] == [(0, 0.0, "a"), (1, 1.0, "b")]
         assert group.oldest_version == 7
         status, body = await agent.trajectory(samples)
         assert (status, "was posted already" in body["error"]["message"]) == (400, True)
-
-    tell(story, "a", "b", size=2)
 
 
 OWN: dict[str, Any] = {
@@ -235,13 +214,11 @@ OWN: dict[str, Any] = {
 }
 
 
-def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
+    async with connected_agent() as agent:
         assert (await agent.trajectory([OWN]))[0] == 200
         [sample] = await agent.endpoint._trajectories.take()
         assert (sample.tokens, sample.spans, sample.reward) == ([1, 2, 3], [VersionSpan(4, 0, 2)], 1.0)
-
-    tell(story)
 
 
 @pytest.mark.parametrize(
@@ -257,17 +234,15 @@ def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
         ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "each need at least one"),
     ],
 )
-def test_a_trajectory_that_cannot_be_trained_is_refused_with_a_sentence(samples: Any, complaint: str) -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_trajectory_that_cannot_be_trained_is_refused_with_a_sentence(samples: Any, complaint: str) -> None:
+    async with connected_agent() as agent:
         status, body = await agent.trajectory(samples)
         assert status == 400
         assert complaint in body["error"]["message"]
 
-    tell(story)
 
-
-def test_a_session_with_a_request_under_way_is_not_posted() -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_session_with_a_request_under_way_is_not_posted() -> None:
+    async with connected_agent("2", None) as agent:
         _, body = await agent.post(f"{agent.endpoint.url}/sessions", {})
         said(await agent.ask(body["base_url"], USER))
         begun, generate = asyncio.Event(), agent.engine.generate
@@ -276,7 +251,7 @@ def test_a_session_with_a_request_under_way_is_not_posted() -> None:
             begun.set()
             await generate(*given)
 
-        agent.engine.generate = tells  # type: ignore[method-assign]
+        agent.engine.generate = tells  # type: ignore[method-assign, assignment]
         answered = {"role": "assistant", "content": "2"}
         going_on = asyncio.create_task(agent.ask(body["base_url"], USER, answered, USER))
         await begun.wait()
@@ -285,11 +260,7 @@ def test_a_session_with_a_request_under_way_is_not_posted() -> None:
         await agent.engine.abort()
         await going_on
 
-    tell(story, "2", None)
 
-
-def test_a_full_buffer_says_to_come_again() -> None:
-    async def story(agent: Agent) -> None:
+async def test_a_full_buffer_says_to_come_again() -> None:
+    async with connected_agent(capacity=2) as agent:
         assert [(await agent.trajectory([OWN]))[0] for _ in range(3)] == [200, 200, 429]
-
-    tell(story, capacity=2)

@@ -1,4 +1,4 @@
-"""The trace for Perfetto: what stands in it, that it is valid at every moment, and that it has a size."""
+"""The trace for Perfetto: its content, its validity at every moment, and its limited size."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def life(sequence: int, start: float, *, end: str = "published", reason: str | N
     """A group that changes its state every second."""
     events: list[Event] = []
     transport = [*WAY[: WAY.index(end)], end] if end in WAY else ["fed", "in_flight", end]
-    for place, state in enumerate(transport):
-        before = transport[place - 1] if place else None
+    for position, state in enumerate(transport):
+        before = transport[position - 1] if position else None
         events.append(
             GroupMoved(
-                time=start + place,
+                time=start + position,
                 sequence=sequence,
                 feed_index=f"sample_0_{sequence}",
                 attempt=0,

@@ -1,4 +1,4 @@
-"""A shuffled order that stores nothing is still an order of every row, once each."""
+"""A shuffled order that stores nothing visits every row exactly once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_key_decides_the_order() -> None:
 
 def test_a_place_of_a_huge_order_is_found_at_once() -> None:
     order = Permutation(10**12, "k")
-    assert len({order[place] for place in range(1000)}) == 1000
+    assert len({order[position] for position in range(1000)}) == 1000
 
 
 def test_rows_land_everywhere() -> None:

@@ -1,4 +1,4 @@
-"""Who gets which device."""
+"""The assignment of devices to the learner and the engines."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import pytest
 
 from miles_async.config.derived import demand_of
 from miles_async.config.device_plan import Bundle, Demand, by_node, plan
-from miles_async.config.fields import SETTINGS
-from miles_async.config.flags import Assignment
-from miles_async.config.load import build
 from miles_async.errors import UserError
+from tests.configuration import run_config
 
 
 def cluster(*nodes: tuple[str, int], seed: int = 0) -> list[Bundle]:
     """Bundles of `(address, devices)`, as Ray returns them: in no order."""
-    places = [(address, device) for address, devices in nodes for device in range(devices)]
-    random.Random(seed).shuffle(places)
-    return [Bundle(index, node, device) for index, (node, device) in enumerate(places)]
+    devices_of_nodes = [(address, device) for address, devices in nodes for device in range(devices)]
+    random.Random(seed).shuffle(devices_of_nodes)
+    return [Bundle(index, node, device) for index, (node, device) in enumerate(devices_of_nodes)]
 
 
 def devices(bundles: tuple[Bundle, ...]) -> list[tuple[str, int]]:
@@ -26,7 +24,7 @@ def devices(bundles: tuple[Bundle, ...]) -> list[tuple[str, int]]:
 
 
 def demand(**settings: object) -> Demand:
-    return demand_of(build([Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()]))
+    return demand_of(run_config(**settings))
 
 
 def test_neighbouring_ranks_get_neighbouring_devices_whatever_order_ray_returns_them_in() -> None:

@@ -1,4 +1,4 @@
-"""What is found wrong before any process starts."""
+"""Errors that are found before any process starts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from safetensors.numpy import save_file
 
 from miles_async.adapters.storage.rollout_file import save_groups
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION
-from miles_async.config.fields import SETTINGS
-from miles_async.config.flags import Assignment
-from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM
 from workers.preflight import HTTP2_PREFACE, HTTP2_SETTINGS, check_ray, dynamic_filter, preflight, rollout_function
 
@@ -33,7 +31,7 @@ RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
 
 
 def config(**settings: Any) -> RunConfig:
-    return build([Assignment(SETTINGS[name].path, value, name) for name, value in (RUNNABLE | settings).items()])
+    return run_config(**RUNNABLE | settings)
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
     sys.modules.pop("preflight_mine", None)
 
 
-def test_a_run_that_is_in_order_passes_and_needs_no_lessons_without_a_warm_start() -> None:
+def test_a_valid_run_passes_and_needs_no_labels_without_a_warm_start() -> None:
     sft_examples = preflight(config(), "train_async.py")
     assert (sft_examples.problems, sft_examples.check) == ([], [])
 
@@ -96,7 +94,7 @@ def test_a_warm_start_teaches_prompts_in_the_form_that_training_gives_them() -> 
         ({"dynamic_sampling_filter_path": "nowhere.keep"}, "dynamic_sampling_filter_path 'nowhere.keep' cannot be"),
     ],
 )
-def test_what_cannot_be_had_is_named_with_its_setting(settings: dict[str, Any], complaint: str) -> None:
+def test_an_unavailable_resource_is_named_with_its_setting(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         preflight(config(**settings), "train_async.py")
 
@@ -152,7 +150,7 @@ def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic_sampling", "over_sampling", "rollout_sample"])
-def test_a_filter_that_nobody_would_await_is_refused(kind: str) -> None:
+def test_a_filter_that_is_a_coroutine_function_is_refused(kind: str) -> None:
     """A coroutine counts as true: the dynamic filter would keep every group."""
     settings = {f"{kind}_filter_path": "asyncio.sleep", "over_sampling_batch_size": 64}
     with pytest.raises(UserError, match=rf"{kind}_filter_path 'asyncio.sleep' is async: write it with a plain def"):
@@ -170,7 +168,7 @@ def test_a_port_that_is_taken_is_named_before_anything_starts(setting: str) -> N
             preflight(config(**{setting: port}), "train_async.py")
 
 
-def test_a_ray_cluster_that_nobody_answers_for_is_named() -> None:
+def test_a_ray_address_at_which_no_cluster_answers_is_named() -> None:
     check_ray(None)
     check_ray("auto")
     with pytest.raises(UserError, match=r"no Ray cluster answers at ray_address 127\.0\.0\.1:9 .*refused"):

@@ -1,4 +1,4 @@
-"""The report of a run, from its folder."""
+"""The report of a run, made from its run folder."""
 
 from __future__ import annotations
 
@@ -78,21 +78,21 @@ def test_a_report_holds_figures_plots_configuration_and_verdicts(
     folder = run(tmp_path / "one")
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
-    [told] = data_of(folder / "report.html")["runs"]
-    assert (told["summary"]["rollouts"], told["summary"]["reason"]) == (3, "done")
-    assert told["config"] == {"rollout.max_weight_staleness": 2, "rollout.rollout_stop": []}
-    assert told["state"]["now"]["staleness_limit"] == 2
-    assert [value for value in told["state"]["figures"]["series"]["reward"]["mean"] if value is not None] == [0.5] * 3
-    assert [phase[2] for phase in told["phases"]] == ["rollout-bound"]
+    [shown] = data_of(folder / "report.html")["runs"]
+    assert (shown["summary"]["rollouts"], shown["summary"]["reason"]) == (3, "done")
+    assert shown["config"] == {"rollout.max_weight_staleness": 2, "rollout.rollout_stop": []}
+    assert shown["state"]["now"]["staleness_limit"] == 2
+    assert [value for value in shown["state"]["figures"]["series"]["reward"]["mean"] if value is not None] == [0.5] * 3
+    assert [phase[2] for phase in shown["phases"]] == ["rollout-bound"]
 
 
 def test_two_runs_are_put_into_one_report(tmp_path: Path) -> None:
     one, other = run(tmp_path / "one"), run(tmp_path / "other", reward=0.75, limit=4)
     assert main([str(one), "--with", str(other)]) == 0
     runs = data_of(one / "report-with-other.html")["runs"]
-    assert [told["name"] for told in runs] == ["one", "other"]
-    assert [told["summary"]["reward_last"] for told in runs] == [0.5, 0.75]
-    assert [told["config"]["rollout.max_weight_staleness"] for told in runs] == [2, 4]
+    assert [shown["name"] for shown in runs] == ["one", "other"]
+    assert [shown["summary"]["reward_last"] for shown in runs] == [0.5, 0.75]
+    assert [shown["config"]["rollout.max_weight_staleness"] for shown in runs] == [2, 4]
 
 
 def test_a_run_that_was_killed_has_a_report_too(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_run_that_was_killed_has_a_report_too(tmp_path: Path) -> None:
     content = (folder / "events.jsonl").read_bytes()
     (folder / "events.jsonl").write_bytes(content[: content.rindex(b"RunEnded")])
     assert main([str(folder)]) == 0
-    [told] = data_of(folder / "report.html")["runs"]
-    assert (told["state"]["now"]["ended"], told["summary"]["rollouts"]) == (None, 3)
+    [shown] = data_of(folder / "report.html")["runs"]
+    assert (shown["state"]["now"]["ended"], shown["summary"]["rollouts"]) == (None, 3)
 
 
 def test_a_longer_run_makes_no_larger_report(tmp_path: Path) -> None:

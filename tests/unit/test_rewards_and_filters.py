@@ -1,4 +1,4 @@
-"""How a group is scored, kept, and what becomes of a reward that goes wrong."""
+"""How groups are scored and filtered, and how errors of rewards are handled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.filters import check_reward_nonzero_std
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rewards.grader import grade
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 
 
 def group_of(*responses: str, **fields: Any) -> Group:
@@ -27,8 +27,8 @@ def group_of(*responses: str, **fields: Any) -> Group:
     return Group(samples, feed_index="sample_0_3")
 
 
-def scored(rewarder: Rewarder, group: Group) -> list[Any]:
-    asyncio.run(rewarder.score(group))
+async def scored(rewarder: Rewarder, group: Group) -> list[Any]:
+    await rewarder.score(group)
     return [sample.reward for sample in group]
 
 
@@ -36,8 +36,14 @@ def custom(function: Callable[[Any, Sample], Any], timeout_seconds: float = 5.0)
     return Rewarder(function, args=None, name="my.reward", timeout_seconds=timeout_seconds)
 
 
-def configured(**sections: dict[str, Any]) -> Rewarder:
-    return open_rewarder(RunConfig.model_validate(sections), args=None)
+def configured(**settings: Any) -> Rewarder:
+    return open_rewarder(run_config(**settings), args=None)
+
+
+async def never(args: Any, sample: Sample) -> float:
+    """Named by its path in a test below."""
+    await asyncio.Event().wait()
+    return 0.0
 
 
 def count_fours(args: Any, sample: Sample) -> int:
@@ -45,38 +51,39 @@ def count_fours(args: Any, sample: Sample) -> int:
     return sample.response.count("4")
 
 
-def test_exact_compares_the_stripped_response_with_the_label() -> None:
-    rewarder = configured(rollout={"rm_type": "exact"})
-    assert scored(rewarder, group_of(" 4\n", "44", "")) == [1.0, 0.0, 0.0]
+async def test_exact_compares_the_stripped_response_with_the_label() -> None:
+    rewarder = configured(rm_type="exact")
+    assert await scored(rewarder, group_of(" 4\n", "44", "")) == [1.0, 0.0, 0.0]
 
 
-def test_a_custom_reward_is_loaded_by_its_path() -> None:
-    rewarder = configured(rollout={"custom_rm_path": f"{__name__}.count_fours"})
-    assert scored(rewarder, group_of("404", "4", "0")) == [2.0, 1.0, 0.0]
+async def test_a_custom_reward_is_loaded_by_its_path() -> None:
+    rewarder = configured(custom_rm_path=f"{__name__}.count_fours")
+    assert await scored(rewarder, group_of("404", "4", "0")) == [2.0, 1.0, 0.0]
 
 
-def test_an_async_reward_scores_all_samples_at_once() -> None:
+async def test_an_async_reward_scores_all_samples_at_once() -> None:
     together = asyncio.Barrier(3)
 
     async def reward(args: Any, sample: Sample) -> float:
         await together.wait()
         return float(len(sample.response))
 
-    assert scored(custom(reward), group_of("a", "bb", "ccc")) == [1.0, 2.0, 3.0]
+    assert await scored(custom(reward), group_of("a", "bb", "ccc")) == [1.0, 2.0, 3.0]
 
 
-def test_a_plain_reward_may_block_without_stopping_the_loop() -> None:
-    release = threading.Event()
+async def test_a_plain_reward_may_block_without_stopping_the_loop() -> None:
+    loop, called, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
-    async def score_while_the_loop_runs() -> list[Any]:
-        group = group_of("a")
-        scoring = asyncio.create_task(custom(lambda args, sample: release.wait(5)).score(group))
-        await asyncio.sleep(0.01)
-        release.set()
-        await scoring
-        return [sample.reward for sample in group]
+    def blocks(args: Any, sample: Sample) -> bool:
+        loop.call_soon_threadsafe(called.set)
+        return release.wait(60)
 
-    assert asyncio.run(score_while_the_loop_runs()) == [1.0]
+    group = group_of("a")
+    scoring = asyncio.create_task(custom(blocks, timeout_seconds=60).score(group))
+    await called.wait()
+    release.set()
+    await scoring
+    assert [sample.reward for sample in group] == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -88,38 +95,38 @@ def test_a_plain_reward_may_block_without_stopping_the_loop() -> None:
         (lambda args, sample: 1 / 0, "sample 7: reward my.reward raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_reward_that_goes_wrong_names_its_sample(reward: Callable[[Any, Sample], Any], complaint: str) -> None:
+async def test_a_reward_that_goes_wrong_names_its_sample(reward: Callable[[Any, Sample], Any], complaint: str) -> None:
     with pytest.raises(TrajectoryError, match=complaint):
-        scored(custom(reward), group_of("4"))
+        await scored(custom(reward), group_of("4"))
 
 
 @pytest.mark.parametrize("escape", [SystemExit(3), StopIteration()])
-def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseException) -> None:
+async def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseException) -> None:
     def leave(args: Any, samples: Any) -> Any:
         raise escape
 
     rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=True)
     with pytest.raises(TrajectoryError, match=rf"group sample_0_3: .*{type(escape).__name__}"):
-        scored(rewarder, group_of("4"))
+        await scored(rewarder, group_of("4"))
     with pytest.raises(TrajectoryError, match=type(escape).__name__):
-        scored(custom(leave), group_of("4"))
+        await scored(custom(leave), group_of("4"))
 
 
 @pytest.mark.parametrize("whole_groups", [False, True])
-def test_an_async_reward_that_would_end_the_process_fails_its_group_only(whole_groups: bool) -> None:
+async def test_an_async_reward_that_would_end_the_process_fails_its_group_only(whole_groups: bool) -> None:
     async def leave(args: Any, samples: Any) -> Any:
         raise SystemExit(3)
 
     rewarder = Rewarder(leave, args=None, name="my.reward", timeout_seconds=5.0, whole_groups=whole_groups)
     with pytest.raises(TrajectoryError, match="raised SystemExit: 3"):
-        scored(rewarder, group_of("4"))
+        await scored(rewarder, group_of("4"))
 
 
-def test_a_plain_reward_sees_the_context_of_its_group() -> None:
+async def test_a_plain_reward_sees_the_context_of_its_group() -> None:
     """A skip role finds its manager there, a log line its group."""
     here: ContextVar[float] = ContextVar("here")
     here.set(2.0)
-    assert scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]
+    assert await scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]
 
 
 async def awaited_length(args: Any, sample: Sample) -> float:
@@ -142,50 +149,43 @@ def test_a_grader_process_answers_whatever_its_function_returns(function: Any, a
     assert value == start or str(value).startswith(str(start))
 
 
-def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
+async def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
     """More of them than a shared pool of threads would have."""
     release = threading.Event()
-
-    async def story() -> list[Any]:
-        stuck = custom(lambda args, sample: release.wait(20), timeout_seconds=0.05)
+    stuck = custom(lambda args, sample: release.wait(60), timeout_seconds=0.05)
+    try:
         failures = await asyncio.gather(*(stuck.score(group_of("a")) for _ in range(50)), return_exceptions=True)
         assert all(isinstance(failure, TrajectoryError) for failure in failures)
-        group = group_of("a")
-        await custom(lambda args, sample: 1.0).score(group)
+        assert await scored(custom(lambda args, sample: 1.0), group_of("a")) == [1.0]
+    finally:
         release.set()
-        return [sample.reward for sample in group]
-
-    assert asyncio.run(story()) == [1.0]
 
 
-def test_an_async_reward_that_raises_names_its_sample() -> None:
+async def test_an_async_reward_that_raises_names_its_sample() -> None:
     async def reward(args: Any, sample: Sample) -> float:
         if sample.index == 8:
             raise RuntimeError("judge is down")
         return 0.0
 
     with pytest.raises(TrajectoryError, match=r"sample 8: reward my\.reward raised RuntimeError: judge is down"):
-        scored(custom(reward), group_of("a", "b"))
+        await scored(custom(reward), group_of("a", "b"))
 
 
-def test_a_reward_that_never_comes_fails_the_group() -> None:
-    async def reward(args: Any, sample: Sample) -> float:
-        await asyncio.Event().wait()
-        return 0.0
-
+async def test_a_reward_that_never_comes_fails_the_group() -> None:
+    rewarder = configured(custom_rm_path=f"{__name__}.never", reward_timeout_seconds=0.01)
     with pytest.raises(TrajectoryError, match=r"group sample_0_3: .* longer than 0\.01 s \(reward_timeout_seconds\)"):
-        scored(custom(reward, timeout_seconds=0.01), group_of("a"))
+        await asyncio.wait_for(scored(rewarder, group_of("a")), 30)
 
 
-def test_numpy_numbers_and_booleans_are_numbers() -> None:
-    rewards = scored(custom(lambda args, sample: np.float32(0.5)), group_of("a"))
+async def test_numpy_numbers_and_booleans_are_numbers() -> None:
+    rewards = await scored(custom(lambda args, sample: np.float32(0.5)), group_of("a"))
     assert rewards == [0.5]
     assert type(rewards[0]) is float
-    assert scored(custom(lambda args, sample: True), group_of("a")) == [1.0]
+    assert await scored(custom(lambda args, sample: True), group_of("a")) == [1.0]
 
 
 @pytest.mark.parametrize(
-    "rollout, complaint",
+    "settings, complaint",
     [
         ({}, "rm_type None is unknown: set one of reasoning_gym, exact, math"),
         ({"rm_type": "exakt"}, "rm_type 'exakt' is unknown"),
@@ -193,9 +193,9 @@ def test_numpy_numbers_and_booleans_are_numbers() -> None:
         ({"custom_rm_path": "no_such_module.f"}, "custom_rm_path 'no_such_module.f' cannot be imported: .*No module"),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_one_sentence(rollout: dict[str, Any], complaint: str) -> None:
+def test_a_reward_that_cannot_be_loaded_is_refused_in_one_sentence(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        configured(rollout=rollout)
+        configured(**settings)
 
 
 @pytest.mark.parametrize("rewards, kept", [([1.0, 1.0, 1.0], False), ([0.0, 1.0, 0.0], True), ([0.5], False)])

@@ -1,14 +1,12 @@
-"""What the built-in rewards call right."""
+"""The answers that the built-in rewards accept."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
@@ -16,6 +14,7 @@ from miles_async.rewards.builtin import f1, gpqa
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rewards.instructions import follows, ifeval
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.scoring import scored
 
 
@@ -37,8 +36,8 @@ def test_the_last_answer_line_is_the_answer() -> None:
     assert answer_line("Answer: 3" + " " * 300) is None
 
 
-def test_the_boxed_prefix_shows_a_reward_only_what_the_last_box_holds() -> None:
-    assert scored(r"4 \boxed{5}", r"\boxed{ 4 }", "4", label="4", rm_type="boxed_exact") == [0.0, 1.0, 0.0]
+async def test_the_boxed_prefix_shows_a_reward_only_what_the_last_box_holds() -> None:
+    assert await scored(r"4 \boxed{5}", r"\boxed{ 4 }", "4", label="4", rm_type="boxed_exact") == [0.0, 1.0, 0.0]
 
 
 def test_f1_counts_common_words_without_articles_and_punctuation() -> None:
@@ -68,14 +67,14 @@ def test_gpqa_looks_for_the_letter(response: str, label: Any, expected: float) -
 
 
 @pytest.mark.parametrize("kind", ["exact", "f1"])
-def test_a_missing_label_is_no_answer_that_could_be_right(kind: str) -> None:
+async def test_a_missing_label_is_no_answer_that_could_be_right(kind: str) -> None:
     with pytest.raises(TrajectoryError, match=f"sample 0: reward {kind} raised TypeError: the label is None"):
-        scored("None", label=None, rm_type=kind)
+        await scored("None", label=None, rm_type=kind)
 
 
-def test_a_label_of_the_wrong_type_names_its_sample() -> None:
+async def test_a_label_of_the_wrong_type_names_its_sample() -> None:
     with pytest.raises(TrajectoryError, match="sample 0: reward gpqa raised TypeError: the label None is neither"):
-        scored("A", label=None, rm_type="gpqa")
+        await scored("A", label=None, rm_type="gpqa")
 
 
 @pytest.mark.parametrize(
@@ -122,15 +121,15 @@ def test_an_instruction_is_kept_or_not(name: str, arguments: dict[str, Any], rig
     assert not follows(wrong, name, arguments)
 
 
-def test_ifeval_pays_the_share_of_instructions_kept_and_knows_no_unknown_ones() -> None:
+async def test_ifeval_pays_the_share_of_instructions_kept_and_knows_no_unknown_ones() -> None:
     asked = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [None, {}]}
     assert ifeval(None, Sample(response="no title", metadata=asked)) == 0.5
     with pytest.raises(TrajectoryError, match="instruction 'language:none' is unknown"):
-        scored("x", metadata={"instruction_id_list": ["language:none"]}, rm_type="ifeval")
+        await scored("x", metadata={"instruction_id_list": ["language:none"]}, rm_type="ifeval")
 
 
 class Judge:
-    """A reward server that answers what it is told to, one status after the other; the last one stays."""
+    """A reward server that gives these answers one after the other, and repeats the last one."""
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self._answers = list(answers)
@@ -151,78 +150,73 @@ class Judge:
         request.transport.close()
         return response
 
-    def score(self, **rollout: Any) -> float:
-        async def serve() -> float:
-            app = web.Application()
-            app.router.add_post("/rm", self.answer)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            port = runner.addresses[0][1]
-            settings = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}/rm"} | rollout
-            rewarder = open_rewarder(RunConfig.model_validate({"rollout": settings}), args=None)
-            group = Group([Sample(index=3, prompt="q", response="r", label="l")], feed_index="sample_0_0")
-            try:
-                await rewarder.score(group)
-            finally:
-                await rewarder.close()
-                await runner.cleanup()
-            return group[0].scalar_reward
-
-        return asyncio.run(serve())
+    async def score(self, **rollout: Any) -> float:
+        app = web.Application()
+        app.router.add_post("/rm", self.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        settings = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}/rm"} | rollout
+        rewarder = open_rewarder(run_config(**settings), args=None)
+        group = Group([Sample(index=3, prompt="q", response="r", label="l")], feed_index="sample_0_0")
+        try:
+            await rewarder.score(group)
+        finally:
+            await rewarder.close()
+            await runner.cleanup()
+        return group[0].scalar_reward
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is waited before a second try is nobody's test time."""
+    """Retries follow at once."""
     monkeypatch.setattr(remote, "FIRST_BACKOFF_SECONDS", 0.001)
 
 
-def test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx() -> None:
+async def test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx() -> None:
     judge = Judge((503, "busy"), (200, 0.5))
-    assert judge.score() == 0.5
+    assert await judge.score() == 0.5
     assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}] * 2
 
 
-def test_a_remote_reward_whose_answer_breaks_off_is_asked_again() -> None:
+async def test_a_remote_reward_whose_answer_breaks_off_is_asked_again() -> None:
     judge = Judge((200, None), (200, 0.5))
-    assert judge.score() == 0.5
+    assert await judge.score() == 0.5
     assert len(judge.asked) == 2
 
 
-def test_a_remote_reward_that_refuses_is_not_asked_again() -> None:
+async def test_a_remote_reward_that_refuses_is_not_asked_again() -> None:
     judge = Judge((422, "no label"))
     with pytest.raises(
         TrajectoryError, match=r'sample 3: reward remote_rm raised .*answered 422: "no label" \(rm_url\)'
     ):
-        judge.score()
+        await judge.score()
     assert len(judge.asked) == 1
 
 
-def test_a_remote_reward_gives_up_after_its_tries() -> None:
+async def test_a_remote_reward_gives_up_after_its_tries() -> None:
     judge = Judge((500, "broken"))
     with pytest.raises(TrajectoryError, match="answered 500"):
-        judge.score(remote_rm_retries=1)
+        await judge.score(remote_rm_retries=1)
     assert len(judge.asked) == 2
 
 
-def test_a_remote_reward_may_be_a_dictionary() -> None:
-    assert Judge((200, {"score": 0.25, "why": "so"})).score(reward_key="score") == 0.25
+async def test_a_remote_reward_may_be_a_dictionary() -> None:
+    assert await Judge((200, {"score": 0.25, "why": "so"})).score(reward_key="score") == 0.25
 
 
 def test_at_most_so_many_requests_are_at_the_reward_server_at_once() -> None:
-    rewarder = open_rewarder(
-        RunConfig.model_validate(
-            {"rollout": {"rm_type": "remote_rm", "rm_url": "http://x", "remote_rm_concurrency": 2}}
-        ),
+    rewarder: Any = open_rewarder(
+        run_config(rm_type="remote_rm", rm_url="http://x", remote_rm_concurrency=2),
         args=None,
     )
     assert rewarder._function._permits._value == 2
 
 
 def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    return [float(place) for place in range(len(samples))]
+    return [float(position) for position in range(len(samples))]
 
 
 def too_few(args: Any, samples: list[Sample]) -> list[float]:
@@ -233,22 +227,22 @@ async def both(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
     return {"acc": 1.0, "style": 0.5}
 
 
-def test_a_group_reward_scores_all_samples_in_one_call() -> None:
+async def test_a_group_reward_scores_all_samples_in_one_call() -> None:
     path = f"{__name__}.ranks"
-    assert scored("a", "b", custom_rm_path=path, group_rm=True) == [0.0, 1.0]
+    assert await scored("a", "b", custom_rm_path=path, group_rm=True) == [0.0, 1.0]
 
 
-def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
+async def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
     with pytest.raises(TrajectoryError, match=r"group sample_0_0: .*too_few returned 1 rewards for 2 samples"):
-        scored("a", "b", custom_rm_path=f"{__name__}.too_few", group_rm=True)
+        await scored("a", "b", custom_rm_path=f"{__name__}.too_few", group_rm=True)
 
 
-def test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts() -> None:
+async def test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts() -> None:
     path = f"{__name__}.both"
-    assert scored("a", custom_rm_path=path, reward_key="style") == [{"acc": 1.0, "style": 0.5}]
+    assert await scored("a", custom_rm_path=path, reward_key="style") == [{"acc": 1.0, "style": 0.5}]
     with pytest.raises(UserError, match="returned a dictionary: set reward_key to one of acc, style"):
-        scored("a", custom_rm_path=path)
+        await scored("a", custom_rm_path=path)
     with pytest.raises(TrajectoryError, match="returned no 'wit'"):
-        scored("a", custom_rm_path=path, reward_key="wit")
+        await scored("a", custom_rm_path=path, reward_key="wit")
     sample = Sample(reward={"acc": 1.0, "style": 0.5}, reward_key="style")
     assert sample.scalar_reward == 0.5

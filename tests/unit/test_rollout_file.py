@@ -1,4 +1,4 @@
-"""Saved batches come back as they were, and can be looked at; a damaged file is never taken for a whole one."""
+"""Saved batches are loaded unchanged and can be inspected; a damaged file is refused."""
 
 from __future__ import annotations
 

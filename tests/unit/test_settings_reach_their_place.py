@@ -1,8 +1,7 @@
-"""Settings that act in another process: what the configuration makes of them where they act."""
+"""Settings that act in another process: their values arrive in what that process is given."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -18,12 +17,9 @@ from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import TrainStep, rank_batches, repack_for_forward
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
-from miles_async.config.fields import SETTINGS
-from miles_async.config.flags import Assignment
-from miles_async.config.load import build
-from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, TrajectoryError, UserError
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.world import World
 from workers.learner import LearnerRank
@@ -39,10 +35,6 @@ from workers.specs import (
 
 LOGS = Path("/logs")
 MEETING = Rendezvous("127.0.0.1", 2, 3)
-
-
-def config(**settings: Any) -> RunConfig:
-    return build([Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()])
 
 
 # --- engines, router, Ray -------------------------------------------------------------------------------------------
@@ -73,7 +65,7 @@ def test_an_engine_setting_is_a_word_of_the_servers_command_line(
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
 
     def command_line(**settings: Any) -> str:
-        return " ".join(launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, MEETING)) + " "
+        return " ".join(launch.command(engine_spec(run_config(**settings), "e", checkpoint, LOGS), 1, MEETING)) + " "
 
     assert f"{words} " in command_line(**setting)
     assert f"{words} " not in command_line(weight_transfer="disk")
@@ -86,7 +78,7 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
     monkeypatch.setattr(launch, "has_cuda", lambda: cuda)
 
     def dtype(**settings: Any) -> str:
-        words = launch.command(engine_spec(config(**settings), "e", checkpoint, LOGS), 1, MEETING)
+        words = launch.command(engine_spec(run_config(**settings), "e", checkpoint, LOGS), 1, MEETING)
         return words[words.index("--dtype") + 1]
 
     assert (dtype(), dtype(precision="bf16")) == dtypes
@@ -95,22 +87,22 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
 
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
-    spec = engine_spec(config(engine_cpus=[3, 5]), "e", checkpoint, LOGS)
+    spec = engine_spec(run_config(engine_cpus=[3, 5]), "e", checkpoint, LOGS)
     assert spec.cpus == (3, 5)
     assert launch.environment(spec)["SGLANG_CPU_OMP_THREADS_BIND"] == "3"
-    assert engine_spec(config(), "e", checkpoint, LOGS).cpus is None
+    assert engine_spec(run_config(), "e", checkpoint, LOGS).cpus is None
 
 
 def test_an_engine_gets_its_own_environment_and_it_wins(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
     own = {"SGLANG_TIMEOUT_KEEP_ALIVE": "5", "NVTE_DEBUG": "1"}
-    ours = launch.environment(engine_spec(config(), "e", checkpoint, LOGS))
-    assert launch.environment(engine_spec(config(engine_env_vars=own), "e", checkpoint, LOGS)) == {**ours, **own}
+    ours = launch.environment(engine_spec(run_config(), "e", checkpoint, LOGS))
+    assert launch.environment(engine_spec(run_config(engine_env_vars=own), "e", checkpoint, LOGS)) == {**ours, **own}
     assert ours["SGLANG_TIMEOUT_KEEP_ALIVE"] != "5"
 
 
 def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_path: Path) -> None:
-    timeout = engine_spec(config(engine_start_timeout_seconds=0.4), "e", checkpoint, LOGS).start_timeout
+    timeout = engine_spec(run_config(engine_start_timeout_seconds=0.4), "e", checkpoint, LOGS).start_timeout
     address = f"http://127.0.0.1:{free_port()}/health"
     server = ServerProcess(
         "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
@@ -121,14 +113,14 @@ def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_pat
 
 
 def test_the_router_gets_its_policy_and_its_patience() -> None:
-    settings = config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
+    settings = run_config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
     arguments = router.arguments(router_spec(settings, LOGS), 1, 2)
     assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9)
 
 
 def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
-    assert external_router(config()) is None
-    url = external_router(config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
+    assert external_router(run_config()) is None
+    url = external_router(run_config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
     assert url == "http://127.0.0.1:9"
     with pytest.raises(
         UserError,
@@ -139,7 +131,7 @@ def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
 
 def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -> None:
     def rows(**settings: int) -> dict[str, str]:
-        return {line.split()[0]: line.split()[1] for line in table(config(**settings), "train.py").splitlines()}
+        return {line.split()[0]: line.split()[1] for line in table(run_config(**settings), "train.py").splitlines()}
 
     devices = {"rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
     found = rows(**devices, actor_num_nodes=2, actor_num_gpus_per_node=4)
@@ -156,16 +148,16 @@ def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -
         ({"eval_size": 0, "eval_datasets": {"few": {"path": "rows.jsonl"}}}, 1),
     ],
 )
-def test_lessons_need_engines_only_where_something_is_evaluated(settings: dict[str, Any], engines: int) -> None:
-    sft_examples = config(rollout_function_path=SFT_FUNCTION, **settings)
+def test_supervised_runs_need_engines_only_if_something_is_evaluated(settings: dict[str, Any], engines: int) -> None:
+    sft_examples = run_config(rollout_function_path=SFT_FUNCTION, **settings)
     assert generates(sft_examples) is bool(engines)
     rows = {line.split()[0]: line.split()[1] for line in table(sft_examples, "train.py").splitlines()}
     assert rows["engines"] == str(engines)
 
 
 def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> None:
-    assert ray_arguments(config(ray_address="10.0.0.1:6379"))["address"] == "10.0.0.1:6379"
-    started = ray_arguments(config())
+    assert ray_arguments(run_config(ray_address="10.0.0.1:6379"))["address"] == "10.0.0.1:6379"
+    started = ray_arguments(run_config())
     assert (started["address"], started["_node_ip_address"]) == ("local", "127.0.0.1")
     assert started["_system_config"] == {"worker_niceness": 0}
 
@@ -174,7 +166,7 @@ def test_processes_on_somebody_elses_ray_get_our_environment_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    theirs = ray_arguments(config(ray_address="auto"))["runtime_env"]
+    theirs = ray_arguments(run_config(ray_address="auto"))["runtime_env"]
     assert theirs["env_vars"]["HF_HUB_OFFLINE"] == "1"
     monkeypatch.chdir("/")
     theirs["worker_process_setup_hook"]()
@@ -185,7 +177,7 @@ def test_processes_on_somebody_elses_ray_get_our_environment_and_folder(
 
 
 def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
-    settings = config(
+    settings = run_config(
         rollout_temperature=0.7,
         rollout_top_p=0.9,
         rollout_top_k=20,
@@ -210,7 +202,7 @@ def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
     assert (greedy.top_p, greedy.top_k, greedy.stop_token_ids) == (1.0, -1, (7, 9))
 
 
-def test_sampling_settings_survive_the_way_through_a_generate_function() -> None:
+def test_sampling_settings_survive_a_generate_function() -> None:
     body = {"max_new_tokens": 9, "temperature": 0.5, "stop": "END", "regex": "a+", "stop_token_ids": [3]}
     again = SamplingParams.of(body).body(4)
     assert (again["max_new_tokens"], again["temperature"], again["stop"]) == (4, 0.5, ["END"])
@@ -220,7 +212,7 @@ def test_sampling_settings_survive_the_way_through_a_generate_function() -> None
 def test_each_evaluation_data_set_has_its_own_sampling(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(5)))
-    settings = config(
+    settings = run_config(
         reasoning_gym_task="chain_sum",
         eval_datasets={
             "few": {"path": str(rows), "size": 2, "n_samples": 3, "temperature": 0.6, "max_response_len": 4},
@@ -244,27 +236,24 @@ class Bytes:
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         return list(str(prompt).encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode()
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine() -> None:
-    async def story() -> None:
-        generator = SGLangGenerator(
-            "http://127.0.0.1:1",
-            Bytes(),
-            sampling_of(config()),
-            limit=lambda: 1,
-            engine_urls=list,
-            max_prompt_tokens=config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
-        )
-        try:
-            with pytest.raises(TrajectoryError, match=r"sample 3 .* 5 tokens, more than rollout_max_prompt_len 4"):
-                await generator.generate(Group([Sample(index=3, prompt="12345")]))
-        finally:
-            await generator.close()
-
-    asyncio.run(story())
+async def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine() -> None:
+    generator = SGLangGenerator(
+        "http://127.0.0.1:1",
+        Bytes(),
+        sampling_of(run_config()),
+        limit=lambda: 1,
+        engine_urls=list,
+        max_prompt_tokens=run_config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
+    )
+    try:
+        with pytest.raises(TrajectoryError, match=r"sample 3 .* 5 tokens, more than rollout_max_prompt_len 4"):
+            await generator.generate(Group([Sample(index=3, prompt="12345")]))
+    finally:
+        await generator.close()
 
 
 # --- what the learner is handed --------------------------------------------------------------------------------------
@@ -279,7 +268,7 @@ def shares(world_size: int = 1, **settings: Any) -> list[list[TrainStep]]:
         )
         for g in range(2)
     ]
-    return rank_batches(groups, config(**settings), world_size)
+    return rank_batches(groups, run_config(**settings), world_size)
 
 
 def test_a_batch_is_cut_into_the_steps_asked_for() -> None:
@@ -328,12 +317,14 @@ def test_ranks_that_share_sequences_take_more_tokens_in_whole_pieces() -> None:
     assert sorted(len(batch.tokens) for batch in shared.micro_batches) == [80, 80]
     [[step], *_] = shares(3, context_parallel_size=3)
     assert {int(length) for batch in step.micro_batches for length in batch.lengths} == {24}, "6 pieces of 4"
+    assert step.packing is not None
     assert step.packing.padding == 24 / 20
 
 
 def test_sequence_parallel_ranks_cut_a_micro_batch_evenly() -> None:
     def padding(**settings: Any) -> float:
         [step] = shares(3, tensor_model_parallel_size=3, **settings)[0]
+        assert step.packing is not None
         return round(step.packing.padding * 160)
 
     assert padding() == 160
@@ -360,7 +351,7 @@ def advantages_of(rewards: list[list[float]], **settings: Any) -> list[float]:
         )
         for group in rewards
     ]  # fmt: skip
-    [batch] = rank_batches(groups, config(**settings), 1)[0][0].micro_batches
+    [batch] = rank_batches(groups, run_config(**settings), 1)[0][0].micro_batches
     return [round(float(batch.advantages[batch.sequences == i][0]), 3) for i in range(len(batch.lengths))]
 
 
@@ -392,7 +383,7 @@ def test_the_aggregation_decides_what_a_token_of_a_long_answer_counts(aggregatio
         Sample(index=i, tokens=[1] * 5, response_length=n, rollout_log_probs=[-1.0] * n, reward=float(i))
         for i, n in enumerate((1, 3))
     )
-    settings = config(loss_aggregation=aggregation, rollout_max_response_len=10)
+    settings = run_config(loss_aggregation=aggregation, rollout_max_response_len=10)
     [[step]] = rank_batches([group], settings, 1)
     [batch] = step.micro_batches
     assert batch.loss_weights / step.total_tokens == pytest.approx(weights)
@@ -412,7 +403,7 @@ def test_ranks_get_the_same_work_unless_data_is_dealt_in_turn() -> None:
             Sample(index=i, tokens=[1] * n, response_length=1, rollout_log_probs=[-1.0], reward=float(i))
             for i, n in enumerate((40, 10, 30, 10, 20, 10))
         )
-        ranks = rank_batches([group], config(**settings), 2)
+        ranks = rank_batches([group], run_config(**settings), 2)
         return [sum(len(batch.tokens) for batch in steps[0].micro_batches) for steps in ranks]
 
     assert tokens() == [60, 60]
@@ -428,12 +419,13 @@ def test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed() -> None:
     assert rows(sequence_length_round_in_train=8) == [(8, 24)]
     assert rows(max_tokens_per_microbatch_in_train=96) == [(3, 32), (3, 32), (2, 32)]
     [[step]] = shares(use_dynamic_batching_in_train=True)
+    assert step.packing is not None
     assert step.packing.padding == 64 / 20
 
 
 def test_work_without_gradients_has_rows_and_limits_of_its_own() -> None:
     def rows(**settings: Any) -> list[tuple[int, int]]:
-        learner = config(sequence_length_round_in_infer=8, **settings).learner
+        learner = run_config(sequence_length_round_in_infer=8, **settings).learner
         return [(len(b.batch.lengths), int(b.batch.lengths.max())) for b in repack_for_forward(batches, learner)]
 
     batches = shares()[0][0].micro_batches
@@ -445,7 +437,7 @@ def test_work_without_gradients_has_rows_and_limits_of_its_own() -> None:
 
 def test_an_estimator_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"advantage_estimator: input should be 'grpo', .*, got 'vpg'"):
-        config(advantage_estimator="vpg")
+        run_config(advantage_estimator="vpg")
 
 
 # --- data and pipeline ----------------------------------------------------------------------------------------------
@@ -461,7 +453,7 @@ def test_the_control_experiment_gives_samples_the_rewards_of_others(shuffled: bo
         seen.append(group)
         return True
 
-    settings = config(shuffle_rewards=shuffled, rollout_batch_size=8, num_rollout=1, n_samples_per_prompt=2)
+    settings = run_config(shuffle_rewards=shuffled, rollout_batch_size=8, num_rollout=1, n_samples_per_prompt=2)
     World(config=settings, keep=rewarded_by_index).run()
     trained = [sample for group in seen[:8] for sample in group]
     assert any(sample.reward != sample.index for sample in trained) is shuffled
@@ -477,27 +469,27 @@ def test_engines_are_paused_in_the_mode_asked_for(monkeypatch: pytest.MonkeyPatc
         await pause(engines, mode)
 
     monkeypatch.setattr(Engines, "pause", noting)
-    World(config=config(pause_generation_mode=mode, rollout_batch_size=4, num_rollout=2)).run()
+    World(config=run_config(pause_generation_mode=mode, rollout_batch_size=4, num_rollout=2)).run()
     assert modes == [mode] * 3
 
 
 def test_the_learners_processes_get_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "of before")
-    LearnerRank(config(train_env_vars={"NCCL_DEBUG": "WARN"}, deterministic_mode=True), 0, 1, Path("run"))
+    LearnerRank(run_config(train_env_vars={"NCCL_DEBUG": "WARN"}, deterministic_mode=True), 0, 1, Path("run"))
     found = [os.environ[name] for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")]
     assert found == ["WARN", "Ring", ":4096:8"]
 
 
 def test_the_reference_model_is_batched_in_its_own_way() -> None:
     of_the_actor = {"max_tokens_per_microbatch_in_infer": 100, "sequence_length_round_in_infer": 8}
-    actor = config(**of_the_actor).learner
+    actor = run_config(**of_the_actor).learner
     assert reference_batching(actor) == actor
     of_the_reference = {
         "ref_use_dynamic_batching_in_infer": True,
         "ref_max_tokens_per_microbatch_in_infer": 300,
         "ref_sequence_length_round_in_infer": 16,
     }
-    own = reference_batching(config(**of_the_actor, **of_the_reference).learner)
+    own = reference_batching(run_config(**of_the_actor, **of_the_reference).learner)
     assert (own.use_dynamic_batching_in_infer, actor.use_dynamic_batching_in_infer) == (True, False)
     assert (own.max_tokens_per_microbatch_in_infer, own.sequence_length_round_in_infer) == (300, 16)

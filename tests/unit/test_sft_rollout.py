@@ -1,4 +1,4 @@
-"""Lessons: what is trained of them, and what is not."""
+"""Supervised examples: which tokens are trained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Forgetful(Template):
         return super().render(shown, *rest, **more)
 
 
-def lesson(sample: Sample, tokenizer: Template | None = None) -> tuple[str, str]:
+def filled(sample: Sample, tokenizer: Template | None = None) -> tuple[str, str]:
     """All of its text, and below it a 1 under every trained byte."""
     fill_example(sample, tokenizer or Template(), version=4)
     assert sample.loss_mask is not None
@@ -51,18 +51,18 @@ def lesson(sample: Sample, tokenizer: Template | None = None) -> tuple[str, str]
 
 
 def test_only_what_the_assistant_says_is_trained_with_the_end_of_each_turn() -> None:
-    text, marks = lesson(Sample(metadata={"messages": CHAT}))
+    text, marks = filled(Sample(metadata={"messages": CHAT}))
     assert text == "<1+1?$/>2$/<fine$/>So 2.$"
     assert marks == "        11         111111"
 
 
-def test_a_prompt_that_is_a_list_of_messages_is_a_lesson_too() -> None:
-    assert lesson(Sample(prompt=CHAT[:2])) == ("<1+1?$/>2$", "        11")
+def test_a_prompt_that_is_a_list_of_messages_is_an_sft_example_too() -> None:
+    assert filled(Sample(prompt=CHAT[:2])) == ("<1+1?$/>2$", "        11")
 
 
 def test_a_plain_prompt_teaches_its_label_and_where_to_end() -> None:
     sample = Sample(prompt="1+1=", label=2)
-    assert lesson(sample) == ("1+1=2$", "    11")
+    assert filled(sample) == ("1+1=2$", "    11")
     assert sample.spans == [VersionSpan(4, 0, 2)]
 
 
@@ -71,6 +71,6 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
         fill_example(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
 
 
-def test_a_lesson_without_an_answer_is_named() -> None:
+def test_an_sft_example_without_an_answer_is_named() -> None:
     with pytest.raises(UserError, match="sample 3: its example has no text to train on"):
         fill_example(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)

@@ -1,4 +1,4 @@
-"""What the fleet makes of engines and routers that answer, are slow, or are gone."""
+"""The fleet, with engines and routers that answer, are slow, or are gone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miles_async.errors import EngineLostError, UserError
 
 
 class Server:
-    """Answers `"METHOD /path"` with what it is told to; what it knows nothing of, never."""
+    """Answers each `"METHOD /path"` as `answers` defines; never answers any other request."""
 
     def __init__(self, answers: dict[str, object]) -> None:
         self.answers = answers
@@ -53,56 +53,45 @@ async def serving(answers: dict[str, object]) -> AsyncIterator[tuple[str, Server
         listener.close()
 
 
-def test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused() -> None:
-    async def story() -> None:
-        idle = {"loads": [{"token_usage": 0.0, "num_waiting_reqs": 0}]}
-        told: dict[str, object] = {"GET /v1/loads?include=core": idle, "POST /continue_generation": {}}
-        told |= {"POST /pause_generation": {}, "POST /flush_cache": {}}
-        async with serving(told) as (url, _):
-            fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.05)
-            fleet.register_engine(EngineInfo("e", url, 0, 1))
-            with pytest.raises(EngineLostError, match=r"it generated no token: GET http.* no answer within 0\.05 s$"):
-                await fleet.check("e")
-            await fleet.pause("retract")
+async def test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused() -> None:
+    idle = {"loads": [{"token_usage": 0.0, "num_waiting_reqs": 0}]}
+    answers: dict[str, object] = {"GET /v1/loads?include=core": idle, "POST /continue_generation": {}}
+    answers |= {"POST /pause_generation": {}, "POST /flush_cache": {}}
+    async with serving(answers) as (url, _):
+        fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.05)
+        fleet.register_engine(EngineInfo("e", url, 0, 1))
+        with pytest.raises(EngineLostError, match=r"it generated no token: GET http.* no answer within 0\.05 s$"):
             await fleet.check("e")
-            await fleet.resume()
-            with pytest.raises(EngineLostError, match="it generated no token"):
-                await fleet.check("e")
-            await fleet.close()
-
-    asyncio.run(story())
-
-
-def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_alone() -> None:
-    async def story() -> None:
-        async with serving({"POST /workers": {}, "DELETE /workers/2": {}}) as (url, router):
-            fleet = SGLangFleet(url)
-            for number in (1, 2):
-                fleet.register_engine(EngineInfo(f"e{number}", f"http://127.0.0.1:{number}", 0, 1))
-            both = [
-                {"url": f"http://127.0.0.1:{number}", "id": str(number), "is_healthy": True} for number in (1, 2, 3)
-            ]
-            router.answers["GET /workers"] = {"workers": both}
-            await fleet.admit("e1")
-            router.answers["GET /workers"] = {"workers": both[1:]}
-            await fleet.check_router()
-            assert router.asked[-2:] == ['POST /workers {"url":"http://127.0.0.1:1"}', "DELETE /workers/2"]
-            await fleet.close()
-
-    asyncio.run(story())
-
-
-def test_a_router_that_is_gone_and_not_ours_is_waited_for() -> None:
-    async def story() -> None:
-        fleet = SGLangFleet("http://127.0.0.1:1")
-        with pytest.raises(EngineLostError, match=r"^the external router does not answer; start it again"):
-            await fleet.check_router()
+        await fleet.pause("retract")
+        await fleet.check("e")
+        await fleet.resume()
+        with pytest.raises(EngineLostError, match="it generated no token"):
+            await fleet.check("e")
         await fleet.close()
 
-    asyncio.run(story())
+
+async def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_alone() -> None:
+    async with serving({"POST /workers": {}, "DELETE /workers/2": {}}) as (url, router):
+        fleet = SGLangFleet(url)
+        for number in (1, 2):
+            fleet.register_engine(EngineInfo(f"e{number}", f"http://127.0.0.1:{number}", 0, 1))
+        both = [{"url": f"http://127.0.0.1:{number}", "id": str(number), "is_healthy": True} for number in (1, 2, 3)]
+        router.answers["GET /workers"] = {"workers": both}
+        await fleet.admit("e1")
+        router.answers["GET /workers"] = {"workers": both[1:]}
+        await fleet.check_router()
+        assert router.asked[-2:] == ['POST /workers {"url":"http://127.0.0.1:1"}', "DELETE /workers/2"]
+        await fleet.close()
 
 
-def test_a_claimed_port_is_given_to_nobody_else() -> None:
+async def test_a_router_that_is_gone_and_not_ours_is_waited_for() -> None:
+    fleet = SGLangFleet("http://127.0.0.1:1")
+    with pytest.raises(EngineLostError, match=r"^the external router does not answer; start it again"):
+        await fleet.check_router()
+    await fleet.close()
+
+
+def test_a_claimed_port_is_not_given_away_again() -> None:
     claimed = claim_port()
     with pytest.raises(OSError, match="in use"):
         ClaimedPort(claimed.number)
@@ -110,21 +99,18 @@ def test_a_claimed_port_is_given_to_nobody_else() -> None:
     ClaimedPort(claimed.number).release()
 
 
-def test_a_duplicate_engine_is_refused_in_a_sentence() -> None:
-    async def story() -> None:
-        router: dict[str, object] = {
-            "GET /workers": {"workers": [{"id": "1", "url": "http://127.0.0.1:7", "is_healthy": True}]}
-        }
-        async with serving(router) as (url, _):
-            fleet = SGLangFleet(url)
-            fleet.register_engine(EngineInfo("e", "http://127.0.0.1:7", 0, 1))
-            await fleet.admit("e")
-            for name, port in (("e", 8), ("other", 7)):
-                with pytest.raises(UserError, match=rf"engine {name} at .*:{port} is a duplicate of engine e at .*:7"):
-                    fleet.register_engine(EngineInfo(name, f"http://127.0.0.1:{port}", 0, 1))
-            with pytest.raises(UserError, match="the fleet already has an engine e"):
-                fleet.expect_engine("e")
-            assert fleet.members() == ("e",)
-            await fleet.close()
-
-    asyncio.run(story())
+async def test_a_duplicate_engine_is_refused_in_a_sentence() -> None:
+    router: dict[str, object] = {
+        "GET /workers": {"workers": [{"id": "1", "url": "http://127.0.0.1:7", "is_healthy": True}]}
+    }
+    async with serving(router) as (url, _):
+        fleet = SGLangFleet(url)
+        fleet.register_engine(EngineInfo("e", "http://127.0.0.1:7", 0, 1))
+        await fleet.admit("e")
+        for name, port in (("e", 8), ("other", 7)):
+            with pytest.raises(UserError, match=rf"engine {name} at .*:{port} is a duplicate of engine e at .*:7"):
+                fleet.register_engine(EngineInfo(name, f"http://127.0.0.1:{port}", 0, 1))
+        with pytest.raises(UserError, match="the fleet already has an engine e"):
+            fleet.expect_engine("e")
+        assert fleet.members() == ("e",)
+        await fleet.close()

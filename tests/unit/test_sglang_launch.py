@@ -1,4 +1,4 @@
-"""How an engine's settings become a server's command line, and what its log says when it ends."""
+"""An engine's settings become the server's command line, and its log explains why it ended."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec, Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess, cause
 from miles_async.errors import FatalError
+from tests.waiting import PATIENCE_SECONDS
 
 ALONE = Rendezvous("127.0.0.1", 30002, 30001)
 
@@ -104,4 +105,4 @@ def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monke
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
     project = Path(launch.__file__).parents[3]
     with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
-        server.start({}, None, timeout=30.0)
+        server.start({}, None, timeout=PATIENCE_SECONDS)

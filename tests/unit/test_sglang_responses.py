@@ -1,4 +1,4 @@
-"""What is read out of an engine's answer, and what is refused."""
+"""What is read from an engine's answer, and which answers are refused."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_an_answer_is_appended_with_its_versions() -> None:
 def test_a_continuation_shifts_its_spans_and_joins_those_of_one_version() -> None:
     sample = Sample(tokens=[1])
     extend(sample, answer([65, 66], [("3", 0, 2)], "abort"), decode)
-    assert sample.status is SampleStatus.ABORTED
+    aborted = sample.status
     extend(sample, answer([67, 68], [("3", 0, 1), ("5", 1, 2)]), decode)
     assert sample.spans == [VersionSpan(3, 0, 3), VersionSpan(5, 3, 4)]
     assert sample.response == "ABCD"
-    assert sample.status is SampleStatus.COMPLETED
+    assert (aborted, sample.status) == (SampleStatus.ABORTED, SampleStatus.COMPLETED)
 
 
 def test_a_sample_aborted_before_its_first_token_carries_no_span() -> None:

@@ -1,4 +1,4 @@
-"""The decorator flow, the roles and their settings (seed `skip-manager`)."""
+"""The skip decorator, its roles and their settings, after verl's SkipManager."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from typing import Any
 import pytest
 
 from miles_async.config.checks import notes
-from miles_async.config.flags import parse_flags
-from miles_async.config.load import build
-from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.recording import Steps, choose_step, differences, feed_step
 from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, base, register_skip
 from miles_async.skip.identity import identity_of
 from miles_async.types import Sample
+from tests.configuration import run_config
 
-DOCS = Path(__file__).parents[2] / "docs" / "skip.md"
-
-
-def config(*words: str) -> RunConfig:
-    return build(parse_flags(words).assignments)
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "replay.md"
 
 
 @pytest.fixture
@@ -73,7 +67,7 @@ ON = ("skip.roles.doubling.enable=True", "skip.roles.doubling.steps=[1-3]")
 @pytest.mark.usefixtures("doubling")
 def test_a_configured_step_runs_once_and_is_replayed_afterwards() -> None:
     doubler = Doubler()
-    with SkipManager.init(config(*ON)):
+    with SkipManager.init(run_config(*ON)):
         SkipManager.set_step(1)
         assert [doubler.double(5), doubler.double(6)] == [10, 10]
         SkipManager.set_step(2)
@@ -84,7 +78,7 @@ def test_a_configured_step_runs_once_and_is_replayed_afterwards() -> None:
 @pytest.mark.usefixtures("doubling")
 def test_a_step_that_is_not_configured_always_runs() -> None:
     doubler = Doubler()
-    with SkipManager.init(config(*ON)):
+    with SkipManager.init(run_config(*ON)):
         SkipManager.set_step(4)
         assert [doubler.double(5), doubler.double(6)] == [10, 12]
 
@@ -93,7 +87,7 @@ def test_a_step_that_is_not_configured_always_runs() -> None:
 @pytest.mark.parametrize("words", [(), ("skip.roles.doubling.steps=[1]",)])
 def test_a_role_that_is_missing_or_not_enabled_changes_nothing(words: tuple[str, ...]) -> None:
     doubler = Doubler()
-    with SkipManager.init(config(*words)):
+    with SkipManager.init(run_config(*words)):
         SkipManager.set_step(1)
         assert [doubler.double(5), doubler.double(6)] == [10, 12]
 
@@ -102,7 +96,7 @@ def test_a_role_that_is_missing_or_not_enabled_changes_nothing(words: tuple[str,
 def test_nothing_of_one_run_is_known_to_the_next() -> None:
     doubler = Doubler()
     for _ in range(2):
-        with SkipManager.init(config(*ON)) as manager:
+        with SkipManager.init(run_config(*ON)) as manager:
             assert manager.step is None
             SkipManager.set_step(1)
             doubler.double(5)
@@ -113,21 +107,18 @@ def test_nothing_of_one_run_is_known_to_the_next() -> None:
 
 
 @pytest.mark.usefixtures("doubling")
-def test_two_runs_at_once_do_not_see_each_other() -> None:
+async def test_two_runs_at_once_do_not_see_each_other() -> None:
     async def run(number: int) -> list[int]:
-        SkipManager.init(config(*ON))
+        SkipManager.init(run_config(*ON))
         SkipManager.set_step(1)
         doubler = Doubler()
         return [await doubler.double_later(number), await doubler.double_later(0)]
 
-    async def both() -> list[list[int]]:
-        return await asyncio.gather(run(1), run(2))
-
-    assert asyncio.run(both()) == [[2, 2], [4, 4]]
+    assert list(await asyncio.gather(run(1), run(2))) == [[2, 2], [4, 4]]
 
 
-def test_concurrent_calls_tell_their_own_steps(doubling: type[BaseSkip]) -> None:
-    class Online(doubling):
+async def test_concurrent_calls_have_their_own_steps(doubling: type[BaseSkip]) -> None:
+    class Online(doubling):  # type: ignore[valid-type, misc]
         support_online_step = True
 
         def extract_step(self, *args: Any, **kwargs: Any) -> int | None:
@@ -136,24 +127,22 @@ def test_concurrent_calls_tell_their_own_steps(doubling: type[BaseSkip]) -> None
     base.REGISTERED["doubling"] = Online
     doubler = Doubler()
 
-    async def calls() -> list[int]:
-        SkipManager.init(config(*ON))
-        await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
-        return await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
-
-    assert asyncio.run(calls()) == [2, 4, 6, 8]
+    SkipManager.init(run_config(*ON))
+    await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
+    again = await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
+    assert again == [2, 4, 6, 8]
     assert sorted(doubler.calls) == [1, 2, 3, 4, 4]
 
 
 def test_an_action_that_a_role_does_not_support_is_refused(doubling: type[BaseSkip]) -> None:
     doubling.support_actions = frozenset({SkipAction.CACHE})
     with pytest.raises(UserError, match="'doubling' does not support action repeat: set cache"):
-        SkipManager.init(config("skip.roles.doubling.action=repeat"))
+        SkipManager.init(run_config("skip.roles.doubling.action=repeat"))
 
 
-def test_a_role_that_nobody_registered_is_refused() -> None:
+def test_a_role_without_a_registered_class_is_refused() -> None:
     with pytest.raises(UserError, match=r"skip\.roles\.nobody: no class is registered .* async_rollout, rollout"):
-        SkipManager.init(config("skip.roles.nobody.enable=true"))
+        SkipManager.init(run_config("skip.roles.nobody.enable=true"))
 
 
 def test_two_classes_cannot_serve_one_role() -> None:
@@ -164,15 +153,18 @@ def test_two_classes_cannot_serve_one_role() -> None:
 def test_a_dump_dir_that_cannot_be_created_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"skip\.rollout\.dump_dir .*file: .* cannot be created: Not a directory"):
-        SkipManager.init(config("skip.rollout.enable=True", f"skip.rollout.dump_dir={tmp_path}/file"))
+        SkipManager.init(run_config("skip.rollout.enable=True", f"skip.rollout.dump_dir={tmp_path}/file"))
 
 
-def test_recordings_lie_where_the_seed_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_are_kept_in_the_folders_that_verl_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     words = ["skip.rollout.dump_dir=~/dump", "skip.async_rollout.dump_dir=~/dump", "--rollout-max-prompt-len", "64"]
     sizes = ["--rollout-batch-size", "32", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"]
-    manager = SkipManager(SkipContext(config=config(*words, *sizes, "--experiment-name", "e", "--project-name", "p")))
-    folders = {role: str(skip.store.folder.relative_to(tmp_path)) for role, skip in manager.roles.items()}
+    manager = SkipManager(
+        SkipContext(config=run_config(*words, *sizes, "--experiment-name", "e", "--project-name", "p"))
+    )
+    roles: dict[str, Any] = manager.roles
+    folders = {role: str(skip.store.folder.relative_to(tmp_path)) for role, skip in roles.items()}
     assert folders == {
         "rollout": "dump/e_p/GBS32_N4_in64_out8",
         "async_rollout": "dump/e_p/GBS1_N4_in64_out8",
@@ -183,9 +175,9 @@ def test_what_identifies_a_recording_names_its_settings(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    before = identity_of(config(), str(tmp_path))
+    before = identity_of(run_config(), str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"changed")
-    after = identity_of(config("--rollout-temperature", "0.5", "--rollout-seed", "7"), str(tmp_path))
+    after = identity_of(run_config("--rollout-temperature", "0.5", "--rollout-seed", "7"), str(tmp_path))
     assert {name for name in before if before[name] != after[name]} == {"model", "rollout_temperature", "rollout_seed"}
 
 
@@ -202,7 +194,7 @@ def test_what_identifies_a_recording_names_its_settings(tmp_path: Path) -> None:
 )
 def test_whatever_shapes_a_response_identifies_its_recording(setting: str, flag: str, value: str | None) -> None:
     words = [flag] if value is None else [flag, value]
-    assert [*differences(identity_of(config()), identity_of(config(*words)))] == [setting]
+    assert [*differences(identity_of(run_config()), identity_of(run_config(*words)))] == [setting]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +216,7 @@ def test_steps_are_integers_and_ranges_with_both_ends() -> None:
 @pytest.mark.parametrize("text", ["[1, x]", "[1.5]", "[true]", "[-1]", "[5-3]", "[1-2-3]"])
 def test_what_is_no_step_is_refused_with_its_setting(text: str) -> None:
     with pytest.raises(UserError, match=r"skip\.rollout\.steps: value error, (steps are integers|the range 5-3 ends)"):
-        config(f"skip.rollout.steps={text}")
+        run_config(f"skip.rollout.steps={text}")
 
 
 def test_a_place_in_the_feed_is_the_last_part_of_its_name() -> None:
@@ -236,49 +228,54 @@ def test_a_place_in_the_feed_is_the_last_part_of_its_name() -> None:
     ]
 
 
-def test_the_seeds_overrides_and_the_flags_say_the_same() -> None:
-    overrides = config(
+def test_verls_overrides_and_the_flags_set_the_same() -> None:
+    overrides = run_config(
         "skip.async_rollout.enable=True",
         "skip.async_rollout.dump_dir=/d",
         "skip.async_rollout.steps=[1,2,3]",
         "skip.async_rollout.action=repeat",
     )
     flags = "--skip-async-rollout-enable --skip-async-rollout-dump-dir /d --skip-async-rollout-steps 1 2 3"
-    assert overrides == config(*flags.split(), "--skip-async-rollout-action", "repeat")
+    assert overrides == run_config(*flags.split(), "--skip-async-rollout-action", "repeat")
 
 
 def test_an_unknown_action_is_refused() -> None:
     with pytest.raises(UserError, match=r"skip\.rollout\.action: input should be 'cache' or 'repeat', got 'empty'"):
-        config("skip.rollout.action=empty")
+        run_config("skip.rollout.action=empty")
 
 
 def test_the_legacy_switch_warns_and_yields_to_the_new_one() -> None:
     with pytest.warns(DeprecationWarning, match="--skip-rollout is deprecated and has no effect beside"):
-        both = config("--skip-rollout", "skip.rollout.enable=True", "skip.rollout.steps=[1]")
-    assert both == config("skip.rollout.enable=True", "skip.rollout.steps=[1]")
+        both = run_config("--skip-rollout", "skip.rollout.enable=True", "skip.rollout.steps=[1]")
+    assert both == run_config("skip.rollout.enable=True", "skip.rollout.steps=[1]")
 
 
 def test_the_legacy_switch_alone_skips_every_step() -> None:
     with pytest.warns(DeprecationWarning, match=r"--skip-rollout is deprecated: set skip\.rollout\.enable"):
-        skip = config("--skip-rollout").skip
+        skip = run_config("--skip-rollout").skip
     assert [(role.enable, role.steps) for role in (skip.rollout, skip.async_rollout)] == [(True, ["0-"])] * 2
 
 
-def test_the_worked_example_of_the_documentation_skips_the_reward_stage(tmp_path: Path) -> None:
+async def test_the_worked_example_of_the_documentation_skips_the_reward_stage(tmp_path: Path) -> None:
     [example] = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     module: dict[str, Any] = {"__name__": "my_rewards"}
     exec(example, module)
     scored: list[Any] = []
-    module["slow_judge"] = lambda sample: scored.append(sample.index) or 0.5
+
+    def slow_judge(sample: Sample) -> float:
+        scored.append(sample.index)
+        return 0.5
+
+    module["slow_judge"] = slow_judge
     words = ("skip.roles.reward.enable=True", "skip.roles.reward.steps=[0-1]", f"skip.roles.reward.dump_dir={tmp_path}")
     samples = [Sample(index=i, metadata={"feed_index": f"sample_0_{i}"}) for i in range(3)]
 
     async def run() -> list[float]:
-        with SkipManager.init(config(*words)):
+        with SkipManager.init(run_config(*words)):
             return await asyncio.gather(*(module["reward"](None, sample) for sample in samples))
 
     try:
-        assert asyncio.run(run()) == asyncio.run(run()) == [0.5, 0.5, 0.5]
+        assert await run() == await run() == [0.5, 0.5, 0.5]
     finally:
         del base.REGISTERED["reward"]
     assert sorted(scored) == [0, 1, 2, 2], "step 2 is not among the steps"
@@ -301,5 +298,5 @@ def test_the_worked_example_of_the_documentation_skips_the_reward_stage(tmp_path
     ],
 )
 def test_a_role_that_cannot_matter_is_noted(entry: str, words: tuple[str, ...], note: str | None) -> None:
-    found = notes(config(*words), entry)
+    found = notes(run_config(*words), entry)
     assert found == [] if note is None else re.match(note, found[0])

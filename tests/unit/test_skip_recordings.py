@@ -1,4 +1,4 @@
-"""Recordings on disk: what was written comes back whole, or not at all and with a reason."""
+"""Recordings on disk are loaded whole, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def recording(*samples: Sample) -> Recording:
     return Recording(groups=[group], seconds=1.25)
 
 
-def test_what_was_recorded_comes_back_equal(tmp_path: Path) -> None:
+def test_a_recording_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     RecordingStore(tmp_path).save(3, recording(), IDENTITY)
     loaded = RecordingStore(tmp_path).load(3)
     assert loaded.recording.groups == recording().groups
@@ -58,7 +58,7 @@ def test_what_was_recorded_comes_back_equal(tmp_path: Path) -> None:
     assert loaded.identity == IDENTITY
 
 
-def test_a_sample_without_response_comes_back_too(tmp_path: Path) -> None:
+def test_a_sample_without_a_response_is_restored_too(tmp_path: Path) -> None:
     empty = Sample(index=0, prompt="x", tokens=[1], status=SampleStatus.COMPLETED)
     RecordingStore(tmp_path).save(0, recording(empty, empty), IDENTITY)
     assert RecordingStore(tmp_path).load(0).recording.groups[0].samples == [empty, empty]
@@ -80,7 +80,7 @@ def test_an_entry_cut_off_at_any_byte_is_never_used_and_is_set_aside(tmp_path: P
 
 
 @pytest.mark.parametrize("name", [BATCH, META])
-def test_an_entry_without_one_of_its_files_is_set_aside_and_can_be_recorded_anew(tmp_path: Path, name: str) -> None:
+def test_an_entry_without_one_of_its_files_is_set_aside_and_can_be_recorded_again(tmp_path: Path, name: str) -> None:
     store = RecordingStore(tmp_path)
     store.save(3, recording(), IDENTITY)
     (tmp_path / "3" / name).unlink()

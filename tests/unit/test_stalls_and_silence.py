@@ -1,4 +1,4 @@
-"""A run that hangs: who does not answer, what is said, and how it escalates."""
+"""A run that hangs: which process does not answer, the warnings, and the abort."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.schema import Observability, RunConfig
 from miles_async.events import ClusterReady, EngineChanged, GroupMoved, ProcessSilent, Pulse, TrainerPhaseChanged
 from miles_async.observability.diagnosis.stall_report import StallReport
 from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.run_folder import RunFolder
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock, dumps_stacks
+from tests.configuration import run_config
 from workers.heartbeats import Heartbeats, Probe
 
 READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
@@ -54,7 +54,7 @@ def test_stacks_are_dumped_with_the_second_warning_or_the_last_before_the_end(
     assert not dumps_stacks(first - 0.1, warn, abort)
 
 
-def test_a_stall_that_the_rollout_worker_cannot_tell_of_is_told_in_its_place() -> None:
+def test_a_stall_that_the_rollout_worker_cannot_report_is_reported_for_it() -> None:
     report = StallReport(warn_seconds=5.0)
     for event in (READY, PULSE):
         report.observe(event)
@@ -68,7 +68,7 @@ def test_a_stall_that_the_rollout_worker_cannot_tell_of_is_told_in_its_place() -
     assert report.unreported_stall(150.0) is None
 
 
-def test_the_report_says_where_everything_stands() -> None:
+def test_the_report_shows_the_state_of_every_part() -> None:
     report = StallReport(warn_seconds=5.0)
     moved = {"sequence": 0, "feed_index": "f", "attempt": 0, "before": None, "after": "fed", "reason": None}
     for event in (
@@ -103,63 +103,58 @@ class Process:
         return self.answer
 
 
-def looks(process: Probe, *times: float) -> tuple[Heartbeats, list[tuple[float, float]]]:
-    """The heartbeats after looking at these times, and the time and seconds of every silence told."""
+async def looks(process: Probe, *times: float) -> tuple[Heartbeats, list[tuple[float, float]]]:
+    """The heartbeats after looking at these times, and the time and seconds of every reported silence."""
     beats = Heartbeats({"p": process})
-    told: list[tuple[float, float]] = []
+    silences: list[tuple[float, float]] = []
 
-    async def look() -> None:
-        for now in times:
-            told.extend((silent.time, silent.seconds) for silent in beats.look(now))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        beats.close()
-
-    asyncio.run(look())
-    return beats, told
+    for now in times:
+        silences.extend((silent.time, silent.seconds) for silent in beats.look(now))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    beats.close()
+    return beats, silences
 
 
-def test_a_process_that_answers_is_never_silent_and_says_where_its_metrics_are() -> None:
-    beats, told = looks(Process("127.0.0.1:8").ask, *[100.0 + i / 4 for i in range(40)])
-    assert told == [(100.0, 0.0)]  # so that its series is there from the start
+async def test_a_process_that_answers_is_never_silent_and_says_where_its_metrics_are() -> None:
+    beats, silences = await looks(Process("127.0.0.1:8").ask, *[100.0 + i / 4 for i in range(40)])
+    assert silences == [(100.0, 0.0)]  # so that its series is there from the start
     assert beats.addresses == {"p": "127.0.0.1:8"}
 
 
-def test_a_process_that_hangs_is_told_of_every_second_until_it_answers_again() -> None:
+async def test_a_process_that_hangs_is_reported_every_second_until_it_answers_again() -> None:
     process = Process()
 
     async def ask() -> None:
         await process.ask()
 
     process.running.clear()
-    _, told = looks(ask, 100.0, 101.0, 102.0, 102.5, 103.0, 104.0)
-    assert told == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
+    _, silences = await looks(ask, 100.0, 101.0, 102.0, 102.5, 103.0, 104.0)
+    assert silences == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
 
 
-def test_an_engine_that_was_removed_is_not_silent() -> None:
+async def test_an_engine_that_was_removed_is_not_silent() -> None:
     probes: dict[str, Probe] = {"engine-1": Process(False).ask}
     beats = Heartbeats(probes)
 
-    async def look() -> list[float]:
-        told = [silent.seconds for now in (100.0, 103.0) for silent in beats.look(now)]
-        del probes["engine-1"]
-        return told + [silent.seconds for now in (104.0, 105.0) for silent in beats.look(now)]
-
-    assert asyncio.run(look()) == [0.0, 3.0, 0.0]
+    silences = [silent.seconds for now in (100.0, 103.0) for silent in beats.look(now)]
+    del probes["engine-1"]
+    silences += [silent.seconds for now in (104.0, 105.0) for silent in beats.look(now)]
+    assert silences == [0.0, 3.0, 0.0]
 
 
-def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
+async def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
     async def died() -> None:
         raise OSError("gone")
 
     for process in (Process(False).ask, died):
-        beats, told = looks(process, 100.0, 101.0, 102.0, 103.0)
-        assert [seconds for _, seconds in told] == [0.0, 2.0, 3.0]
+        beats, silences = await looks(process, 100.0, 101.0, 102.0, 103.0)
+        assert [seconds for _, seconds in silences] == [0.0, 2.0, 3.0]
         assert beats.addresses == {}
 
 
 def test_prometheus_finds_the_run_and_its_engines_in_a_file_that_ends_with_the_run(tmp_path: Path) -> None:
-    folder = RunFolder.create(RunConfig(observability=Observability(run_dir=str(tmp_path))))
+    folder = RunFolder.create(run_config(run_dir=str(tmp_path)))
     targets = ScrapeTargets(folder, "http://127.0.0.1:9/metrics")
     targets.write({"engine-0": "10.0.0.2:81", "router": "10.0.0.1:82"})
     (file,) = (tmp_path / "targets").glob("*.json")

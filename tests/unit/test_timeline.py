@@ -1,4 +1,4 @@
-"""Series over time in bounded memory, and what page and report make of a run's events."""
+"""Series over time in bounded memory, as the page and the report draw them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_figure_that_is_not_finite_is_a_gap() -> None:
     assert means(timeline, "loss") == [None, None, 7.0]
 
 
-def test_the_trainers_time_is_told_up_to_this_moment() -> None:
+def test_the_trainers_time_is_counted_up_to_now() -> None:
     charts = Charts()
     charts.observe(RUN)
     charts.observe(TrainerPhaseChanged(time=100.0, to="batch"))
@@ -192,7 +192,7 @@ def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() 
     assert status.figures(106.0)["silent"] == {}
 
 
-def test_the_router_and_writes_that_failed_are_told() -> None:
+def test_the_router_and_failed_writes_are_logged() -> None:
     status = RunStatus()
     status.observe(RUN)
     status.observe(RouterChanged(time=101.0, up=True, engines=2, healthy=1))
@@ -236,13 +236,13 @@ def test_names_that_users_give_are_bounded_in_number() -> None:
     assert sum(name.startswith("eval:") for name in charts.figures("whole", 102.0)["series"]) == 24
 
 
-def test_a_run_that_has_told_nothing_can_be_drawn() -> None:
+def test_a_run_without_events_can_be_drawn() -> None:
     assert RunStatus().figures(5.0)["elapsed"] == 0.0
     assert Charts().figures("recent", 5.0)["series"] == {}
     assert Charts().verdicts(5.0) == []
 
 
-def test_queue_and_head_are_drawn_from_what_the_rollout_side_tells() -> None:
+def test_queue_and_head_are_drawn_from_the_events_of_the_rollout_worker() -> None:
     charts = Charts()
     charts.observe(RUN)
     charts.observe(QueueChanged(time=100.0, depth=7, blocked=2))

@@ -4,10 +4,16 @@ from statistics import fmean
 
 import pytest
 
-from miles_async.batching.batch import NO_VERSION, policy_steps, repack_for_forward, supervised_step
-from miles_async.config.schema import Algorithm, Learner, RunConfig
+from miles_async.batching.batch import (
+    NO_VERSION,
+    TrainStep,
+    policy_steps,
+    repack_for_forward,
+    supervised_step,
+)
 from miles_async.errors import TrajectoryError
 from miles_async.types import Group, Sample, VersionSpan
+from tests.configuration import run_config
 
 
 def sample(index: int, reward: float | None = 1.0, response: int = 3, mask: list[int] | None = None) -> Sample:
@@ -21,11 +27,8 @@ def sample(index: int, reward: float | None = 1.0, response: int = 3, mask: list
     )
 
 
-def steps_of(*groups: Group, steps: int = 1, ranks: int = 1) -> list[list]:
-    config = RunConfig(
-        learner=Learner(num_steps_per_rollout=steps, max_tokens_per_gpu=100),
-        algorithm=Algorithm(grpo_std_normalization=False),
-    )
+def steps_of(*groups: Group, steps: int = 1, ranks: int = 1) -> list[list[TrainStep]]:
+    config = run_config(num_steps_per_rollout=steps, max_tokens_per_gpu=100, grpo_std_normalization=False)
     return policy_steps(groups, config, ranks=ranks)
 
 
@@ -50,7 +53,7 @@ def test_each_trained_token_knows_the_version_that_sampled_it_and_its_sequence()
 
 
 def test_padding_follows_each_sequence_and_moves_no_target() -> None:
-    config = RunConfig(learner=Learner(use_dynamic_batching_in_train=True, sequence_length_round_in_train=4))
+    config = run_config(use_dynamic_batching_in_train=True, sequence_length_round_in_train=4)
     [[step]] = policy_steps([Group([sample(0, 1.0, response=3), sample(1, 0.0, response=1)])], config, ranks=1)
     [batch] = step.micro_batches
     assert batch.tokens.tolist() == [101, 1, 0, 0, 0, 0, 0, 0, 100, 1, 0, 1, 2, 0, 0, 0]
@@ -59,10 +62,12 @@ def test_padding_follows_each_sequence_and_moves_no_target() -> None:
 
 
 def test_repacked_sequences_keep_the_index_of_each_target() -> None:
-    learner = Learner(max_tokens_per_gpu=9)
+    config = run_config(max_tokens_per_gpu=9)
     groups = Group([sample(i, float(i), response=1 + i % 3) for i in range(6)])
-    [[step]] = policy_steps([groups], RunConfig(learner=learner), ranks=1)
-    rows = learner.model_copy(update={"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 3})
+    [[step]] = policy_steps([groups], config, ranks=1)
+    rows = config.learner.model_copy(
+        update={"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 3}
+    )
     tokens = [0] * sum(len(batch.targets) for batch in step.micro_batches)
     for part in repack_for_forward(step.micro_batches, rows):
         for index, target in zip(part.target_indices, part.batch.targets, strict=True):
@@ -108,7 +113,7 @@ def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
 
 
 def test_a_supervised_step_trains_every_response_token_and_no_other() -> None:
-    step = supervised_step([[1, 2], [3]], [[4], [5, 6]], Learner(max_tokens_per_gpu=10))
+    step = supervised_step([[1, 2], [3]], [[4], [5, 6]], run_config(max_tokens_per_gpu=10).learner)
     [batch] = step.micro_batches
     assert batch.tokens[batch.targets].tolist() == [4, 5, 6]
     assert step.total_tokens == 3

@@ -6,18 +6,22 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.channel import Channel, by_preference, find_transports
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.types import SendOutcome
+
+pytestmark = pytest.mark.virtual_time
 
 ENGINES = [EngineInfo("a", "http://a", 1, 1), EngineInfo("b", "http://b", 2, 1)]
 ADDRESS = {engine.name: engine for engine in ENGINES}
 
 
 class TwoSources:
-    """Sends by a transport take the given seconds; a transport that is not given does not work."""
+    """Sends by a transport take the given virtual seconds; a transport that is not given does not work."""
 
     def __init__(self, **seconds: float) -> None:
         self.seconds = seconds
@@ -37,12 +41,12 @@ class TwoSources:
         return [whole, SendOutcome(engine=engine, seconds=0.2, bytes=20, error=error)]
 
 
-def transports(sources: TwoSources, wanted: str) -> tuple[str, ...]:
-    return asyncio.run(find_transports(sources, wanted, ENGINES))
+async def transports(sources: TwoSources, wanted: str) -> tuple[str, ...]:
+    return await find_transports(sources, wanted, ENGINES)
 
 
-def test_auto_takes_what_was_fastest_and_keeps_the_others_by_speed() -> None:
-    assert transports(TwoSources(memory=0.06, p2p=0.0, broadcast=0.03), "auto") == (
+async def test_auto_takes_what_was_fastest_and_keeps_the_others_by_speed() -> None:
+    assert await transports(TwoSources(memory=0.06, p2p=0.0, broadcast=0.03), "auto") == (
         "p2p",
         "broadcast",
         "memory",
@@ -60,57 +64,67 @@ def test_p2p_wins_what_is_nearly_a_tie() -> None:
     assert by_preference({"p2p": 0.0125, "broadcast": 0.010})[0] == "broadcast"
 
 
-def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
-    assert transports(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
-    assert transports(TwoSources(disk=0.0), "auto") == ("disk",)
+async def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
+    assert await transports(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
+    assert await transports(TwoSources(disk=0.0), "auto") == ("disk",)
     with pytest.raises(
         FatalError, match="no transport can send weights to the engines; disk failed with: no disk here"
     ):
-        transports(TwoSources(), "auto")
+        await transports(TwoSources(), "auto")
 
 
-def test_a_transport_that_is_named_comes_first_or_is_refused() -> None:
-    assert transports(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
-    with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here"):
-        transports(TwoSources(memory=0.0), "p2p")
+async def test_a_transport_that_is_named_comes_first_or_is_refused() -> None:
+    assert await transports(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
+    with pytest.raises(UserError, match="weight_transfer memory does not work here: no memory here"):
+        await transports(TwoSources(p2p=0.0), "memory")
 
 
-def test_an_engine_falls_back_alone_and_returns_to_the_first_transport_when_it_was_restarted() -> None:
-    async def story() -> None:
-        sources = TwoSources(p2p=0.0, broadcast=0.0)
-        address = dict(ADDRESS)
-        channel = Channel(("p2p", "broadcast"), sources, address.__getitem__)
-        await channel.connect(["a", "b"])
-        await channel.stage(1)
-        assert await channel.fall_back("b") == "broadcast"
-        await channel.send(1, ["a", "b"])
-        assert sources.sent == [("a", "p2p"), ("b", "broadcast")]
-        assert await channel.fall_back("b") is None
+async def test_a_default_run_uses_p2p_even_where_another_transport_is_faster() -> None:
+    assert RunConfig().weights.weight_transfer == "p2p"
+    assert (await transports(TwoSources(p2p=1.0, broadcast=0.0, memory=0.0), "p2p"))[0] == "p2p"
+
+
+async def test_a_machine_without_p2p_uses_the_next_transport_and_a_warning_says_why() -> None:
+    with capture_logs() as lines:
+        assert await transports(TwoSources(disk=0.0), "p2p") == ("disk", "p2p", "broadcast")
+    assert [(line["log_level"], line["event"]) for line in lines] == [
+        ("warning", "weight transport p2p does not work here: no p2p here; the run uses disk"),
+        ("warning", "weight transport broadcast does not work here: no broadcast here; the run uses disk"),
+    ]
+
+
+async def test_a_machine_on_which_no_fallback_works_refuses_p2p() -> None:
+    with pytest.raises(UserError, match="weight_transfer p2p does not work here: no p2p here; broadcast .*; disk "):
+        await transports(TwoSources(memory=0.0), "p2p")
+
+
+async def test_an_engine_falls_back_alone_and_returns_to_the_first_transport_after_a_restart() -> None:
+    sources = TwoSources(p2p=0.0, broadcast=0.0)
+    address = dict(ADDRESS)
+    channel = Channel(("p2p", "broadcast"), sources, address.__getitem__)
+    await channel.connect(["a", "b"])
+    await channel.stage(1)
+    assert await channel.fall_back("b") == "broadcast"
+    await channel.send(1, ["a", "b"])
+    assert sources.sent == [("a", "p2p"), ("b", "broadcast")]
+    assert await channel.fall_back("b") is None
+    await channel.stage(2)
+    assert sources.staged == [(1, ["p2p"]), (2, ["broadcast", "p2p"])]
+    address["b"] = EngineInfo("b", "http://b2", 3, 1)
+    await channel.connect(["a", "b"])
+    await channel.send(2, ["b"])
+    assert sources.sent[-1] == ("b", "p2p")
+
+
+async def test_what_one_source_could_not_send_has_not_arrived() -> None:
+    channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
+    [outcome] = await channel.send(1, ["a"])
+    assert outcome == SendOutcome(engine="a", seconds=0.2, bytes=50, error="no p2p here")
+
+
+async def test_versions_only_rise() -> None:
+    channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
+    await channel.stage(3)
+    await channel.stage(3)
+    with pytest.raises(FatalError, match="weight version 2 was to be staged after version 3; versions only rise"):
         await channel.stage(2)
-        assert sources.staged == [(1, ["p2p"]), (2, ["broadcast", "p2p"])]
-        address["b"] = EngineInfo("b", "http://b2", 3, 1)
-        await channel.connect(["a", "b"])
-        await channel.send(2, ["b"])
-        assert sources.sent[-1] == ("b", "p2p")
-
-    asyncio.run(story())
-
-
-def test_what_one_source_could_not_send_has_not_arrived() -> None:
-    async def story() -> None:
-        channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
-        [outcome] = await channel.send(1, ["a"])
-        assert outcome == SendOutcome(engine="a", seconds=0.2, bytes=50, error="no p2p here")
-
-    asyncio.run(story())
-
-
-def test_versions_only_rise() -> None:
-    async def story() -> None:
-        channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
-        await channel.stage(3)
-        await channel.stage(3)
-        with pytest.raises(FatalError, match="weight version 2 was to be staged after version 3; versions only rise"):
-            await channel.stage(2)
-
-    asyncio.run(story())

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 
 from miles_async.errors import WindowError
@@ -10,20 +12,20 @@ def complete(collector: WindowedFIFOCollector[int], *positions: int) -> list[int
     return list(collector.drain())
 
 
-def test_a_window_of_one_is_strict_fifo():
+def test_a_window_of_one_is_strict_fifo() -> None:
     collector = WindowedFIFOCollector[int](total=4, window_size=1)
     assert complete(collector, 1, 2, 3) == []
     assert complete(collector, 0) == [0, 1, 2, 3]
     assert collector.exhausted
 
 
-def test_a_window_of_the_whole_batch_is_greedy():
+def test_a_window_of_the_whole_batch_is_greedy() -> None:
     collector = WindowedFIFOCollector[int](total=4, window_size=4)
     assert complete(collector, 3) == [3]
     assert complete(collector, 1, 0) == [0, 1]
 
 
-def test_a_finished_group_past_the_window_waits_until_the_head_moves():
+def test_a_finished_group_past_the_window_waits_until_the_head_moves() -> None:
     collector = WindowedFIFOCollector[int](total=8, window_size=3)
     assert complete(collector, 2, 3) == [2]
     assert collector.blocked == 1
@@ -31,26 +33,26 @@ def test_a_finished_group_past_the_window_waits_until_the_head_moves():
     assert collector.head == 1
 
 
-def test_collecting_a_younger_group_does_not_slide_the_window():
+def test_collecting_a_younger_group_does_not_slide_the_window() -> None:
     collector = WindowedFIFOCollector[int](None, window_size=3)
     assert complete(collector, 1, 2) == [1, 2]
     assert complete(collector, 3, 4, 5) == [], "position 0 is still the head: only 1 and 2 may pass it"
     assert complete(collector, 0) == [0, 3, 4, 5]
 
 
-def test_what_may_be_collected_comes_in_queue_order():
+def test_what_may_be_collected_comes_in_queue_order() -> None:
     collector = WindowedFIFOCollector[int](total=5, window_size=5)
     assert complete(collector, 4, 2, 0, 3, 1) == [0, 1, 2, 3, 4]
 
 
-def test_a_dropped_head_counts_as_consumed():
+def test_a_dropped_head_counts_as_consumed() -> None:
     collector = WindowedFIFOCollector[int](total=3, window_size=1)
     complete(collector, 1)
     collector.drop(0)
     assert list(collector.drain()) == [1]
 
 
-def test_a_dropped_group_gives_its_place_to_the_next_in_line():
+def test_a_dropped_group_gives_its_place_to_the_next_in_line() -> None:
     collector = WindowedFIFOCollector[int](None, window_size=2)
     assert complete(collector, 2) == []
     collector.drop(1)
@@ -58,7 +60,7 @@ def test_a_dropped_group_gives_its_place_to_the_next_in_line():
     assert complete(collector, 3) == [], "0 and the collected 2 fill the window"
 
 
-def test_drops_past_the_window_do_not_widen_it():
+def test_drops_past_the_window_do_not_widen_it() -> None:
     collector = WindowedFIFOCollector[int](None, window_size=2)
     collector.drop(2)
     collector.drop(3)
@@ -68,7 +70,7 @@ def test_drops_past_the_window_do_not_widen_it():
     assert collector.head == 5
 
 
-def test_closing_hands_out_what_the_window_held_back():
+def test_closing_hands_out_what_the_window_held_back() -> None:
     collector = WindowedFIFOCollector[int](total=4, window_size=1)
     complete(collector, 3, 2)
     assert collector.close() == [2, 3]
@@ -80,18 +82,18 @@ def test_closing_hands_out_what_the_window_held_back():
 
 
 @pytest.mark.parametrize("total, window", [(0, 1), (-1, 1), (4, 0), (4, -2)])
-def test_a_total_or_window_below_one_is_refused_by_value(total, window):
+def test_a_total_or_window_below_one_is_refused_by_value(total: int, window: int) -> None:
     with pytest.raises(WindowError, match=str(min(total, window))):
         WindowedFIFOCollector(total, window)
 
 
 @pytest.mark.parametrize("position", [-1, 4])
-def test_a_position_out_of_range_is_refused(position):
+def test_a_position_out_of_range_is_refused(position: int) -> None:
     with pytest.raises(WindowError, match=f"position {position} is outside"):
         WindowedFIFOCollector[int](total=4, window_size=2).mark_completed(position, 0)
 
 
-def test_a_position_ends_once():
+def test_a_position_ends_once() -> None:
     collector = WindowedFIFOCollector[int](total=4, window_size=2)
     complete(collector, 0, 1)
     collector.drop(2)
@@ -102,6 +104,6 @@ def test_a_position_ends_once():
             collector.drop(position)
 
 
-def test_window_errors_are_value_errors():
+def test_window_errors_are_value_errors() -> None:
     with pytest.raises(ValueError, match="window_size"):
         WindowedFIFOCollector(4, 0)

@@ -113,21 +113,34 @@ class Channel:
 async def find_transports(sources: WeightSources, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
     """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
 
-    `wanted` is `auto` or the name of a transport. `auto` measures `AUTO_CANDIDATES` and keeps `disk` as the last one.
-    The engines must be idle.
+    `wanted` is `auto` or the name of a transport. `p2p`, the default, falls back to the next of `FALLBACKS` that works,
+    with a warning. `auto` measures `AUTO_CANDIDATES` and keeps `disk` as the last one. The engines must be idle.
 
-    Raises UserError if the named transport does not work, EngineLostError if an engine does not answer, and FatalError
-    if an engine serves another model or no transport works.
+    Raises UserError if another named transport does not work, EngineLostError if an engine does not answer, and
+    FatalError if an engine serves another model or no transport works.
     """
     await sources.connect(engines, {})
     await sources.stage(0, [])
     infos = {engine.name: engine for engine in engines}
-    if wanted != "auto":
+    if wanted == "auto":
+        return await _fastest(sources, infos)
+    # p2p is the default and needs a system library. Without the library a run uses the next transport.
+    candidates = FALLBACKS if wanted == "p2p" else (wanted,)
+    failures: list[str] = []
+    for transport in candidates:
         try:
-            await _measure(sources, wanted, infos)
+            await _measure(sources, transport, infos)
         except EngineLostError as failure:
-            raise UserError(f"weight_transfer {wanted} does not work here: {failure}") from failure
-        return (wanted, *(transport for transport in FALLBACKS if transport != wanted))
+            failures.append(f"{transport} does not work here: {failure}")
+        else:
+            for sentence in failures:
+                _log.warning(f"weight transport {sentence}; the run uses {transport}")
+            return (transport, *(other for other in FALLBACKS if other != transport))
+    raise UserError(f"weight_transfer {'; '.join(failures)}")
+
+
+async def _fastest(sources: WeightSources, infos: Mapping[str, EngineInfo]) -> tuple[str, ...]:
+    """The transports that work, fastest first, with `disk` at the end. Raises FatalError if none works."""
     seconds: dict[str, float] = {}
     for transport in AUTO_CANDIDATES:
         try:

@@ -75,7 +75,7 @@ def plan_tensors(tensors: Iterable[tuple[str, Shape]], ranks: Sequence[Mapping[s
         target = _target(name)
         if target not in ranks[0]:
             if _VOCABULARY.fullmatch(name):
-                continue  # a tied output layer has no memory of its own in the engine
+                continue  # a tied output layer shares the memory of the embedding
             raise FatalError(f"the engine serves another model: it has no parameter {target} for {name}")
         columns, copies = _copies(name, shape, target, ranks, rows)
         plans.append(TensorPlan(name, shape, columns, tuple(copies)))

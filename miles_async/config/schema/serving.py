@@ -12,11 +12,12 @@ from miles_async.config.schema.section import Section
 class Weights(Section):
     """How the learner's weights reach the engines."""
 
-    weight_transfer: Literal["auto", "memory", "p2p", "broadcast", "disk", "disk_delta"] = "auto"
+    weight_transfer: Literal["auto", "memory", "p2p", "broadcast", "disk", "disk_delta"] = "p2p"
     """How weights reach the engines: memory copies them directly into an engine on the same machine, p2p uses one-sided
     Mooncake writes, broadcast a torch.distributed collective, disk a shared folder, disk_delta a shared folder with
-    only the changed weights. auto measures memory, p2p and broadcast at start-up and uses the fastest one that works,
-    or disk if none does; it chooses memory only if that saves about 10 ms."""
+    only the changed weights. If p2p does not work on a machine, the run uses broadcast or disk instead, with a warning.
+    auto measures memory, p2p and broadcast at start-up and uses the fastest one that works, or disk if none does; it
+    chooses memory only if that saves about 10 ms."""
     update_weight_buffer_size: int = Field(512 << 20, ge=1)
     """Amount of weights sent at a time, in bytes. With weight_transfer broadcast, an engine needs this much memory
     beside its own weights."""

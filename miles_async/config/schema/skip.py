@@ -1,4 +1,4 @@
-"""Skipping a stage by replaying what an earlier run recorded (verl's SkipManager; docs/skip.md)."""
+"""Skipping a stage by replaying what an earlier run recorded (verl's SkipManager; docs/how-to/replay.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SkipAsyncRollout(SkipRole):
 
 
 class Skip(Section):
-    """Replay recorded generation instead of generating again (verl's SkipManager; see docs/skip.md)."""
+    """Replay recorded generation instead of generating again (verl's SkipManager; see docs/how-to/replay.md)."""
 
     flag_prefix = "skip_"
 

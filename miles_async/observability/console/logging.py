@@ -17,6 +17,8 @@ import structlog
 from structlog.typing import EventDict, Processor
 from tqdm import tqdm
 
+from miles_async.config.redaction import redact_text
+
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
     # The local variables of every frame would hide the cause among noise, and they may hold secrets.
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
@@ -101,6 +103,11 @@ def _configure(handler: logging.Handler, log_format: Literal["console", "json"],
 
 def _rendering(log_format: Literal["console", "json"]) -> list[Processor]:
     if log_format == "json":
-        return [_TRACEBACKS, structlog.processors.JSONRenderer()]
+        return [_TRACEBACKS, structlog.processors.JSONRenderer(), _redact]
     plain = structlog.dev.plain_traceback
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain), _redact]
+
+
+def _redact(logger: Any, name: str, rendered: Any) -> Any:
+    """Remove secrets from the finished line, wherever in it they are: a message of a library may quote a URL."""
+    return redact_text(rendered)

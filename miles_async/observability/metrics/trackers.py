@@ -19,6 +19,7 @@ from typing import Protocol
 
 import structlog
 
+from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.run_folder import RunFolder
@@ -144,7 +145,7 @@ class WandbTracker:
             name=folder.path.name,
             mode=settings.wandb_mode,
             dir=str(folder.path),
-            config=config.model_dump(mode="json"),
+            config=redacted_values(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
         for axis, families in {"train/step": ["train/*"], "rollout/step": ["rollout/*", "eval/*"]}.items():

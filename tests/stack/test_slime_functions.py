@@ -1,8 +1,7 @@
-"""What users wrote for slime works as it is, named by its path in the settings."""
+"""Functions that users wrote for slime work unchanged when a setting names their path."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,6 @@ import pytest
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
-from miles_async.config.fields import SETTINGS
-from miles_async.config.flags import Assignment
-from miles_async.config.load import build
-from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from miles_async.pipeline.training import metadata_means
@@ -23,33 +18,32 @@ from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.sim.world import Trace, World
 from workers.batches import BatchPreparation
 from workers.preflight import dynamic_filter, rollout_function
 
 pytestmark = pytest.mark.stack
-MINE = "tests.stack.seed_functions"
-
-
-def config(**settings: Any) -> RunConfig:
-    return build([Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()])
+MINE = "tests.stack.slime_functions"
 
 
 def group(*rewards: Any) -> Group:
-    return Group([Sample(index=place, reward=reward) for place, reward in enumerate(rewards)], feed_index="sample_0_0")
+    return Group(
+        [Sample(index=position, reward=reward) for position, reward in enumerate(rewards)], feed_index="sample_0_0"
+    )
 
 
 def source(folder: Path, **settings: Any) -> BufferedSource:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{row}", "label": row}) + "\n" for row in range(6)))
     data = {"prompt_data": str(path), "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
-    whole = config(**data, **settings)
+    whole = run_config(**data, **settings)
     return open_data(whole, checkpoint=whole.model.hf_checkpoint)
 
 
 @pytest.mark.parametrize("key", [None, "acc"])
 def test_the_dynamic_filter_with_its_tensor_decides(key: str | None) -> None:
-    settings = config(dynamic_sampling_filter_path=f"{MINE}.check_reward_nonzero_std", reward_key=key)
+    settings = run_config(dynamic_sampling_filter_path=f"{MINE}.check_reward_nonzero_std", reward_key=key)
     keep = dynamic_filter(settings, flat_args(settings))
     same, apart = ((1.0, 1.0), (0.0, 1.0)) if key is None else (({key: 1.0}, {key: 1.0}), ({key: 0.0}, {key: 1.0}))
     assert [keep(group(*same)), keep(group(*apart))] == [False, True]
@@ -59,7 +53,7 @@ def test_the_over_sampling_filter_with_its_tensors_chooses() -> None:
     function = load_function(f"{MINE}.sort_by_reward_std", setting="over_sampling_filter_path")
     rollout = {"rollout_batch_size": 4, "over_sampling_batch_size": 6, "num_rollout": 2, "n_samples_per_prompt": 2}
     world = World(
-        config=RunConfig.model_validate({"rollout": rollout}),
+        config=run_config(**rollout),
         schedule=Schedule.SYNCHRONOUS,
         choose=lambda groups: function(None, groups),
     ).run()
@@ -71,8 +65,8 @@ def test_the_over_sampling_filter_with_its_tensors_chooses() -> None:
 def test_the_buffer_filters_hand_out_every_group_once(tmp_path: Path, name: str, expected: list[str]) -> None:
     data = source(tmp_path, buffer_filter_path=f"{MINE}.{name}")
     back = data.get_samples(3)
-    for place, returned in enumerate(back):
-        returned[0].reward = float(place)
+    for position, returned in enumerate(back):
+        returned[0].reward = float(position)
     data.add_samples([list(returned) for returned in back])  # type: ignore[misc]
     fed = [groups[0].prompt for groups in data.get_samples(2)]
     assert fed == expected
@@ -80,20 +74,20 @@ def test_the_buffer_filters_hand_out_every_group_once(tmp_path: Path, name: str,
     assert sorted([*fed, *left]) == ["q0", "q1", "q2", "q3"]
 
 
-def test_rewards_of_samples_and_of_groups_are_awaited() -> None:
-    def scored(*responses: str, **settings: Any) -> list[float]:
+async def test_rewards_of_samples_and_of_groups_are_awaited() -> None:
+    async def scored(*responses: str, **settings: Any) -> list[float]:
         samples = [Sample(response=text, response_length=len(text), label="ab") for text in responses]
         scored_group = Group(samples, feed_index="sample_0_0")
-        asyncio.run(open_rewarder(config(**settings), None).score(scored_group))
+        await open_rewarder(run_config(**settings), None).score(scored_group)
         return [sample.scalar_reward for sample in scored_group]
 
-    assert scored("ab", "c", custom_rm_path=f"{MINE}.custom_rm") == [1.0, 0.0]
+    assert await scored("ab", "c", custom_rm_path=f"{MINE}.custom_rm") == [1.0, 0.0]
     grouped = {"custom_rm_path": f"{MINE}.custom_group_rm", "group_rm": True, "reward_key": "score"}
-    assert scored("ab", "c", **grouped) == [1.0, 0.5]
+    assert await scored("ab", "c", **grouped) == [1.0, 0.5]
 
 
-def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) -> None:
-    settings = config(
+async def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) -> None:
+    settings = run_config(
         rollout_function_path=f"{MINE}.generate_rollout",
         rollout_batch_size=3,
         n_samples_per_prompt=2,
@@ -105,14 +99,9 @@ def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) 
 
     function = rollout_function(settings, "train.py")
     args, data = flat_args(settings), source(tmp_path)
-
-    async def batch() -> list[Group]:
-        data.trainer_version = 0  # type: ignore[attr-defined]
-        found = await RolloutFunctionAdapter(function, args, settings, score_tokens=rate)(0, data)  # type: ignore[arg-type]
-        await BatchPreparation(settings, args, Trace())(0, found)
-        return found
-
-    groups = asyncio.run(batch())
+    data.trainer_version = 0  # type: ignore[attr-defined]
+    groups = await RolloutFunctionAdapter(function, args, settings, score_tokens=rate)(0, data)  # type: ignore[arg-type]
+    await BatchPreparation(settings, args, Trace())(0, groups)
     assert [[sample.scalar_reward for sample in trained] for trained in groups] == [[0.0, 1.0]] * 3
     assert [trained.feed_index for trained in groups] == ["sample_0_0", "sample_0_1", "sample_0_2"]
     assert metadata_means([sample for trained in groups for sample in trained]) == {"raw_reward": 0.5}

@@ -1,4 +1,4 @@
-"""Windows that ours is compared with."""
+"""Windows that the windowed FIFO collector is compared with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ UNBOUNDED = 4096
 class PlainWindow(WindowedFIFOCollector[Group]):
     """Dropped groups keep their place, and the filter speaks when a group is collected, in window order.
 
-    This is the `windowed-fifo` seed read by the letter: what will be filtered spends the window and holds its slot
-    without ever filling the batch.
+    This is the window of MiniMax Forge (arXiv 2605.26494, 6.2.4) to the letter: a group that the filter will drop takes
+    room in the window and keeps its slot, although it never becomes part of a batch.
     """
 
     def __init__(self, window_size: int, keep: Callable[[Group], bool], filtered: Callable[[Group], None]) -> None:

@@ -1,18 +1,19 @@
-"""Run as a process of its own, since a process knows one Ray: a run's placement on three nodes with logical GPUs."""
+"""Places a run on a Ray of three nodes with logical GPUs, in a process that has joined no other Ray."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
 from miles_async.config.device_plan import Demand, Plan
-from miles_async.config.schema import Cluster as ClusterConfig
-from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+from tests.configuration import run_config
 from workers.placement import reserve
 from workers.specs import ray_arguments
 
@@ -34,42 +35,44 @@ def refusal(demand: Demand, within: float) -> str:
     return ""
 
 
-@ray.remote
 class Settler:
     """What a learner rank or an engine finds where it was put."""
 
-    def where(self) -> tuple[str, list[int]]:
+    def where(self) -> tuple[Any, Any]:
         return ray.util.get_node_ip_address(), ray.get_gpu_ids()
 
     def surroundings(self) -> tuple[str, str | None]:
         return os.getcwd(), os.environ.get("HF_HUB_OFFLINE")
 
 
-def tell() -> dict[str, object]:
+def placed() -> dict[str, object]:
     wanted = Demand(learner=2, engines=2, per_engine=2)
     placement = reserve(wanted)
-    story = described(placement.plan) | {"unit": placement.unit, "local": placement.local}
-    settlers = [Settler.options(**placement.actor_options(bundle, 0.4)).remote() for bundle in placement.plan.learner]
-    story["settled"] = ray.get([settler.where.remote() for settler in settlers])
-    story["surroundings"] = ray.get([settler.surroundings.remote() for settler in settlers])
-    story["too_many"] = refusal(Demand(learner=4, engines=2, per_engine=2), 1)
-    story["taken"] = refusal(Demand(learner=1, engines=0, per_engine=1), 1)
+    found = described(placement.plan) | {"unit": placement.unit, "local": placement.local}
+    settler_of: Any = ray.remote(Settler)
+    settlers = [
+        settler_of.options(**placement.actor_options(bundle, 0.4)).remote() for bundle in placement.plan.learner
+    ]
+    found["settled"] = ray.get([settler.where.remote() for settler in settlers])
+    found["surroundings"] = ray.get([settler.surroundings.remote() for settler in settlers])
+    found["too_many"] = refusal(Demand(learner=4, engines=2, per_engine=2), 1)
+    found["taken"] = refusal(Demand(learner=1, engines=0, per_engine=1), 1)
     placement.release()
-    return story
+    return found
 
 
 if __name__ == "__main__":
     os.environ.pop("HF_HUB_OFFLINE", None)
     cluster = Cluster()
     for number in range(NODES):
-        # Each node on an address of its own, as on a real network; the last one given is the lowest.
+        # Each node has its own address, as on a real network; the last one given is the lowest.
         address = f"127.0.0.{NODES + 1 - number}"
         cluster.add_node(num_cpus=GPUS, num_gpus=GPUS, node_ip_address=address, include_dashboard=False)
     # The nodes were started in another folder than the run is.
     os.chdir(sys.argv[1])
-    ray.init(**ray_arguments(RunConfig(cluster=ClusterConfig(ray_address=cluster.address))), logging_level="error")
+    ray.init(**ray_arguments(run_config(ray_address=cluster.address)), logging_level=logging.ERROR)
     try:
-        print(json.dumps(tell()))
+        print(json.dumps(placed()))
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -1,4 +1,4 @@
-"""Functions as slime's walkthrough writes them, word for word where it shows code: users' own look like this."""
+"""Users' functions, copied from slime's documentation where it shows code."""
 
 import torch
 
@@ -43,11 +43,11 @@ def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
     assert args.rollout_global_dataset
     samples = data_buffer.get_samples(args.rollout_batch_size)
     for group in samples:
-        for place, sample in enumerate(group):
+        for position, sample in enumerate(group):
             sample.tokens = [1, 2, 3]
             sample.response_length = 2
-            sample.reward = {"score": float(place), "length": 2}
+            sample.reward = {"score": float(position), "length": 2}
             sample.loss_mask = [1] * sample.response_length
             sample.status = sample.Status.COMPLETED
-            sample.metadata["raw_reward"] = float(place)
+            sample.metadata["raw_reward"] = float(position)
     return samples

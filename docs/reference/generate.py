@@ -1,0 +1,87 @@
+"""The reference pages of the documentation site, generated from the code while MkDocs builds the site.
+
+`reference/settings.md` lists every setting of the schema by section. `reference/python/` has a page per public
+module or package; mkdocstrings reads the names from the source files and imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from miles_async.config.fields import SECTIONS, SETTINGS, Setting
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = ("types", "errors", "events", "ports", "pipeline", "rollout", "rewards", "filters", "losses")
+"""The modules and packages of `miles_async` whose names users may import."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """MkDocs calls this function first: the pages of Python names join the navigation."""
+    reference = next(entry["Reference"] for entry in config.nav or [] if "Reference" in entry)
+    reference.append({"Python": [{f"miles_async.{name}": f"reference/python/{name}.md"} for name in _public()]})
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """MkDocs calls this function once it has collected the pages."""
+    files.append(File.generated(config, "reference/settings.md", content=settings_page()))
+    for name in _public():
+        files.append(File.generated(config, f"reference/python/{name}.md", content=python_page(name)))
+    return files
+
+
+def settings_page() -> str:
+    """Every setting with its flag, values, default and help, one table per section of the YAML file."""
+    lines = [
+        "# Settings",
+        "",
+        "A setting has three spellings: the flag below, its name under its section in a YAML file (`--config`), and a",
+        "dotted override such as `rollout.rollout_batch_size=32`. Later sources win: YAML files in order, then flags,",
+        "then overrides. A flag `--[no-]name` needs no value. `--sglang-ANYTHING` passes any other server argument to",
+        "SGLang. `--check-config` prints the values that follow from the settings.",
+    ]
+    for section in SECTIONS:
+        lines += ["", f"## {section}", "", "| flag | value | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(setting) for setting in SETTINGS.values() if ".".join(setting.path[:-1]) == section]
+    return "\n".join(lines) + "\n"
+
+
+def _row(setting: Setting) -> str:
+    kinds = sorted(kind.__name__ for kind in setting.kinds if kind is not NoneType)
+    value = ", ".join(f"`{choice}`" for choice in setting.choices) or " or ".join(kinds)
+    flag = f"--[no-]{setting.flag[2:]}" if bool in setting.kinds else setting.flag
+    default = "unset" if setting.default is None else f"`{setting.default}`"
+    return f"| `{flag}` | {value} | {default} | {_escaped(setting.help)} |"
+
+
+def _escaped(text: str) -> str:
+    """`text` for a Markdown table, where `|` ends a cell and `<` starts a tag."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def python_page(name: str) -> str:
+    """The directives with which mkdocstrings shows the module `miles_async.NAME`, or all modules of that package."""
+    modules = list(_modules(name))
+    lines = [f"# miles_async.{name}"]
+    for module in modules:
+        lines += ["", f"::: {module}"]
+        if len(modules) == 1:
+            lines += ["    options:", "      show_root_heading: false", "      heading_level: 1"]
+    return "\n".join(lines) + "\n"
+
+
+def _public() -> list[str]:
+    return [name for name in PUBLIC if any(_modules(name))]
+
+
+def _modules(name: str) -> Iterator[str]:
+    """The module `miles_async.NAME`, or every module with content of the package of that name."""
+    package = ROOT / "miles_async"
+    for path in [package / f"{name}.py", *sorted((package / name).rglob("*.py"))]:
+        if path.exists() and path.stat().st_size and path.name != "__main__.py":
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -1,0 +1,72 @@
+"""Removes secrets from what a run writes for people: configuration, report, logs and error messages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from miles_async.config.schema import RunConfig
+from miles_async.config.schema.section import Section
+
+REDACTED = "<redacted>"
+
+_SECRET_WORDS = frozenset("key apikey token secret password passwd passphrase credential credentials auth".split())
+_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
+_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=[^&\s'\"#]+")
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
+
+
+def redacted_values(config: RunConfig) -> dict[str, Any]:
+    """The settings of a run by section, as JSON types, without secrets.
+
+    A secret is the value of an entry of a free-form dict (environment variables, SGLang arguments) whose name contains
+    a word such as key, token or password, and any credentials in a URL.
+    """
+    return _redact_section(config)
+
+
+def redact_text(text: str) -> str:
+    """The text without user names and passwords in URLs, secret query parameters, and Authorization headers."""
+    text = _USER_INFO.sub(REDACTED, text)
+    text = _QUERY.sub(lambda match: f"{match[1]}={REDACTED}" if is_secret(match[1]) else match[0], text)
+    return _BEARER.sub(lambda match: f"{match[1]} {REDACTED}", text)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of a variable or an argument says that its value is a secret.
+
+    Whole words are compared: HF_TOKEN and api-key are secrets, max_total_tokens and tokenizer_path are not.
+    """
+    return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def contains_redacted(value: Any) -> bool:
+    """Whether a value was read from a file that leaves out its secrets."""
+    if isinstance(value, dict):
+        return any(map(contains_redacted, value.values()))
+    if isinstance(value, list):
+        return any(map(contains_redacted, value))
+    return isinstance(value, str) and REDACTED in value
+
+
+def _redact_section(section: Section) -> dict[str, Any]:
+    """The settings of one section. Their own names, such as `input_key`, never mark a secret."""
+    values = section.model_dump(mode="json")
+    return {
+        name: _redact_section(value) if isinstance(value, Section) else _redact(values[name]) for name, value in section
+    }
+
+
+def _redact(value: Any) -> Any:
+    match value:
+        case dict():
+            return {
+                name: REDACTED if isinstance(entry, str) and is_secret(str(name)) else _redact(entry)
+                for name, entry in value.items()
+            }
+        case list():
+            return [_redact(entry) for entry in value]
+        case str():
+            return redact_text(value)
+        case _:
+            return value

@@ -1,0 +1,20 @@
+"""The configuration of a run, as tests write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import Assignment, parse_flags
+from miles_async.config.load import build
+from miles_async.config.schema import RunConfig
+
+
+def run_config(*flags: str, **settings: Any) -> RunConfig:
+    """A configuration whose other settings have their defaults: `run_config("--no-trace", rollout_batch_size=8)`.
+
+    Settings are named as in `--help`, whatever their section. Values are validated as those of a command line are, so
+    that a test raises UserError if a value does not fit.
+    """
+    assignments = [Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()]
+    return build([*parse_flags(flags).assignments, *assignments])

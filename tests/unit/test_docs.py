@@ -1,0 +1,51 @@
+"""The documentation site: the reference pages follow from the code, and the glossary defines each term once."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from miles_async.config.fields import SECTIONS, SETTINGS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "reference" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_settings_page_has_one_row_per_setting_under_its_section(generate: ModuleType) -> None:
+    page = generate.settings_page()
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == list(SECTIONS)
+    for table in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        section = table.partition("\n")[0]
+        flags = re.findall(r"^\| `--(?:\[no-\])?([^`]+)`", table, re.MULTILINE)
+        expected = [setting.flag for setting in SETTINGS.values() if ".".join(setting.path[:-1]) == section]
+        assert [f"--{flag}" for flag in flags] == expected
+
+
+def test_every_row_of_the_settings_page_has_four_cells(generate: ModuleType) -> None:
+    rows = [line for line in generate.settings_page().splitlines() if line.startswith("| `--")]
+    assert {len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows} == {4}
+
+
+@pytest.mark.parametrize("name", ["types", "errors", "ports", "pipeline", "rollout", "rewards", "filters", "losses"])
+def test_every_public_package_has_a_page_of_its_modules(generate: ModuleType, name: str) -> None:
+    assert f"::: miles_async.{name}" in generate.python_page(name)
+
+
+def test_the_glossary_defines_20_to_40_terms_each_once() -> None:
+    text = (DOCS / "glossary.md").read_text()
+    terms = [term for term in re.findall(r"^\| ([a-z][^|]*) \|", text, re.MULTILINE) if term != "term"]
+    assert 20 <= len(terms) <= 40
+    assert len(set(terms)) == len(terms)

@@ -1,0 +1,90 @@
+"""The generators of a run and the endpoint for agents follow their settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.agents.trajectories import BufferFullError
+from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.errors import TrajectoryError
+from miles_async.observability.run_folder import RunFolder
+from miles_async.rollout.contract import flat_args
+from miles_async.types import Group, Sample
+from tests.configuration import run_config
+from tests.sim.world import Trace
+from tests.unit.test_generate_functions import Bytes
+from workers.generators import Generators
+from workers.rollout import RolloutWorker
+
+NOBODY = "http://127.0.0.1:1"
+
+
+async def hangs(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Named by its path in a test below."""
+    await asyncio.Event().wait()
+    return sample
+
+
+@asynccontextmanager
+async def generators(**settings: Any) -> AsyncIterator[Generators]:
+    config = run_config(**settings)
+    fleet = SGLangFleet(NOBODY)
+    tokenizer: Any = Bytes()
+    made = Generators(config, NOBODY, fleet, tokenizer, flat_args(config), events=Trace(), live_version=lambda: 0)
+    try:
+        async with made:
+            yield made
+    finally:
+        await made.frontend.close()
+        await made._evaluation.close()
+        await fleet.close()
+
+
+async def test_agents_are_served_at_the_port_that_is_configured() -> None:
+    port = free_port()
+    async with generators(agent_port=port) as made:
+        assert made._endpoint.url == f"http://127.0.0.1:{port}"
+
+
+async def test_a_users_generate_function_has_the_configured_time() -> None:
+    settings = {"custom_generate_function_path": f"{__name__}.hangs", "generate_timeout_seconds": 0.05}
+    async with generators(**settings) as made:
+        with pytest.raises(TrajectoryError, match=r"longer than 0\.05 s \(generate_timeout_seconds\)"):
+            await made.training().generate(Group([Sample(prompt="Q")]))
+
+
+async def test_posted_trajectories_wait_up_to_the_capacity_of_the_queue() -> None:
+    posted = {
+        "tokens": [1, 2],
+        "response_length": 1,
+        "rollout_log_probs": [-0.1],
+        "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        "reward": 1,
+    }
+    async with generators(queue_capacity=2, n_samples_per_prompt=1) as made:
+        trajectories = made.args.trajectories
+        for _ in range(2):
+            trajectories.add([posted], claim=lambda session: Sample())
+        with pytest.raises(BufferFullError):
+            trajectories.add([posted], claim=lambda session: Sample())
+
+
+async def scores(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Named by its path in the test below."""
+    return {"mine": {"rewards": [float(rollout_id)]}}
+
+
+async def test_a_users_evaluation_is_called_by_its_path(tmp_path: Path) -> None:
+    config = run_config(eval_function_path=f"{__name__}.scores", run_dir=str(tmp_path))
+    worker = RolloutWorker(config, "train_async.py", RunFolder.create(config))
+    evaluate = worker._evaluation(flat_args(config))
+    assert evaluate is not None
+    source: Any = None
+    assert await evaluate(3, source) == {"mine": {"rewards": [3.0]}}

@@ -1,0 +1,21 @@
+"""Waiting for real processes: as long as a loaded machine may need, and no longer than the thing takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 120.0
+"""A test fails if something that takes moments on an idle machine has not happened by then."""
+
+
+def wait_until(reached: Callable[[], T], what: str, *, within: float = PATIENCE_SECONDS, every: float = 0.05) -> T:
+    """The first true result of `reached`, which is called again and again. Fails the test after `within` seconds."""
+    deadline = time.monotonic() + within
+    while not (result := reached()):
+        assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
+        time.sleep(every)
+    return result
