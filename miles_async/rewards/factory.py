@@ -25,7 +25,7 @@ IN_GRADER_PROCESSES = {
     "math": "miles_async.rewards.mathematics.math",
     "dapo": "miles_async.rewards.mathematics.dapo",
     "deepscaler": "miles_async.rewards.mathematics.deepscaler",
-    "reasoning_gym": "miles_async.rewards.gym.reasoning_gym",
+    "reasoning_gym": "miles_async.rewards.gym.ReasoningGymReward",
 }
 """Rewards that parse or evaluate text of the model, which can hang: they run in confined processes."""
 

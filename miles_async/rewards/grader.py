@@ -36,6 +36,8 @@ def main() -> None:
     task = pickle.load(requests)
     function = load_function(task["path"], setting=task["setting"])
     args = SimpleNamespace(**task["args"])
+    if inspect.isclass(function):
+        function = function(args)
     confined = task["memory_bytes"] is not None
     network_closed = confined and confine(task["memory_bytes"])
     answers.write(msgspec.json.encode({"network_closed": network_closed}) + b"\n")

@@ -38,7 +38,7 @@ class Graders:
     """
 
     path: str
-    """The reward function, as `module.function`."""
+    """The reward function, as `module.function`, or a class of callables, which each process creates with the `args`."""
     setting: str
     """The setting that names the function, for messages."""
     args: dict[str, Any]

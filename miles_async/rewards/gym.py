@@ -6,25 +6,22 @@ processes.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import msgspec
-import reasoning_gym as gym
+import reasoning_gym
 
 from miles_async.types import Sample
 
 
-def reasoning_gym(args: Any, sample: Sample) -> float:
-    """Return the score of the task: 1 is correct, and many tasks give partial credit.
+class ReasoningGymReward:
+    """Scores a response with the task: 1 is correct, and many tasks give partial credit.
 
-    `args` has `reasoning_gym_task` and `reasoning_gym_settings`. Reads the problem from `sample.metadata["entry"]`,
-    where the reasoning-gym data source stores it.
+    Reads the problem from `sample.metadata["entry"]`, where the reasoning-gym data source stores it.
     """
-    dataset = _dataset(args.reasoning_gym_task, msgspec.json.encode(args.reasoning_gym_settings))
-    return float(dataset.score_answer(sample.response.strip(), sample.metadata["entry"]))
 
+    def __init__(self, args: Any) -> None:
+        """Create the task from `reasoning_gym_task` and `reasoning_gym_settings` of `args`; some tasks take seconds."""
+        self._dataset = reasoning_gym.create_dataset(args.reasoning_gym_task, **args.reasoning_gym_settings)
 
-@cache
-def _dataset(task: str, settings: bytes) -> Any:
-    return gym.create_dataset(task, **msgspec.json.decode(settings))
+    def __call__(self, args: Any, sample: Sample) -> float:
+        return float(self._dataset.score_answer(sample.response.strip(), sample.metadata["entry"]))
