@@ -34,7 +34,7 @@ def main() -> None:
     os.dup2(nothing, sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     task = pickle.load(requests)
-    function = load_function(task["path"], setting=task["setting"])
+    function: Any = load_function(task["path"], setting=task["setting"])
     args = SimpleNamespace(**task["args"])
     if inspect.isclass(function):
         function = function(args)

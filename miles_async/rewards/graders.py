@@ -38,7 +38,7 @@ class Graders:
     """
 
     path: str
-    """The reward function, as `module.function`, or a class of callables, which each process creates with the `args`."""
+    """The reward, as `module.function`. If it is a class, each process creates one object with `args` and calls it."""
     setting: str
     """The setting that names the function, for messages."""
     args: dict[str, Any]
@@ -97,7 +97,7 @@ class Graders:
             stdout=PIPE,
             limit=MAX_ANSWER_BYTES,
             env=scrubbed_environment() if confined else None,
-            # A session of its own, so that `_kill` also ends the processes that the function has started.
+            # `_kill` ends the whole session, which includes the processes that the function has started.
             start_new_session=True,
         )
         self._all = {other for other in self._all if other.returncode is None} | {process}
