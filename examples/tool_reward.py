@@ -8,15 +8,13 @@ start trains the model to make this call.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from miles_async.types import Sample
 
-RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
-
 
 def reward(args: Any, sample: Sample) -> float:
     """Return 1 if the last tool result equals the answer, and 0 otherwise."""
-    results = RESULT.findall(sample.response) if sample.metadata["tool_calls"] else []
-    return float(bool(results) and results[-1] == sample.metadata["answer"])
+    before, _, _ = sample.response.rpartition("</result>")
+    _, opened, result = before.rpartition("<result>")
+    return float(bool(sample.metadata["tool_calls"] and opened) and result == sample.metadata["answer"])

