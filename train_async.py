@@ -13,7 +13,7 @@ if __name__ == "__main__":
     config = parse_or_exit(sys.argv[1:], entry="train_async.py")
     # Until the driver installs its own handler, Ctrl-C ends this process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The number of engines cannot change yet, see SIGHUP in docs/cluster.md.
+    # The number of engines cannot change yet, see SIGHUP in docs/how-to/cluster.md.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Import the heavy modules only after the configuration has been checked.
     from workers.driver import drive

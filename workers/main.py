@@ -20,6 +20,8 @@ def train(argv: Sequence[str]) -> int:
     config = parse_or_exit(argv, entry="train_async.py", command="miles-async train")
     # Ctrl-C simply ends this process until the driver has started something that it must end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # The number of engines cannot change yet, see SIGHUP in docs/how-to/cluster.md.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Heavy packages such as torch and Ray are imported only after the configuration has been checked.
     from .driver import drive
 

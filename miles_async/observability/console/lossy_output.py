@@ -51,9 +51,16 @@ def survive_lost_output() -> None:
 
 
 def lossy_stream(stream: TextIO, on_loss: Callable[[OSError], None]) -> TextIO:
-    """Return a text stream that writes to the descriptor of `stream` and never raises OSError."""
+    """Return a text stream that writes to the descriptor of `stream` and never raises OSError.
+
+    A stream without a descriptor, as in a notebook, is returned unchanged.
+    """
     stream.flush()
-    buffer = io.BufferedWriter(LossyFile(stream.fileno(), on_loss))
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:
+        return stream
+    buffer = io.BufferedWriter(LossyFile(descriptor, on_loss))
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=bool(stream.line_buffering))
 
 

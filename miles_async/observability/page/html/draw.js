@@ -12,7 +12,8 @@ const DOES = {
   batch: "waits for a batch", step: "trains", publish: "waits for a publish", save: "writes a checkpoint", evaluate: "waits for an evaluation",
 };
 const BLOCKED = {
-  no_engine: "no engine is available", in_flight: "the in-flight limit is reached", engines: "the engines are full",
+  no_engine: "no engine is available", trial: "a prompt that may crash engines is tried alone",
+  in_flight: "the in-flight limit is reached", engines: "the engines are full",
   slots: "no slot is free", queue: "the queue is full",
 };
 
