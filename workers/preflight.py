@@ -147,10 +147,12 @@ def check_port(setting: str, port: int) -> None:
 def lock_checkpoints(config: RunConfig) -> AbstractContextManager[None]:
     """Return a block inside which no other run writes to the folder `save`.
 
-    Entering it raises UserError if another run writes to the folder.
+    Entering it raises UserError if another run writes to the folder. A run without a learner writes no checkpoints.
     """
     folder = save_folder(config)
-    return nullcontext() if folder is None else CheckpointFolder(folder).lock()
+    if folder is None or config.debug.debug_rollout_only:
+        return nullcontext()
+    return CheckpointFolder(folder).lock()
 
 
 def checkpoint_to_resume(config: RunConfig, *, warn: bool = False) -> Path | None:

@@ -16,7 +16,7 @@ from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_prog
 from miles_async.errors import FatalError, UserError
 from tests.configuration import run_config
 from workers import driver
-from workers.preflight import checkpoint_to_resume
+from workers.preflight import checkpoint_to_resume, lock_checkpoints
 
 WEIGHTS = "actor/__0_0.distcp"
 
@@ -64,6 +64,11 @@ def test_a_folder_that_cannot_be_locked_is_used_with_a_warning(tmp_path: Path, m
         save(CheckpointFolder(tmp_path), 1)
     [line] = logs
     assert "cannot be locked" in line["event"]
+
+
+def test_a_run_without_a_learner_creates_no_checkpoint_folder(tmp_path: Path) -> None:
+    with lock_checkpoints(run_config(save=str(tmp_path / "saved"), debug_rollout_only=True)):
+        assert not (tmp_path / "saved").exists()
 
 
 def test_a_run_whose_folder_is_in_use_ends_before_anything_starts(
