@@ -32,7 +32,7 @@ run: $(READY) ## Train: a tiny model learns arithmetic under fully asynchronous 
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## Run all tests: on the real engines, simulated and unit tests (15 minutes on two idle cores)
+test: $(READY) browser ## Run all tests: on the real engines, simulated and unit tests (about 16 minutes on two cores)
 	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests (about a minute)
