@@ -105,6 +105,9 @@ class Instant:
     def routed(self) -> Sequence[str]:
         return ("fake",)
 
+    def serving(self) -> bool:
+        return True
+
     def members(self) -> Sequence[str]:
         """No engine needs health checks."""
         return ()
