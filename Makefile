@@ -35,7 +35,7 @@ browser: ## Install Debian's Chromium, for the tests of the live page and the ru
 test: $(READY) browser ## Run all tests: on the real engines, simulated and unit tests (about 16 minutes on two cores)
 	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit $(BOTH_CORES) $(ARGS)
 
-test-unit: $(READY) ## Run the unit tests (about a minute)
+test-unit: $(READY) ## Run the unit tests (under half a minute)
 	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) browser ## Run the tests on the real engines

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, save_folder, schedule_of, trains_only
+from miles_async.config.derived import FULLY_ASYNC_FUNCTION, GREEDY_FUNCTION, save_folder, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
@@ -32,7 +32,6 @@ from miles_async.types import Group, Verdict
 
 from .batches import saved_batch
 
-BATCH_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 WARM_START_EXAMPLES = 8192
 """Problems that a warm start trains on."""
 WARM_START_CHECKS = 512
@@ -184,7 +183,7 @@ def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
     """
     path = config.rollout.rollout_function_path
     if schedule_of(config, entry) is not Schedule.FULLY_ASYNC and path == FULLY_ASYNC_FUNCTION:
-        path = BATCH_FUNCTION
+        path = GREEDY_FUNCTION
     return load_function(path, setting="rollout_function_path")
 
 

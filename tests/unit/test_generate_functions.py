@@ -21,25 +21,9 @@ from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
+from tests.unit.byte_tokenizer import Bytes
 
 LIVE = 7
-
-
-class Bytes:
-    """One token per byte."""
-
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        return list(str(prompt).encode())
-
-    encode_text = encode
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode()
-
-    text_of = decode
-
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
 class Script(SGLangGenerator):

@@ -20,7 +20,7 @@ from miles_async.sample_schema import NO_LIMITS
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.sim.world import Trace
-from tests.unit.test_generate_functions import Bytes
+from tests.unit.byte_tokenizer import Bytes
 from workers.generators import Generators
 from workers.rollout import RolloutWorker
 

@@ -16,7 +16,8 @@ from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.types import Sample, VersionSpan
-from tests.unit.test_generate_functions import Bytes, Script, masked
+from tests.unit.byte_tokenizer import Bytes
+from tests.unit.test_generate_functions import Script, masked
 
 PARAMS = {"max_new_tokens": 200, "temperature": 1.0, "stop": None}
 USER: dict[str, Any] = {"role": "user", "content": "1+1?"}

@@ -14,23 +14,7 @@ from miles_async.errors import TrajectoryError
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.types import Group, Sample, SampleStatus
-
-
-class Tokenizer:
-    """One token per byte."""
-
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        return list(str(prompt).encode())
-
-    encode_text = encode
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode()
-
-    text_of = decode
-
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        return str(messages)
+from tests.unit.byte_tokenizer import Bytes
 
 
 class AbortingEngine(SGLangGenerator):
@@ -43,7 +27,7 @@ class AbortingEngine(SGLangGenerator):
 
 def generate(function: Any, *, engines_abort: bool = False) -> Group:
     async def story() -> Group:
-        tokenizer = Tokenizer()
+        tokenizer = Bytes()
         sampling = SamplingParams(max_new_tokens=9)
         engine = AbortingEngine("http://127.0.0.1:1", tokenizer, sampling, limit=lambda: 4, engine_urls=list)
         turns = MultiTurnSampler(engine, tokenizer)

@@ -1,0 +1,22 @@
+"""A tokenizer without a checkpoint, for tests of generate functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Bytes:
+    """One token per byte."""
+
+    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        return list(str(prompt).encode())
+
+    encode_text = encode
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode()
+
+    text_of = decode
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
