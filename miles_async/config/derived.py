@@ -8,7 +8,8 @@ from pathlib import Path
 
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
-from miles_async.config.schema import Learner, RunConfig
+from miles_async.config.schema import Algorithm, Learner, RunConfig
+from miles_async.config.schema.algorithm import PolicyObjective
 from miles_async.scheduling.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -70,6 +71,22 @@ def rollout_file(config: RunConfig) -> str | None:
 def keeps_reference(config: RunConfig) -> bool:
     """Whether the learner keeps a frozen reference model."""
     return config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
+
+
+def policy_objective(algorithm: Algorithm) -> PolicyObjective:
+    """The objective of the policy update: the setting, else the one that the advantage estimator implies."""
+    if algorithm.policy_objective is not None:
+        return algorithm.policy_objective
+    match algorithm.advantage_estimator:
+        case "gspo" | "cispo" as objective:
+            return objective
+        case _:
+            return "ppo"
+
+
+def compares_with_sampling_policy(algorithm: Algorithm) -> bool:
+    """Whether the objective's ratio is to the policy that sampled, so that a correction would count it twice."""
+    return policy_objective(algorithm) in ("dppo", "m2po")
 
 
 def reference_batching(learner: Learner) -> Learner:

@@ -34,6 +34,68 @@ def cispo_objective(
     return weight * advantages * logprobs, (weight != ratio.detach()).to(ratio.dtype)
 
 
+def geometric_mean_objective(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, eps_low: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """The geometric mean of a sequence's clipped ratios times A, and 1 where clipping removed a token's gradient.
+
+    The clip bounds log-ratios to [-eps_low, eps_high]. The geometric mean is less sensitive to a few tokens with large
+    ratios than the arithmetic mean of GRPO, so a wider clip range works (0.4 in the paper).
+    Source: GMPO (arXiv 2507.20673), equation 4.
+    """
+    log_ratio = logprobs - old_logprobs
+    sign = advantages.sign()
+    # As in PPO, only a move in the direction of the advantage is clipped.
+    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
+    return sequence_mean(clipped, sequences).exp() * advantages, (clipped != log_ratio).to(log_ratio.dtype)
+
+
+def soft_gate_objective(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """A 4 / t sigmoid(t (r - 1)), and zeros: a smooth gate takes the place of the clip.
+
+    `temperatures` are t for positive and for negative advantages. The gradient equals that of r A at r = 1 and fades as
+    the ratio moves away from 1 in either direction.
+    Source: SAPO (arXiv 2511.20347), section 3.
+    """
+    positive, negative = ratio.new_tensor(temperatures)
+    temperature = torch.where(advantages > 0, positive, negative)
+    gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+    return gate * advantages, torch.zeros_like(ratio)
+
+
+def divergence_objective(
+    logprobs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """sg(r) A log p with r = p / q for the sampling policy q, and 1 where the trust region removed the gradient.
+
+    A token loses its gradient if its probability differs by more than `threshold` from that under the sampling policy
+    (total variation of the token against all others) and the gradient would increase the difference. A bound on
+    probabilities treats tokens alike that a bound on ratios does not: a rare token has a large ratio after a tiny
+    change. The ratio is limited to 20, as in the authors' code.
+    Source: DPPO with the binary total variation (arXiv 2602.04879).
+    """
+    moved = logprobs.detach().exp() - rollout_log_probs.exp()
+    outside = torch.where(advantages > 0, moved, -moved) > threshold
+    ratio = (logprobs.detach() - rollout_log_probs).exp().clamp(max=20.0)
+    return torch.where(outside, 0.0, ratio) * advantages * logprobs, outside.to(logprobs.dtype)
+
+
+def second_moment_bound(log_ratios: Tensor, budget: float) -> float:
+    """Largest absolute log-ratio that M2PO keeps.
+
+    `log_ratios` [n] are those of all tokens of an optimizer step. The result is the largest bound for which the mean
+    square of the log-ratios within the bound is at most `budget`; infinity if all tokens fit, and -1 if none does.
+    Source: M2PO (arXiv 2510.01161).
+    """
+    squares = log_ratios.square().sort().values
+    # Means over the n smallest values grow with n, so the tokens that fit are a prefix.
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = int((means <= budget).sum())
+    if kept == len(squares):
+        return float("inf")
+    return squares[kept - 1].sqrt().item() if kept else -1.0
+
+
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
     """[m] for every token, the mean of `values` over its sequence."""
     sums = _sequence_sums(torch.stack([values, torch.ones_like(values)]), sequences)

@@ -9,23 +9,33 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from miles_async.config.derived import policy_objective
 from miles_async.config.schema import Algorithm
+from miles_async.config.schema.algorithm import PolicyObjective
 from miles_async.losses.correction import CorrectionSettings, importance_weights
-from miles_async.losses.objectives import cispo_objective, clipped_objective, kl_penalty, sequence_ratio, suffix_sum
-
-Objective = Literal["token_clip", "sequence_clip", "cispo"]
-_OBJECTIVES: dict[str, Objective] = {"gspo": "sequence_clip", "cispo": "cispo"}
-"""By advantage estimator; all others clip each token's ratio."""
+from miles_async.losses.objectives import (
+    cispo_objective,
+    clipped_objective,
+    divergence_objective,
+    geometric_mean_objective,
+    kl_penalty,
+    sequence_ratio,
+    soft_gate_objective,
+    suffix_sum,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossSettings:
     """Choice of the objective and its coefficients."""
 
-    objective: Objective
-    """What is clipped: each token's ratio (PPO), its sequence's ratio (GSPO), or only the token's weight (CISPO)."""
+    objective: PolicyObjective
+    """How far a token may move away from the policy before the step, or from the policy that sampled it."""
     eps_clip: float
     eps_clip_high: float
+    sapo_temperatures: tuple[float, float]
+    dppo_threshold: float
+    m2po_budget: float
     correction: CorrectionSettings
     entropy_coef: float
     kl_loss_coef: float
@@ -38,9 +48,12 @@ class PolicyLossSettings:
     def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:
         """The loss of an advantage estimator, with the coefficients of the configuration."""
         return cls(
-            objective=_OBJECTIVES.get(algorithm.advantage_estimator, "token_clip"),
+            objective=policy_objective(algorithm),
             eps_clip=algorithm.eps_clip,
             eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+            sapo_temperatures=algorithm.sapo_temperatures,
+            dppo_threshold=algorithm.dppo_threshold,
+            m2po_budget=algorithm.m2po_budget,
             correction=CorrectionSettings(
                 method=algorithm.off_policy_correction, upper=algorithm.tis_clip, band=algorithm.icepop_band
             ),
@@ -69,6 +82,8 @@ class TokenColumns:
     """Weight version of the learner minus the version that sampled the token."""
     reference_logprobs: Tensor | None = None
     """Under the frozen reference model; None if there is none."""
+    within_budget: Tensor | None = None
+    """Whether M2PO trains the token; None for other objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +115,13 @@ def policy_loss(
         # A penalty on the reward of a token counts for every earlier token of the response too.
         penalty = kl_penalty(old, columns.reference_logprobs, settings.kl_estimator)
         advantages = advantages - settings.kl_reward_coef * suffix_sum(penalty, columns.sequences)
-    low, high = settings.eps_clip, settings.eps_clip_high
-    if settings.objective == "sequence_clip":
-        objective, clipped = clipped_objective(sequence_ratio(logprobs, old, columns.sequences), advantages, low, high)
-    elif settings.objective == "cispo":
-        objective, clipped = cispo_objective(logprobs, (logprobs - old).exp(), advantages, low, high)
-    else:
-        objective, clipped = clipped_objective((logprobs - old).exp(), advantages, low, high)
-    # The clip above bounds how far this batch's steps move the policy. The weight corrects for the difference between
+    # The objective bounds how far this batch's steps move the policy. The weight corrects for the difference between
     # the policy before those steps and the one that sampled.
     log_ratio = old - columns.rollout_log_probs
     weight, bounded = importance_weights(log_ratio, columns.sequences, settings.correction)
+    excluded = weight == 0
+    objective, clipped = _objective(logprobs, old, advantages, excluded, columns, settings)
+    objective = torch.where(excluded, 0.0, objective)
     per_token = weight * objective + settings.entropy_coef * entropy
     kl = torch.zeros_like(log_ratio)
     if columns.reference_logprobs is not None:
@@ -128,6 +139,39 @@ def policy_loss(
         sums = stacked.new_zeros(STALENESS_CLASSES, len(SUMS)).index_add(0, classes, stacked)
         maximum = torch.cat([gap, gap.new_zeros(1)]).amax(0, keepdim=True)  # amax of no token would raise
     return loss, TokenSums(sums=sums, maximum=maximum)
+
+
+def _objective(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    excluded: Tensor,
+    columns: TokenColumns,
+    settings: PolicyLossSettings,
+) -> tuple[Tensor, Tensor]:
+    """[m] objective of each token, and [m] 1 where a bound removed or limited its gradient."""
+    low, high, sequences = settings.eps_clip, settings.eps_clip_high, columns.sequences
+    # The ratio of an excluded token may overflow. Its weight of 0 would then give NaN, in the loss and its gradient.
+    ratio = (torch.where(excluded, old, logprobs) - old).exp()
+    match settings.objective:
+        case "ppo":
+            return clipped_objective(ratio, advantages, low, high)
+        case "gspo":
+            return clipped_objective(sequence_ratio(logprobs, old, sequences), advantages, low, high)
+        case "cispo":
+            return cispo_objective(logprobs, ratio, advantages, low, high)
+        case "gmpo":
+            return geometric_mean_objective(logprobs, old, advantages, sequences, low, high)
+        case "sapo":
+            return soft_gate_objective(ratio, advantages, settings.sapo_temperatures)
+        case "dppo":
+            return divergence_objective(logprobs, columns.rollout_log_probs, advantages, settings.dppo_threshold)
+        case "m2po":
+            assert columns.within_budget is not None, "M2PO needs the second moment of the whole optimizer step"
+            kept = columns.within_budget.to(logprobs.dtype)
+            # A token outside the budget gets ratio 1 and weight 0, so that its ratio cannot overflow.
+            log_ratio = torch.where(columns.within_budget, logprobs - columns.rollout_log_probs, 0.0)
+            return kept * log_ratio.exp() * advantages, 1 - kept
 
 
 def objective_sum(sums: Tensor) -> float:

@@ -95,6 +95,9 @@ def test_the_same_settings_learn_the_same(tiny: Path, usual: dict[str, torch.Ten
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "eps_clip": (1e-4, {}),
     "eps_clip_high": (1e-4, {}),
+    "sapo_temperatures": ([0.1, 3.0], {"policy_objective": "sapo"}),
+    "dppo_threshold": (1e-3, {"policy_objective": "dppo", "off_policy_correction": "none"}),
+    "m2po_budget": (10.0, {"policy_objective": "m2po", "off_policy_correction": "none"}),
     "off_policy_correction": ("none", {}),
     "icepop_band": ([0.5, 1.5], {"off_policy_correction": "icepop"}),
     "tis_clip": (0.3, {}),
@@ -131,6 +134,10 @@ def test_another_value_of_a_setting_learns_other_weights(tiny: Path, usual: dict
         {"off_policy_correction": "sequence"},
         {"advantage_estimator": "gspo"},
         {"advantage_estimator": "cispo"},
+        {"policy_objective": "gmpo"},
+        {"policy_objective": "sapo"},
+        {"policy_objective": "dppo", "off_policy_correction": "none"},
+        {"policy_objective": "m2po", "off_policy_correction": "none"},
     ],
     ids=lambda setting: next(iter(setting.values())),
 )

@@ -1,26 +1,32 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from miles_async.config.schema.algorithm import PolicyObjective
 from miles_async.losses.correction import Correction, CorrectionSettings, importance_weights
 from miles_async.losses.logprobs import token_logprobs
 from miles_async.losses.objectives import (
     cispo_objective,
     clipped_objective,
+    divergence_objective,
+    geometric_mean_objective,
     kl_penalty,
+    second_moment_bound,
     sequence_mean,
     sequence_ratio,
+    soft_gate_objective,
     suffix_sum,
     value_loss,
 )
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
-    Objective,
     PolicyLossSettings,
     TokenColumns,
     objective_sum,
@@ -31,11 +37,12 @@ from miles_async.losses.supervised import supervised_loss
 
 
 def settings(
-    objective: Objective = "token_clip", method: Correction = "tis", upper: float = 2.0, **others: Any
+    objective: PolicyObjective = "ppo", method: Correction = "tis", upper: float = 2.0, **others: Any
 ) -> PolicyLossSettings:
     correction = CorrectionSettings(method=method, upper=upper, band=(0.5, 1.8))
     usual: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_estimator": "k3"}
     usual |= {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
+    usual |= {"sapo_temperatures": (1.0, 1.05), "dppo_threshold": 0.2, "m2po_budget": 0.04}
     return PolicyLossSettings(objective=objective, correction=correction, **usual | others)
 
 
@@ -54,6 +61,7 @@ def inputs(n: int = 40) -> dict[str, torch.Tensor]:
         "reference_logprobs": rollout + random.normal(0, 0.5, n),
         "sequences": np.sort(random.integers(0, 6, n)),
         "staleness": random.integers(0, 7, n),
+        "within_budget": random.uniform(size=n) < 0.7,
     }
     return {name: torch.from_numpy(column) for name, column in values.items()}
 
@@ -76,12 +84,21 @@ def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> f
     def per_sequence(values: np.ndarray, how: Any) -> np.ndarray:
         return np.array([how(values[x["sequences"] == s]) for s in x["sequences"]])
 
-    ratio = np.exp(lp - old)
-    if objective == "sequence_clip":
-        ratio = np.exp(per_sequence(lp - old, np.mean))
-    objectives = np.minimum(ratio * a, np.clip(ratio, 0.8, 1.3) * a)
-    if objective == "cispo":
-        objectives = np.clip(ratio, 0.8, 1.3) * a * lp
+    ratio, q = np.exp(lp - old), x["rollout_log_probs"]
+    sequence_ratio = np.exp(per_sequence(lp - old, np.mean))
+    up = a > 0
+    log_clipped = np.where(up, np.minimum(lp - old, 0.3), np.maximum(lp - old, -0.2))
+    temperature = np.where(up, 1.0, 1.05)
+    inside = np.where(up, np.exp(lp) - np.exp(q) <= 0.2, np.exp(q) - np.exp(lp) <= 0.2)
+    objectives = {
+        "ppo": np.minimum(ratio * a, np.clip(ratio, 0.8, 1.3) * a),
+        "gspo": np.minimum(sequence_ratio * a, np.clip(sequence_ratio, 0.8, 1.3) * a),
+        "cispo": np.clip(ratio, 0.8, 1.3) * a * lp,
+        "gmpo": np.exp(per_sequence(log_clipped, np.mean)) * a,
+        "sapo": 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * a,
+        "dppo": inside * np.exp(lp - q) * a * lp,
+        "m2po": x["within_budget"] * np.exp(lp - q) * a,
+    }[objective]
     off = np.exp(old - x["rollout_log_probs"])
     weight = {
         "none": np.ones_like(off),
@@ -95,40 +112,48 @@ def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> f
     return float(-(x["loss_weights"] * tokens).sum() / 100)
 
 
-OBJECTIVES = ["token_clip", "sequence_clip", "cispo"]
 METHODS = ["tis", "decoupled", "icepop", "sequence", "none"]
+COMBINATIONS = [
+    *itertools.product(["ppo", "gspo", "cispo", "gmpo", "sapo"], METHODS),
+    ("dppo", "none"),
+    ("m2po", "none"),
+]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_loss_agrees_with_the_formula_written_out_in_numpy(objective: Objective, method: Correction) -> None:
+@pytest.mark.parametrize("objective, method", COMBINATIONS)
+def test_the_loss_agrees_with_the_formula_written_out_in_numpy(objective: PolicyObjective, method: Correction) -> None:
     tensors = inputs()
     loss, _ = loss_of(tensors, 100, settings(objective, method, kl_loss_coef=0.1))
     assert loss.item() == pytest.approx(in_numpy(tensors, objective, method), rel=1e-9)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective, method", COMBINATIONS)
 def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
-    objective: Objective, method: Correction
+    objective: PolicyObjective, method: Correction
 ) -> None:
     tensors = inputs(12)
     tensors["logprobs"].requires_grad_()
     tensors["entropy"].requires_grad_()
-    # CISPO's weight is held still on purpose, so its gradient is that of the loss with the ratio it had here.
-    still = {"logprobs": tensors["logprobs"].detach().clone()}
+    # CISPO and DPPO stop the gradient of the ratio, so the check compares with the loss at a constant ratio.
+    fixed = tensors["logprobs"].detach().clone()
+    sampled = tensors["rollout_log_probs"]
+
+    def factor(logprobs: torch.Tensor, how: PolicyLossSettings) -> torch.Tensor:
+        if objective == "cispo":
+            return (logprobs - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
+        moved = logprobs.exp() - sampled.exp()
+        outside = torch.where(tensors["advantages"] > 0, moved, -moved) > how.dppo_threshold
+        return torch.where(outside, 0.0, (logprobs - sampled).exp())
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         how = settings(objective, method, kl_loss_coef=0.1)
-        free, _ = loss_of({**tensors, "logprobs": logprobs, "entropy": entropy}, 12, how)
-        if objective != "cispo":
-            return free
-        held = (still["logprobs"] - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
-        moving = (logprobs.detach() - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
-        gap = tensors["old_logprobs"] - tensors["rollout_log_probs"]
-        weight, _ = importance_weights(gap, tensors["sequences"], how.correction)
-        difference = weight * (held - moving) * tensors["advantages"] * logprobs * tensors["loss_weights"]
-        return free - difference.sum() / 12
+        actual, _ = loss_of({**tensors, "logprobs": logprobs, "entropy": entropy}, 12, how)
+        if objective not in ("cispo", "dppo"):
+            return actual
+        change = factor(fixed, how) - factor(logprobs.detach(), how)
+        weight, _ = importance_weights(tensors["old_logprobs"] - sampled, tensors["sequences"], how.correction)
+        difference = weight * change * tensors["advantages"] * logprobs * tensors["loss_weights"]
+        return actual - difference.sum() / 12
 
     assert torch.autograd.gradcheck(loss, (tensors["logprobs"], tensors["entropy"]))
 
@@ -182,6 +207,67 @@ def test_cispo_keeps_the_gradient_of_tokens_whose_weight_it_clips() -> None:
     assert clipped.tolist() == [1, 0, 1]
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([1.3, 1.0, 0.8])
+
+
+def test_a_token_that_icepop_excludes_leaves_loss_and_gradient_finite() -> None:
+    logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
+    none = torch.zeros(2, dtype=torch.int64)
+    excluded = TokenColumns(
+        old_logprobs=torch.tensor([-200.0, -1.0]),
+        rollout_log_probs=torch.tensor([-1.0, -1.0]),
+        advantages=torch.ones(2),
+        loss_weights=torch.ones(2),
+        sequences=none,
+        staleness=none,
+    )
+    how = settings("sapo", "icepop", entropy_coef=0.0)
+    for objective in ("ppo", "cispo", "sapo"):
+        logprobs.grad = None
+        changed = dataclasses.replace(how, objective=objective)
+        loss, _ = policy_loss(logprobs, torch.zeros(2), excluded, total_tokens=2, settings=changed)
+        loss.backward()
+        assert loss.isfinite()
+        assert logprobs.grad is not None
+        assert logprobs.grad.tolist() == [0.0, -0.5]
+
+
+def test_gmpo_clips_the_log_ratio_only_in_the_direction_of_the_advantage() -> None:
+    logprobs = torch.tensor([1.0, 0.1, -1.0, -1.0], requires_grad=True)
+    advantages, sequences = torch.tensor([1.0, 1.0, 1.0, -1.0]), torch.tensor([0, 0, 1, 2])
+    objective, clipped = geometric_mean_objective(logprobs, torch.zeros(4), advantages, sequences, 0.4, 0.4)
+    assert clipped.tolist() == [1, 0, 0, 1]
+    assert objective.tolist() == pytest.approx([np.exp(0.25), np.exp(0.25), np.exp(-1.0), -np.exp(-0.4)])
+
+
+def test_sapo_has_the_gradient_of_the_ratio_on_policy_and_less_away_from_it() -> None:
+    ratio = torch.tensor([1.0, 1.0, 3.0, 3.0], requires_grad=True)
+    objective, _ = soft_gate_objective(ratio, torch.tensor([1.0, -1.0, 1.0, -1.0]), (1.0, 2.0))
+    objective.sum().backward()
+    assert ratio.grad is not None
+    # 4 s (1 - s) with the sigmoid s of t (r - 1), which is 2 for positive and 4 for negative advantages.
+    assert ratio.grad.tolist() == pytest.approx([1.0, -1.0, 0.41997434, -0.07065094])
+
+
+def test_dppo_stops_only_gradients_that_would_increase_a_change_beyond_the_threshold() -> None:
+    sampled = torch.tensor([0.6, 0.6, 0.6, 0.6, 0.001]).log()
+    logprobs = torch.tensor([0.9, 0.3, 0.3, 0.9, 0.01]).log().requires_grad_()
+    objective, clipped = divergence_objective(logprobs, sampled, torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0]), 0.2)
+    objective.sum().backward()
+    assert clipped.tolist() == [1, 0, 1, 0, 0], "a rare token may change by any factor"
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.5, 0.0, -1.5, 10.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("budget, expected", [(1.0, 0.2), (1.7, 2.0), (100.0, float("inf")), (0.001, -1.0)])
+def test_m2po_keeps_the_smallest_log_ratios_whose_mean_square_is_within_the_budget(
+    budget: float, expected: float
+) -> None:
+    # The squares are 9, 0.04, 4 and 0.01 for the last; the means of the smallest ones 0.01, 0.025, 1.35 and 3.2625.
+    assert second_moment_bound(torch.tensor([3.0, -0.2, 2.0, 0.1]), budget) == pytest.approx(expected)
+
+
+def test_m2po_trains_all_tokens_of_a_step_without_tokens() -> None:
+    assert second_moment_bound(torch.zeros(0), 0.04) == float("inf")
 
 
 def test_all_tokens_of_a_sequence_share_its_ratio() -> None:

@@ -234,6 +234,7 @@ def test_no_correction_in_a_fully_asynchronous_run_is_noted() -> None:
     (note,) = notes(config(**ASYNC, off_policy_correction="none"), "train_async.py")
     assert note.startswith("off_policy_correction none trains tokens of older weights as if they were on-policy")
     assert notes(config(off_policy_correction="none"), "train.py") == []
+    assert notes(config(**ASYNC, off_policy_correction="none", policy_objective="dppo"), "train_async.py") == []
     assert notes(config(**ASYNC), "train_async.py") == []
 
 
@@ -283,6 +284,9 @@ def test_padded_rows_of_the_reference_model_are_checked_if_the_run_keeps_one(
     [
         ({"overlong_buffer_len": 9, "rollout_max_response_len": 8}, "overlong_buffer_len 9 is above"),
         ({"icepop_band": [1.5, 2]}, "does not contain the ratio 1"),
+        ({"policy_objective": "dppo"}, "set off_policy_correction to none"),
+        ({"policy_objective": "m2po"}, "set off_policy_correction to none"),
+        ({"policy_objective": "ppo", "advantage_estimator": "gspo"}, "set advantage_estimator to grpo"),
     ],
 )
 def test_contradictory_loss_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:

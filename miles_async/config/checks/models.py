@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.config.derived import (
+    compares_with_sampling_policy,
     hf_export,
     keeps_reference,
     micro_batch_tokens,
+    policy_objective,
     reference_batching,
 )
 from miles_async.config.schema import RunConfig
@@ -144,6 +146,17 @@ def _loss(config: RunConfig) -> Iterator[str]:
         yield (
             f"overlong_buffer_len {algorithm.overlong_buffer_len} is above rollout_max_response_len {longest}; "
             f"set it to {longest} or less"
+        )
+    estimator, objective = algorithm.advantage_estimator, policy_objective(algorithm)
+    if estimator in ("gspo", "cispo") and objective != estimator:
+        yield (
+            f"advantage_estimator {estimator} selects policy_objective {estimator}, not {objective}: set "
+            f"advantage_estimator to grpo, which computes the same advantages, or unset policy_objective"
+        )
+    if compares_with_sampling_policy(algorithm) and algorithm.off_policy_correction != "none":
+        yield (
+            f"policy_objective {objective} already uses the ratio to the policy that sampled, so off_policy_correction "
+            f"{algorithm.off_policy_correction} would apply the correction twice: set off_policy_correction to none"
         )
     low, high = algorithm.icepop_band
     if not 0 <= low < 1 < high:

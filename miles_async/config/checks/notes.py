@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miles_async.config.derived import GREEDY_FUNCTION, engines, schedule_of
+from miles_async.config.derived import GREEDY_FUNCTION, compares_with_sampling_policy, engines, schedule_of
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
     rollout = config.rollout
-    if config.algorithm.off_policy_correction == "none" and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
+    is_corrected = config.algorithm.off_policy_correction != "none" or compares_with_sampling_policy(config.algorithm)
+    if not is_corrected and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; set it to tis"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from miles_async.config.schema.section import Section
+
+PolicyObjective = Literal["ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po"]
 
 
 class Algorithm(Section):
@@ -15,11 +17,26 @@ class Algorithm(Section):
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
     ] = "grpo"
-    """How rewards become advantages and how the policy ratio is clipped. grpo, gspo and cispo compare the samples of a
-    group: grpo clips the ratio of each token, gspo the ratio of the whole sequence, and cispo clips the weight of each
-    token's gradient instead of removing the gradient. reinforce_plus_plus normalizes rewards over the batch, and
+    """How rewards become advantages. grpo, gspo and cispo compare the samples of a group; gspo and cispo also set
+    policy_objective to their own name. reinforce_plus_plus normalizes rewards over the batch, and
     reinforce_plus_plus_baseline first subtracts the mean of the group. ppo trains a critic and estimates generalized
     advantages (GAE)."""
+    policy_objective: PolicyObjective | None = None
+    """Objective of the policy update, which limits how far a batch may move the policy. ppo clips the ratio of each
+    token, gspo (arXiv 2507.18071) the ratio of the whole sequence. cispo (arXiv 2506.13585) clips the weight of each
+    token's gradient and keeps the gradient. gmpo (arXiv 2507.20673) takes the geometric mean of a sequence's clipped
+    ratios. sapo (arXiv 2511.20347) replaces the clip by a smooth gate. dppo (arXiv 2602.04879) limits the change of a
+    token's probability, and m2po (arXiv 2510.01161) the second moment of the log-ratios of an optimizer step; both
+    measure the change from the policy that sampled, so they need off_policy_correction none. If unset, gspo or cispo
+    with the advantage_estimator of that name, and otherwise ppo."""
+    sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
+    """Temperatures of the gate of policy_objective sapo, for positive and for negative advantages. A higher temperature
+    makes the gradient fade sooner as the ratio moves away from 1."""
+    dppo_threshold: float = Field(0.2, gt=0, le=1)
+    """Change of a token's probability beyond which policy_objective dppo stops its gradient."""
+    m2po_budget: float = Field(0.04, gt=0)
+    """Largest mean square of log-ratios in an optimizer step with policy_objective m2po. Tokens with the largest
+    log-ratios are excluded until the rest is within this budget."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount factor of later rewards per token. Only advantage_estimator ppo uses it."""
     lambd: float = Field(1.0, ge=0, le=1)
@@ -49,10 +66,12 @@ class Algorithm(Section):
     sequence_mean the mean over samples of each sample's token mean (GRPO, GSPO), constant the sum over tokens divided
     by the number of samples times rollout_max_response_len (Dr. GRPO)."""
     eps_clip: float = Field(0.2, ge=0)
-    """Lower clip range of the policy ratio: ratios are clipped at 1 - eps_clip."""
+    """Lower clip range of the policy ratio: ratios are clipped at 1 - eps_clip. With policy_objective gmpo, log-ratios
+    are clipped at -eps_clip."""
     eps_clip_high: float | None = Field(None, ge=0)
-    """Upper clip range of the policy ratio: ratios are clipped at 1 + eps_clip_high. If unset, eps_clip is used. A
-    larger value is DAPO's clip-higher (arXiv 2503.14476)."""
+    """Upper clip range of the policy ratio: ratios are clipped at 1 + eps_clip_high. With policy_objective gmpo,
+    log-ratios are clipped at eps_clip_high. If unset, eps_clip is used. A larger value is DAPO's clip-higher (arXiv
+    2503.14476)."""
     off_policy_correction: Literal["tis", "decoupled", "icepop", "sequence", "none"] = "tis"
     """Importance weight of tokens that older weights or a different engine sampled: tis is the truncated ratio of each
     token, decoupled the ratio without truncation, icepop the ratio inside icepop_band and 0 outside it, sequence the

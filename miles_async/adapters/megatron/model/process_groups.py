@@ -57,6 +57,22 @@ def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gather_over_data_parallel(values: Tensor) -> Tensor:
+    """Concatenate the [n] values of all data-parallel ranks, whose lengths may differ."""
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return values
+    lengths = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([len(values)], device=values.device), group=group)
+    # Collectives need tensors of one length on all ranks.
+    counts = [int(length) for length in lengths]
+    padded = values.new_zeros(max(counts))
+    padded[: len(values)] = values
+    rows = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(rows, padded, group=group)
+    return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+
+
 def destroy_process_groups() -> None:
     """Leave all groups, so that this process can create others."""
     parallel_state.destroy_model_parallel()

@@ -29,6 +29,7 @@ from miles_async.adapters.megatron.model.process_groups import (
     broadcast_from_last_stage,
     create_process_groups,
     destroy_process_groups,
+    gather_over_data_parallel,
 )
 from miles_async.adapters.megatron.training import inference
 from miles_async.adapters.megatron.training.critic import Critic, CriticOutput
@@ -44,7 +45,7 @@ from miles_async.adapters.megatron.training.performance import performance_metri
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
 from miles_async.config.derived import keeps_reference, learning_rate, reference_batching
 from miles_async.config.schema import RunConfig
-from miles_async.losses.objectives import kl_penalty
+from miles_async.losses.objectives import kl_penalty, second_moment_bound
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
@@ -69,6 +70,8 @@ class PreStepValues:
     """Log-probabilities under the reference model; None if there is none."""
     critic_output: CriticOutput | None
     """None if there is no critic."""
+    within_budget: list[Tensor] | None
+    """Whether M2PO trains each token; None for other objectives."""
 
 
 class MegatronLearner:
@@ -155,10 +158,12 @@ class MegatronLearner:
         """Compute what a step needs from the weights before the batch's first step."""
         reference = self._reference_logprobs(step)
         needs_penalties = self._critic is not None and reference is not None
+        selects_tokens = self._loss.objective == "m2po"
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
-        old = self._old_logprobs(step) if is_one_of_several or needs_penalties else None
+        old = self._old_logprobs(step) if is_one_of_several or needs_penalties or selects_tokens else None
+        within_budget = self._within_budget(step, old) if old is not None and selects_tokens else None
         if self._critic is None:
-            return PreStepValues(old, reference, None)
+            return PreStepValues(old, reference, None, within_budget)
         penalties = None
         if old is not None and reference is not None:
             algorithm = self._algorithm
@@ -166,7 +171,17 @@ class MegatronLearner:
                 algorithm.kl_coef * kl_penalty(batch_old, batch_reference, algorithm.kl_loss_type)
                 for batch_old, batch_reference in zip(old, reference, strict=True)
             ]
-        return PreStepValues(old, reference, self._critic.evaluate(step, penalties))
+        return PreStepValues(old, reference, self._critic.evaluate(step, penalties), within_budget)
+
+    def _within_budget(self, step: TrainStep, old: list[Tensor]) -> list[Tensor]:
+        """Select M2PO's tokens. The budget holds for the whole step, so ranks and micro-batches share one bound."""
+        log_ratios = [
+            logprobs - torch.from_numpy(batch.rollout_log_probs).to(self._device)
+            for batch, logprobs in zip(step.micro_batches, old, strict=True)
+        ]
+        own = torch.cat(log_ratios) if log_ratios else torch.zeros(0, device=self._device)
+        bound = second_moment_bound(gather_over_data_parallel(own), self._loss.m2po_budget)
+        return [one.abs() <= bound for one in log_ratios]
 
     def _snapshot(self) -> Callable[[], None]:
         """Copy models, optimizers and step counts to host memory; returns the function that restores them."""
@@ -245,6 +260,7 @@ class MegatronLearner:
             sequences=to_device(batch.sequences),
             staleness=to_device(staleness),
             reference_logprobs=None if values.reference is None else values.reference[number],
+            within_budget=None if values.within_budget is None else values.within_budget[number],
         )
 
     def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
