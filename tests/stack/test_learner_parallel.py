@@ -88,7 +88,13 @@ MIXED: dict[str, tuple[str, int, dict[str, Any]]] = {
 ALONE: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")
 }
-ALL = LAYOUTS | MIXED | ALONE
+M2PO = {"policy_objective": "m2po", "off_policy_correction": "none"}
+SELECTING: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "m2po, one rank": ("dense", 1, M2PO),
+    "m2po, data parallel": ("dense", 2, M2PO),
+}
+"""With an objective that selects tokens over the whole optimizer step."""
+ALL = LAYOUTS | MIXED | ALONE | SELECTING
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
@@ -194,6 +200,14 @@ def test_ranks_that_share_the_work_see_the_probabilities_metrics_and_answers_of_
     for logprobs, reference in zip(found["logprobs"], expected["logprobs"], strict=True):
         assert logprobs == pytest.approx(reference, abs=1e-5)
     assert found["greedy"] == expected["greedy"]
+
+
+def test_data_parallel_ranks_select_the_tokens_that_one_rank_selects(runs: Path) -> None:
+    alone, shared = runs / "m2po, one rank", runs / "m2po, data parallel"
+    assert most_apart(shared / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
+    excluded = facts(alone)["metrics"]["clip_fraction"]
+    assert 0 < excluded < 1
+    assert facts(shared)["metrics"]["clip_fraction"] == pytest.approx(excluded)
 
 
 @pytest.mark.parametrize("layout", MIXED)
