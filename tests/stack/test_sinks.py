@@ -30,7 +30,17 @@ EVENTS: list[Event] = [
         response_length=4.0,
         metrics={"loss": 0.5},
     ),
-    Evaluated(time=5.0, name="aime", rollout=4, accuracy=0.5, reward=0.75, problems=8, seconds=1.0, truncated=0.125),
+    Evaluated(
+        time=5.0,
+        name="aime",
+        rollout=4,
+        accuracy=0.5,
+        reward=0.75,
+        problems=8,
+        seconds=1.0,
+        truncated=0.125,
+        versions=(3, 4),
+    ),
 ]
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError
-from miles_async.events import WarningRaised
-from miles_async.pipeline.evaluate import EvalSet, Evaluator
+from miles_async.events import EvaluationSkipped, WarningRaised
+from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
 from miles_async.pipeline.run_state import RunState
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trace
 
@@ -71,6 +72,47 @@ def router_lost(group: Group) -> None:
 
 def refused(group: Group) -> None:
     raise TrajectoryError("prompt of 99 tokens")
+
+
+def continued_by_version(version: int) -> Attempt:
+    def answer(group: Group) -> None:
+        for sample in group:
+            end = sample.response_length + 1
+            sample.spans = [*sample.spans, VersionSpan(version, sample.response_length, end)]
+            sample.tokens.append(7)
+            sample.response_length = end
+            sample.status = SampleStatus.ABORTED if version < 7 else SampleStatus.COMPLETED
+
+    return answer
+
+
+async def test_the_scores_name_every_weight_version_that_generated_their_tokens() -> None:
+    problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
+    generator = Scripted([continued_by_version(3), continued_by_version(7)])
+    sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
+    scores = await Evaluator(RunState(VirtualClock(), Trace()), Judge(), sets, lambda: True).evaluate(0)
+    assert scores["held_out"]["versions"] == [3, 7]
+
+
+async def test_an_evaluation_that_waits_for_engines_is_skipped_when_a_newer_one_is_due() -> None:
+    trace, made, serving = Trace(), list[int](), list[bool]()
+    run_state = RunState(VirtualClock(), trace)
+
+    async def evaluate(rollout_id: int) -> None:
+        made.append(rollout_id)
+
+    async with TaskSupervisor() as tasks:
+        due = DueEvaluations(run_state, tasks, evaluate, lambda: bool(serving))
+        due.add(4)
+        await run_state.clock.sleep(1.0)
+        due.add(9)
+        serving.append(True)
+        run_state.changed.notify()
+        await due.idle()
+        due.add(14)
+        await due.idle()
+    assert made == [9, 14]
+    assert [(event.rollout, event.overtaken_by) for event in trace.of(EvaluationSkipped)] == [(4, 9)]
 
 
 async def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
@@ -35,8 +36,29 @@ STEP: list[Event] = [
         metrics={"loss": 0.5, "grad_norm": 1.5, "tokens_per_second": 300.0, "memory_gib": 0.85},
     ),
 ]
+PUBLISHED = PublishEnded(
+    time=6.0,
+    version=1,
+    live=True,
+    staged_seconds=1,
+    paused_seconds=1,
+    stopping_seconds=0.0,
+    write_seconds=1,
+    resuming_seconds=0.0,
+    bytes=1,
+    queue=0,
+    fenced=[],
+)
 EVALUATED = Evaluated(
-    time=5.0, name="aime", rollout=4, accuracy=0.5, reward=0.25, problems=8, seconds=1.0, truncated=0.125
+    time=5.0,
+    name="aime",
+    rollout=4,
+    accuracy=0.5,
+    reward=0.25,
+    problems=8,
+    seconds=1.0,
+    truncated=0.125,
+    versions=(3, 4),
 )
 
 
@@ -116,6 +138,15 @@ def test_curves_carry_slimes_names_over_steps_and_rollouts() -> None:
     assert (evaluation.axis, evaluation.step) == ("rollout/step", 5)
     assert evaluation.values["eval/aime"] == 0.25
     assert evaluation.values["eval/aime-truncated_ratio"] == 0.125
+    assert evaluation.values["eval/aime-oldest_weight_version"] == 3
+    assert evaluation.values["eval/aime-newest_weight_version"] == 4
+
+
+def test_an_evaluation_that_ends_late_is_plotted_over_its_own_rollout_and_moves_no_other_curve() -> None:
+    late = replace(EVALUATED, rollout=1)
+    *_, evaluation, published = points(*STEP, late, PUBLISHED)
+    assert (evaluation.axis, evaluation.step) == ("rollout/step", 2)
+    assert (published.axis, published.step) == ("rollout/step", 5)
 
 
 def test_everything_is_plotted_over_optimizer_steps_if_asked_for() -> None:
@@ -138,20 +169,7 @@ def test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured(
 
 
 def test_a_publish_that_no_engine_took_is_no_point() -> None:
-    publish = PublishEnded(
-        time=1.0,
-        version=1,
-        live=False,
-        staged_seconds=1,
-        paused_seconds=1,
-        stopping_seconds=0.0,
-        write_seconds=1,
-        resuming_seconds=0.0,
-        bytes=1,
-        queue=0,
-        fenced=[],
-    )
-    assert points(publish) == []
+    assert points(replace(PUBLISHED, live=False)) == []
 
 
 class Kept:

@@ -19,6 +19,8 @@ from miles_async.events import (
     DataSkipped,
     EngineBusy,
     EngineChanged,
+    Evaluated,
+    EvaluationSkipped,
     Event,
     GroupFiltered,
     GroupGenerated,
@@ -312,6 +314,19 @@ def test_blocked_admission_is_counted_while_it_lasts_and_once() -> None:
     assert see("admission_blocked_seconds_total", cause="slots") == 2.0
     see.observe(AdmissionBlocked(time=104.0, cause="slots", seconds=3.0))
     assert see("admission_blocked_seconds_total", cause="slots") == 3.0
+
+
+def test_an_evaluation_names_its_weight_versions_and_skipped_ones_are_counted() -> None:
+    scores: dict[str, Any] = {"accuracy": 0.5, "reward": 0.5, "problems": 8, "seconds": 9.0, "truncated": 0.0}
+    see = Watched(
+        RUN,
+        EvaluationSkipped(time=103.0, rollout=4, overtaken_by=9),
+        EvaluationSkipped(time=104.0, rollout=9, overtaken_by=14),
+        Evaluated(time=105.0, name="math", rollout=14, versions=(14, 16), **scores),
+    )
+    assert see("skipped_evaluations_total") == 2
+    assert see("eval_oldest_weight_version", name="math") == 14
+    assert see("eval_newest_weight_version", name="math") == 16
 
 
 def test_the_head_the_oldest_request_and_the_versions_move_without_any_group_moving() -> None:

@@ -108,6 +108,7 @@ def evaluated(rollout: int, accuracy: float) -> Evaluated:
         problems=512,
         seconds=1,
         truncated=0,
+        versions=(3, 4),
     )
 
 

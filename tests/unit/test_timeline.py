@@ -215,7 +215,15 @@ def test_the_board_keeps_the_first_and_the_last_score_of_a_data_set() -> None:
     status = RunStatus()
     for rollout in (-1, 4, 9):
         score = Evaluated(
-            time=100.0, name="math", rollout=rollout, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
+            time=100.0,
+            name="math",
+            rollout=rollout,
+            accuracy=0.1,
+            reward=0,
+            problems=1,
+            seconds=1,
+            truncated=0,
+            versions=(0, 0),
         )
         status.observe(score)
     assert [score.rollout for score in status.figures(101.0)["scores"]["math"]] == [-1, 9]
@@ -227,7 +235,15 @@ def test_names_that_users_give_are_bounded_in_number() -> None:
     for number in range(200):
         status.observe(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
         score = Evaluated(
-            time=100.0, name=f"set {number}", rollout=0, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
+            time=100.0,
+            name=f"set {number}",
+            rollout=0,
+            accuracy=0.1,
+            reward=0,
+            problems=1,
+            seconds=1,
+            truncated=0,
+            versions=(0, 0),
         )
         charts.observe(score)
     outcomes = status.figures(102.0)["outcomes"]
