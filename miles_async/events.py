@@ -3,7 +3,8 @@
 The pipeline emits events; the trace file, the metrics, the log lines, the progress bar, the status page and the summary
 are computed from this one stream. The pipeline never waits for a subscriber, so observing a run cannot slow it down.
 
-On disk (`events.jsonl`) an event is one JSON object per line with its class name as `type`. Durations are in seconds.
+On disk (`observability/trace/event_log.py`) an event is one JSON object per line with its class name as `type`.
+Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -385,6 +386,13 @@ class WarningRaised(Event, frozen=True):
     text: str
 
 
+class EventsMissing(Event, frozen=True):
+    """Parts of the event log were deleted because it reached its maximum size. Only readers of the log emit it."""
+
+    parts: int
+    """Number of deleted parts."""
+
+
 class RunEnded(Event, frozen=True):
     """The run ended."""
 
@@ -422,6 +430,7 @@ AnyEvent = (
     | ProcessSilent
     | VerdictChanged
     | WarningRaised
+    | EventsMissing
     | RunEnded
 )
 

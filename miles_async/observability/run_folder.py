@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """The event stream, see `trace/event_log.py`."""
+        """The newest events; `trace/event_log.py` also reads the earlier parts of the log."""
         return self.path / "events.jsonl"
 
     @property
