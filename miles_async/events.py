@@ -386,6 +386,17 @@ class WarningRaised(Event, frozen=True):
     text: str
 
 
+class DeadLettersUnwritten(Event, frozen=True):
+    """The number of dead letters that could not be written to `dead_letters.jsonl` changed. They are in memory."""
+
+    letters: int
+    """Number of letters in memory; 0 if all are written."""
+    prompts: list[str]
+    """Feed indices of the oldest of these letters."""
+    error: str | None
+    """Why the last write failed; None if it did not fail."""
+
+
 class EventsMissing(Event, frozen=True):
     """Parts of the event log were deleted because it reached its maximum size. Only readers of the log emit it."""
 
@@ -430,6 +441,7 @@ AnyEvent = (
     | ProcessSilent
     | VerdictChanged
     | WarningRaised
+    | DeadLettersUnwritten
     | EventsMissing
     | RunEnded
 )

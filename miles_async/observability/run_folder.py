@@ -52,6 +52,11 @@ class RunFolder:
         return self.path / "trace.json"
 
     @property
+    def dead_letters(self) -> Path:
+        """The groups that failed in every attempt, see `adapters/storage/dead_letters.py`."""
+        return self.path / "dead_letters.jsonl"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

@@ -15,6 +15,7 @@ from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import (
     DataSkipped,
+    DeadLettersUnwritten,
     EngineChanged,
     Event,
     RouterChanged,
@@ -81,6 +82,8 @@ class EventSubscribers:
         self._config = config
         self._folder = folder
         self._skipped = 0
+        self._unwritten = 0
+        """Number of dead letters that are not written yet."""
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +152,8 @@ class EventSubscribers:
                     transport=event.transport,
                     error=event.error,
                 )
+            case DeadLettersUnwritten():
+                self._log_unwritten(event)
             case EngineChanged():
                 write = log.info if event.state == "routed" else log.warning
                 write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
@@ -158,6 +163,17 @@ class EventSubscribers:
                 write(f"router {answers}", engines=event.engines, healthy=event.healthy)
             case _:
                 pass
+
+    def _log_unwritten(self, event: DeadLettersUnwritten) -> None:
+        before, self._unwritten = self._unwritten, event.letters
+        if event.letters and not before:
+            log.warning(
+                "dead letters cannot be written; they are kept in memory and written later",
+                file=str(self._folder.dead_letters),
+                error=event.error,
+            )
+        if before and not event.letters:
+            log.info("all dead letters are written", file=str(self._folder.dead_letters))
 
     def write_early_summary(self, end: RunEnded) -> None:
         """Write `summary.json` before the run has ended, in case that this process is killed before it ends.
