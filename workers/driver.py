@@ -42,9 +42,6 @@ DONE, FAILED, REFUSED = 0, 1, 2
 the exit code of `StopRequest`."""
 TICK_SECONDS = 0.25
 """Longest time between two updates of console, metrics and heartbeats."""
-TERMINATION_SECONDS = 8.0
-"""Time after a SIGTERM in which the current step may end; then the step is abandoned. Kubernetes and Slurm send SIGKILL
-30 seconds after SIGTERM, and ending all processes takes a few seconds too."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +74,7 @@ async def _drive(
     _ignore_hangup()
     print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
-        stop = StopRequest(subscribers)
+        stop = StopRequest(subscribers, config.learner.termination_grace_seconds)
         stop.handle_signals()
         # Importing Ray takes seconds, so it is imported after all fast checks have passed.
         from .cluster import Cluster
@@ -113,15 +110,16 @@ class StopRequest:
     """The user's request to end the run: Ctrl-C (SIGINT) or SIGTERM.
 
     The first signal ends the run after the current step, the second one immediately. Batch systems send SIGKILL some
-    time after SIGTERM, so the current step has only `TERMINATION_SECONDS` to end after a SIGTERM.
+    time after SIGTERM, so the time of the current step and of its checkpoint is limited after a SIGTERM.
     """
 
-    def __init__(self, subscribers: EventSubscribers) -> None:
+    def __init__(self, subscribers: EventSubscribers, termination_grace_seconds: float) -> None:
         """Create it in the task that the second signal cancels."""
         task = asyncio.current_task()
         assert task is not None, "created in a coroutine"
         self._task = task
         self._subscribers = subscribers
+        self._termination_grace_seconds = termination_grace_seconds
         self._arrived, self._terminated = asyncio.Event(), asyncio.Event()
         self._signal = signal.SIGINT
 
@@ -161,10 +159,13 @@ class StopRequest:
         raise RunInterruptedError
 
     async def wait_until_overdue(self) -> NoReturn:
-        """Raise RunInterruptedError when the current step has used up its time after a SIGTERM."""
+        """Raise RunInterruptedError when the step and its checkpoint have used up their time after a SIGTERM."""
         await self._terminated.wait()
-        await asyncio.sleep(TERMINATION_SECONDS)
-        log.warning("the current step was abandoned", seconds_after_sigterm=TERMINATION_SECONDS)
+        await asyncio.sleep(self._termination_grace_seconds)
+        log.warning(
+            "the current step or its checkpoint was abandoned: if they need more time, raise termination_grace_seconds",
+            seconds_after_sigterm=self._termination_grace_seconds,
+        )
         raise RunInterruptedError
 
 
