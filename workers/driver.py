@@ -29,7 +29,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
 
-from .preflight import SftExamples, lock_checkpoints, preflight
+from .preflight import Checked, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -58,19 +58,17 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     survive_lost_output()
     configure_logging(config.observability.log_format)
     try:
-        sft_examples = preflight(config, entry)
+        checked = preflight(config, entry)
         with lock_checkpoints(config):
             folder = RunFolder.create(config)
-            return asyncio.run(_drive(config, argv, folder, entry, sft_examples))
+            return asyncio.run(_drive(config, argv, folder, entry, checked))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
-async def _drive(
-    config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, sft_examples: SftExamples
-) -> int:
+async def _drive(config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, checked: Checked) -> int:
     _ignore_hangup()
     print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
@@ -88,7 +86,7 @@ async def _drive(
             async with Cluster(config, folder, entry) as cluster:
                 # The native code of Ray has installed its own handler of SIGTERM.
                 stop.handle_signals()
-                ready = await _guard(cluster.start(sft_examples), stop.wait(), cluster.watch_ray())
+                ready = await _guard(cluster.start(checked), stop.wait(), cluster.watch_ray())
                 subscribers.emit(ready)
                 with Watchdog(cluster, subscribers, config.observability) as watchdog:
                     run = _follow(cluster, subscribers, watchdog, stop, partial(load_config, argv, entry=entry))
