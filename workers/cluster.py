@@ -87,10 +87,10 @@ class Cluster:
         self.probes: dict[str, Probe] = {}
         """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
         self._placements: list[Placement] = []
-        """The placement of the run, and one for each engine that was added later and still runs."""
+        """The placement of the run, and one for each engine that was added later."""
         self._engine_devices: dict[str, EngineDevices] = {}
         self._free_devices: list[EngineDevices] = []
-        """Devices of removed engines in the placement of the run, which can be released only as a whole."""
+        """Devices of removed engines that the learner shares, for engines that are added later."""
         self._worker: ActorHandle[Any]
         self.surroundings: Surroundings
         """The processes that `start` started, for the rollout worker."""
@@ -262,16 +262,18 @@ class Cluster:
         """Reserve the devices of another engine. Raises UserError if the Ray cluster has none that are free."""
         one_engine = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
         placement = await asyncio.to_thread(reserve, one_engine)
+        if not self._placements[0].local:
+            # The learner on another node must reach the engine, so the engine must not listen on loopback.
+            placement = replace(placement, local=False)
         self._placements.append(placement)
         return EngineDevices(placement, placement.plan.engines[0])
 
     def _return_devices(self, devices: EngineDevices) -> None:
-        """Give the devices of a removed engine back to Ray, or keep them for the next engine that is added."""
-        if devices.placement is self._placements[0]:
+        """Give the devices of a removed engine back to Ray. Devices that the learner shares are kept."""
+        if derived.demand_of(self._config).colocated and devices.placement is self._placements[0]:
             self._free_devices.append(devices)
         else:
-            self._placements.remove(devices.placement)
-            devices.placement.release()
+            devices.placement.release_engine(devices.bundles)
 
     @property
     def _world_size(self) -> int:
