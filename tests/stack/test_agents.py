@@ -14,6 +14,7 @@ from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
+from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -39,7 +40,7 @@ async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[
         wire: Wire = []
         post = engine._client.post
 
-        async def noting(url: str, body: Any = None, *, within: float) -> Any:
+        async def noting(url: str, body: Any = None, *, within: float, decode: Decode | None = None) -> Any:
             answers = await post(url, body, within=within)
             if url.endswith("/generate") and "rid" in body:
                 pairs = zip(body["input_ids"], answers, strict=True)

@@ -393,6 +393,8 @@ NAMED: dict[str, str] = {
     "recompute_method": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
+    "termination_grace_seconds": "unit/test_stop_request.py::test_the_time_after_sigterm_is_that_of_the_setting",
+    "checkpoint_checksums": "unit/test_checkpoint_folder.py::test_without_checksums_only_sizes_are_compared",
     "load": "unit/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
     "expert_tensor_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from miles_async.adapters.sglang.client import JsonClient, NoAnswerError, UnavailableError
+from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
-from miles_async.sample_schema import ScoredAnswer, parse, too_long
+from miles_async.sample_schema import ScoredAnswer, decode_answers, parse, too_long
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_TIMEOUT_SECONDS = 30.0
@@ -297,7 +297,7 @@ class SGLangGenerator:
                 **self._priority,
             }
             started = time.time()
-            answers = await self._ask(body)
+            answers = await self._ask(body, decode_answers)
             ended = time.time()
         if not isinstance(answers, list) or len(answers) != len(samples):
             raise TrajectoryError(f"an engine did not answer with a list of {len(samples)} samples")
@@ -316,10 +316,10 @@ class SGLangGenerator:
                 )
             )
 
-    async def _ask(self, body: dict[str, Any]) -> Any:
+    async def _ask(self, body: dict[str, Any], decode: Decode | None = None) -> Any:
         """Send one request to the router and return its answer."""
         try:
-            return await self._client.post(self._url, body, within=self._timeout)
+            return await self._client.post(self._url, body, within=self._timeout, decode=decode)
         except UnavailableError as error:
             raise RouterLostError(str(error)) from error
         except NoAnswerError as error:
