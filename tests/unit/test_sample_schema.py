@@ -145,7 +145,7 @@ class Answers:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    async def post(self, url: str, body: Any, *, within: float) -> Any:
+    async def post(self, url: str, body: Any, *, key: str, within: float) -> Any:
         return self.answer
 
     async def close(self) -> None:
@@ -159,7 +159,7 @@ def with_engine(answer: Any, use: Any, **settings: Any) -> None:
             Tokenizer(),
             SamplingParams(max_new_tokens=9),
             limit=lambda: 4,
-            engine_urls=list,
+            engines=list,
             **settings,
         )
         await engine.close()
@@ -225,7 +225,8 @@ def test_an_invalid_post_is_answered_with_its_fault_and_changes_nothing(fields: 
             async with aiohttp.ClientSession() as http:
 
                 async def post(sample: dict[str, Any]) -> tuple[int, str]:
-                    async with http.post(f"{endpoint.url}/trajectories", json={"samples": [sample]}) as response:
+                    body, key = {"samples": [sample]}, {"Authorization": f"Bearer {endpoint.key}"}
+                    async with http.post(f"{endpoint.url}/trajectories", json=body, headers=key) as response:
                         return response.status, await response.text()
 
                 status, body = await post(POSTED | fields)
