@@ -31,6 +31,7 @@ from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
+from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.storage.warm_starts import find_warm_start
 from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
@@ -48,7 +49,7 @@ from .placement import Placement, on_driver_node, reserve
 from .preflight import Checked, check_ray
 from .rollout import RolloutWorker, Surroundings
 from .router import Router
-from .specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
+from .specs import ENVIRONMENT, engine_spec, external_router, external_router_key, ray_arguments, router_spec
 
 LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
@@ -81,6 +82,9 @@ class Cluster:
         self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
         """The actors of each engine, one per node. The server of the first actor receives the requests."""
         self._router_actor: ActorHandle[Any] | None = None
+        self._key = new_key()
+        """API key of the engines and of the router that this run starts."""
+        self._router_key = self._key if external_router(config) is None else external_router_key(config)
         self._reaper: SessionReaper
         """Kills the processes of a Ray that this run started, also if this process is killed."""
         self._ray_is_lost = False
@@ -192,6 +196,7 @@ class Cluster:
         self.surroundings = Surroundings(
             checkpoint=started.path,
             router_url=router_url,
+            router_key=self._router_key,
             engines=engines,
             engine_actors=self._engine_actors,
             router_actor=self._router_actor,
@@ -307,10 +312,10 @@ class Cluster:
 
     async def _start_router(self) -> str:
         if (url := external_router(self._config)) is not None:
-            await asyncio.to_thread(require_router, url)
+            await asyncio.to_thread(require_router, url, self._router_key)
             log.info("using an external router", url=url)
             return url
-        spec = router_spec(self._config, self.logs)
+        spec = router_spec(self._config, self.logs, self._router_key)
         self._router_actor = self._server(Router, "router", spec, on_driver_node())
         url = await _call(self._router_actor.start)
         log.info("router is up", url=url, metrics=await _call(self._router_actor.metrics_url))
@@ -337,6 +342,7 @@ class Cluster:
                 devices=placement.devices(node_bundles),
                 nodes=len(nodes),
                 node_rank=rank,
+                key=self._key,
             )
             options = placement.actor_options(node_bundles[0], ENGINE_GPU_FRACTION)
             actors.append(self._server(Engine, _actor_name(name, rank), spec, options))

@@ -33,6 +33,7 @@ from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
 
 from .batches import saved_batch
+from .specs import external_router_key
 
 WARM_START_EXAMPLES = 8192
 """Problems that a warm start trains on."""
@@ -71,6 +72,7 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         check_weights(Path(config.model.hf_checkpoint).expanduser())
     resume_from = checkpoint_to_resume(config)
     check_ray(config.cluster.ray_address)
+    external_router_key(config)
     check_port("agent_port", config.rollout.agent_port)
     check_port("metrics_port", config.observability.metrics_port)
     rollout_function(config, entry)

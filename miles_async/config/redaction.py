@@ -13,6 +13,9 @@ from miles_async.config.schema.section import Section
 REDACTED = "<redacted>"
 MIN_SECRET_LENGTH = 8
 
+_SECRET_SETTINGS = frozenset({"sglang_router_api_key"})
+_SECRET_SOURCES = ("env:", "file:")
+"""A secret setting that begins with one of these names the place of the secret instead of the secret."""
 _SECRET_WORDS = frozenset("key apikey token secret password passwd passphrase credential credentials auth".split())
 _USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=[^&\s'\"#]+")
@@ -23,7 +26,7 @@ def redacted_values(config: RunConfig) -> dict[str, Any]:
     """The settings of a run by section, as JSON types, without secrets.
 
     A secret is the value of an entry of a free-form dict (environment variables, SGLang arguments) whose name contains
-    a word such as key, token or password, and any credentials in a URL.
+    a word such as key, token or password, the key of an external router, and any credentials in a URL.
     """
     return _redact_section(config)
 
@@ -68,11 +71,15 @@ def contains_redacted(value: Any) -> bool:
 
 
 def _redact_section(section: Section) -> dict[str, Any]:
-    """The settings of one section. Their own names, such as `input_key`, never mark a secret."""
+    """The settings of one section. Few of their own names mark a secret: `input_key`, for example, does not."""
     values = section.model_dump(mode="json")
-    return {
+    redacted = {
         name: _redact_section(value) if isinstance(value, Section) else _redact(values[name]) for name, value in section
     }
+    for name in _SECRET_SETTINGS & redacted.keys():
+        if redacted[name] is not None and not str(redacted[name]).startswith(_SECRET_SOURCES):
+            redacted[name] = REDACTED
+    return redacted
 
 
 def _redact(value: Any) -> Any:

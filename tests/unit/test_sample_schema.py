@@ -165,7 +165,7 @@ class Answers:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    async def post(self, url: str, body: Any, *, within: float, decode: Decode | None = None) -> Any:
+    async def post(self, url: str, body: Any, *, key: str, within: float, decode: Decode | None = None) -> Any:
         decoded = None if decode is None else decode(orjson.dumps(self.answer))
         return self.answer if decoded is None else decoded
 
@@ -180,7 +180,7 @@ def with_engine(answer: Any, use: Any, **settings: Any) -> None:
             Tokenizer(),
             SamplingParams(max_new_tokens=9),
             limit=lambda: 4,
-            engine_urls=list,
+            engines=list,
             **settings,
         )
         await engine.close()
@@ -246,7 +246,8 @@ def test_an_invalid_post_is_answered_with_its_fault_and_changes_nothing(fields: 
             async with aiohttp.ClientSession() as http:
 
                 async def post(sample: dict[str, Any]) -> tuple[int, str]:
-                    async with http.post(f"{endpoint.url}/trajectories", json={"samples": [sample]}) as response:
+                    body, key = {"samples": [sample]}, {"Authorization": f"Bearer {endpoint.key}"}
+                    async with http.post(f"{endpoint.url}/trajectories", json=body, headers=key) as response:
                         return response.status, await response.text()
 
                 status, body = await post(POSTED | fields)

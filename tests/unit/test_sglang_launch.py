@@ -130,4 +130,4 @@ def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monke
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
     project = Path(launch.__file__).parents[3]
     with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
-        server.start({}, None, timeout=PATIENCE_SECONDS)
+        server.start({}, None, PATIENCE_SECONDS, "key")

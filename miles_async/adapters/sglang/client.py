@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.errors import EngineLostError, TrajectoryError
 
 Decode = Callable[[bytes], Any]
@@ -33,20 +34,23 @@ class JsonClient:
         # `Permits` bounds the requests; a limit here would let them wait unseen.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
 
-    async def post(self, url: str, body: Any = None, *, within: float, decode: Decode | None = None) -> Any:
+    async def post(
+        self, url: str, body: Any = None, *, key: str = "", within: float, decode: Decode | None = None
+    ) -> Any:
         """Send a POST request; see `request`."""
-        return await self.request("POST", url, body, within=within, decode=decode)
+        return await self.request("POST", url, body, key=key, within=within, decode=decode)
 
-    async def get(self, url: str, *, within: float) -> Any:
+    async def get(self, url: str, *, key: str = "", within: float) -> Any:
         """Send a GET request; see `request`."""
-        return await self.request("GET", url, within=within)
+        return await self.request("GET", url, key=key, within=within)
 
     async def request(
-        self, method: str, url: str, body: Any = None, *, within: float, decode: Decode | None = None
+        self, method: str, url: str, body: Any = None, *, key: str = "", within: float, decode: Decode | None = None
     ) -> Any:
         """Send a request with `body` as JSON; return the decoded answer, or its text if it is not JSON.
 
-        `decode` replaces the decoding of JSON, unless it returns None.
+        `key` is the API key of the server; empty if the server has none. `decode` replaces the decoding of JSON, unless
+        it returns None.
 
         Raises UnavailableError if the server did not take the request, NoAnswerError if there is no answer `within`
         seconds, EngineLostError if the server failed (5xx), and TrajectoryError if it refused the request (4xx), so
@@ -57,7 +61,7 @@ class JsonClient:
                 method,
                 url,
                 data=orjson.dumps(body if body is not None else {}),
-                headers={"content-type": "application/json"},
+                headers={"content-type": "application/json", **authorization(key)},
                 timeout=aiohttp.ClientTimeout(total=within),
             ) as response:
                 content = await response.read()
