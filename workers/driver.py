@@ -219,7 +219,7 @@ async def _follow(
             if stop.requested and not stop_was_sent:
                 stop_was_sent = True
                 cluster.stop()
-            watchdog.look(time.time())
+            watchdog.look(time.monotonic())
     finally:
         _ignore_hangup()
         resizer.cancel()

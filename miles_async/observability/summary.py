@@ -145,16 +145,16 @@ class RunSummary:
             self._accuracy_after = event.accuracy
 
     def _training_phase(self) -> dict[str, float | None]:
-        seconds = self._steps[-1].ended - self._steps[0].started if self._steps else 0.0
+        seconds = self._steps[-1].time - self._steps[0].started if self._steps else 0.0
         if seconds <= 0:
             names = ("training_seconds", "groups_per_second", "tokens_per_second")
             return dict.fromkeys((*names, "learner_idle_share", "engine_idle_share"))
-        stepping = sum(step.ended - step.started for step in self._steps)
+        stepping = sum(step.seconds for step in self._steps)
         engine_share = None
         if len(self._busy) > 1:
             # Engines report their busy seconds now and then, so the values at the two ends are interpolated.
             times, busy_seconds = zip(*self._busy, strict=True)
-            begin, end = np.interp([self._steps[0].started, self._steps[-1].ended], times, busy_seconds)
+            begin, end = np.interp([self._steps[0].started, self._steps[-1].time], times, busy_seconds)
             engine_share = 1 - float(end - begin) / seconds
         return {
             "training_seconds": seconds,

@@ -302,9 +302,9 @@ class SGLangGenerator:
                 "return_logprob": True,
                 **self._priority,
             }
-            started = time.time()
+            started = time.monotonic()
             answers = await self._ask(body, decode_answers)
-            ended = time.time()
+            ended, seconds = time.time(), time.monotonic() - started
         if not isinstance(answers, list) or len(answers) != len(samples):
             raise TrajectoryError(f"an engine did not answer with a list of {len(samples)} samples")
         before = sum(sample.response_length for sample in samples)
@@ -315,7 +315,7 @@ class SGLangGenerator:
             self._on_request(
                 RequestEnded(
                     time=ended,
-                    started=started,
+                    seconds=seconds,
                     sequence=call.sequence,
                     samples=len(samples),
                     response_tokens=sum(sample.response_length for sample in samples) - before,
