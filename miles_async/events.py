@@ -3,7 +3,8 @@
 The pipeline emits events; the trace file, the metrics, the log lines, the progress bar, the status page and the summary
 are computed from this one stream. The pipeline never waits for a subscriber, so observing a run cannot slow it down.
 
-On disk (`events.jsonl`) an event is one JSON object per line with its class name as `type`. Durations are in seconds.
+On disk (`observability/trace/event_log.py`) an event is one JSON object per line with its class name as `type`.
+Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -421,6 +422,24 @@ class WarningRaised(Event, frozen=True):
     text: str
 
 
+class DeadLettersUnwritten(Event, frozen=True):
+    """The number of dead letters that could not be written to `dead_letters.jsonl` changed. They are in memory."""
+
+    letters: int
+    """Number of letters in memory; 0 if all are written."""
+    prompts: list[str]
+    """Feed indices of the oldest of these letters."""
+    error: str | None
+    """Why the last write failed; None if it did not fail."""
+
+
+class EventsMissing(Event, frozen=True):
+    """Parts of the event log were deleted because it reached its maximum size. Only readers of the log emit it."""
+
+    parts: int
+    """Number of deleted parts."""
+
+
 class RunEnded(Event, frozen=True):
     """The run ended."""
 
@@ -459,6 +478,8 @@ AnyEvent = (
     | ProcessSilent
     | VerdictChanged
     | WarningRaised
+    | DeadLettersUnwritten
+    | EventsMissing
     | RunEnded
 )
 

@@ -17,6 +17,7 @@ from miles_async.errors import UserError
 from miles_async.events import (
     AdmissionBlocked,
     DataSkipped,
+    DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
     Evaluated,
@@ -236,7 +237,9 @@ def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -
         GroupFiltered(time=101.0, sequence=3, reason="over_sampling"),
         SamplesRemoved(time=102.0, rollout=0, samples=5),
         DataSkipped(time=103.0, reason="bad_row", sentence="data.jsonl, line 4: no key 'label'"),
+        DeadLettersUnwritten(time=104.0, letters=2, prompts=["sample_0_1"], error="No space left on device"),
     )
+    assert see("unwritten_dead_letters") == 2
     assert see("filtered_groups_total", reason="all_0") == 2
     assert see("filtered_groups_total", reason="over_sampling") == 1
     assert see("removed_samples_total") == 5

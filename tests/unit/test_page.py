@@ -173,10 +173,26 @@ def test_one_port_serves_metrics_page_and_state(server: HttpServer) -> None:
     assert (state["span"], state["now"]["run"]["run"]) == ("whole", "tested")
 
 
-@pytest.mark.parametrize("path, host, status", [("/", "evil.example", 403), ("/etc/passwd", "localhost", 404)])
-def test_other_hosts_names_and_other_paths_are_refused(server: HttpServer, path: str, host: str, status: int) -> None:
+@pytest.mark.parametrize(
+    "path, headers, status",
+    [
+        ("/", {"Host": "evil.example:80"}, 403),
+        ("/metrics", {"Host": "evil.example:80"}, 403),
+        ("/state.json", {"Host": "localhost:80", "Origin": "http://evil.example"}, 403),
+        ("/state.json", {"Host": "localhost:80", "Origin": "http://localhost:81"}, 403),
+        ("/state.json", {"Host": "localhost:80", "Origin": "null"}, 403),
+        ("/metrics", {"Host": "["}, 403),
+        # Through a tunnel (`ssh -L 80:127.0.0.1:…`) the port is another one.
+        ("/state.json", {"Host": "localhost:80", "Origin": "http://localhost:80"}, 200),
+        ("/metrics", {"Host": "[::1]:80"}, 200),
+        ("/etc/passwd", {"Host": "localhost:80"}, 404),
+    ],
+)
+def test_other_host_names_other_origins_and_other_paths_are_refused(
+    server: HttpServer, path: str, headers: dict[str, str], status: int
+) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
-    connection.request("GET", path, headers={"Host": f"{host}:{server.port}"})
+    connection.request("GET", path, headers=headers)
     assert connection.getresponse().status == status
     connection.close()
 

@@ -33,7 +33,8 @@ class RayLearner:
         self._config = config
         self._ranks = ranks
         save = save_folder(config)
-        self._checkpoints = None if save is None else CheckpointFolder(save, resumed_from)
+        checksums = config.learner.checkpoint_checksums
+        self._checkpoints = None if save is None else CheckpointFolder(save, resumed_from, checksums=checksums)
         self._draft: Path | None = None
         """Folder of the checkpoint that was copied last, until it is committed."""
 

@@ -18,6 +18,7 @@ from miles_async.events import (
     BatchDrained,
     ClusterReady,
     DataSkipped,
+    DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
     Evaluated,
@@ -170,6 +171,8 @@ class MetricsRecorder:
                 self._metrics.removed_samples.inc(event.samples)
             case DataSkipped():
                 self._metrics.skipped_data.labels(event.reason).inc()
+            case DeadLettersUnwritten():
+                self._metrics.unwritten_dead_letters.set(event.letters)
             case WriteFailed():
                 self._metrics.write_failures.labels(event.then).inc()
             case RouterChanged():

@@ -14,6 +14,7 @@ from miles_async.events import (
     EngineChanged,
     Evaluated,
     Event,
+    EventsMissing,
     GroupFiltered,
     GroupMoved,
     ProcessSilent,
@@ -132,6 +133,10 @@ class RunStatus:
                 self._notices.append(WarningRaised(time=event.time, text=text))
             case Stalled():
                 self._notices.append(WarningRaised(time=event.time, text=f"no progress for {event.seconds:.0f} s"))
+            case EventsMissing():
+                self._slots.clear()  # groups that ended in the deleted parts would otherwise stay for ever
+                text = "events are missing from here on: parts of the event log were deleted (--event-log-max-bytes)"
+                self._notices.append(WarningRaised(time=event.time, text=text))
             case RunEnded():
                 self._ended = event
             case _:
