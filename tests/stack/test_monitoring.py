@@ -22,10 +22,12 @@ from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
 from dashboards.prometheus import main as monitor
+from miles_async.adapters.ray.learner import RayLearner
 from miles_async.events import ClusterReady, EngineChanged, Event, ProcessSilent, TrainerPhaseChanged
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottleneck, Verdicts
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
+from miles_async.pipeline.monitor import MIN_WORK_SECONDS
 from tests.stack.conftest import Played, Stack, settings
 from tests.waiting import PATIENCE_SECONDS, wait_until
 from workers.driver import run_started
@@ -192,6 +194,28 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
     learners = stacks.read_text().split("==== ")[1]
     assert f"pid {learner}, stopped" in learners
     assert "run_actor_task" in learners or "Thread" in learners
+
+
+def test_a_learner_works_while_it_computes_and_a_stopped_one_does_not_answer(stack: Stack) -> None:
+    ranks = stack.cluster.surroundings.learner_ranks
+    learner = RayLearner(settings(RUN[0]), ranks)
+    before = stack.do(learner.work_seconds())
+    ray.get([rank.logprobs.remote([[1, 2, 3]] * 64) for rank in ranks])
+    after = stack.do(learner.work_seconds())
+    assert after > before
+    assert stack.do(learner.work_seconds()) - after < MIN_WORK_SECONDS
+    stack.do(_asked_while_stopped(learner, ray.get(ranks[0].pid.remote())))
+
+
+async def _asked_while_stopped(learner: RayLearner, pid: int) -> None:
+    _stop(pid)
+    try:
+        asked = asyncio.ensure_future(learner.work_seconds())
+        await asyncio.wait([asked], timeout=1.0)
+        assert not asked.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await asked
 
 
 async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[ProcessSilent]:
