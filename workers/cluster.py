@@ -46,7 +46,7 @@ from .engine import Engine
 from .heartbeats import Probe
 from .learner import LearnerRank
 from .placement import Placement, on_driver_node, reserve
-from .preflight import SftExamples, check_ray, checkpoint_to_resume
+from .preflight import Checked, check_ray
 from .rollout import RolloutWorker, Surroundings
 from .router import Router
 from .specs import ENVIRONMENT, engine_spec, external_router, external_router_key, ray_arguments, router_spec
@@ -79,7 +79,6 @@ class Cluster:
         self._config = config
         self._folder = folder
         self._entry = entry
-        self._resume_from = checkpoint_to_resume(config)
         self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
         """The actors of each engine, one per node. The server of the first actor receives the requests."""
         self._router_actor: ActorHandle[Any] | None = None
@@ -92,10 +91,10 @@ class Cluster:
         self.probes: dict[str, Probe] = {}
         """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
         self._placements: list[Placement] = []
-        """The placement of the run, and one for each engine that was added later and still runs."""
+        """The placement of the run, and one for each engine that was added later."""
         self._engine_devices: dict[str, EngineDevices] = {}
         self._free_devices: list[EngineDevices] = []
-        """Devices of removed engines in the placement of the run, which can be released only as a whole."""
+        """Devices of removed engines that the learner shares, for engines that are added later."""
         self._worker: ActorHandle[Any]
         self.surroundings: Surroundings
         """The processes that `start` started, for the rollout worker."""
@@ -152,8 +151,9 @@ class Cluster:
             # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
             self._reaper.close(SHUTDOWN_SECONDS)
 
-    async def start(self, sft_examples: SftExamples) -> ClusterReady:
+    async def start(self, checked: Checked) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
+        sft_examples = checked.sft_examples
         debug, idle = self._config.debug, not derived.generates(self._config)
         placement = await asyncio.to_thread(reserve, derived.demand_of(self._config))
         self._placements.append(placement)
@@ -188,7 +188,9 @@ class Cluster:
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),
-            _constant(None) if debug.debug_rollout_only else self._start_learner(placement, ranks, started.path),
+            _constant(None)
+            if debug.debug_rollout_only
+            else self._start_learner(placement, ranks, started.path, checked),
         )
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
         self.surroundings = Surroundings(
@@ -200,7 +202,7 @@ class Cluster:
             router_actor=self._router_actor,
             learner_ranks=ranks,
             weight_transports=transports,
-            resume_from=self._resume_from,
+            resume_from=checked.resume_from,
         )
         return ClusterReady(
             time=time.time(),
@@ -265,16 +267,18 @@ class Cluster:
         """Reserve the devices of another engine. Raises UserError if the Ray cluster has none that are free."""
         one_engine = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
         placement = await asyncio.to_thread(reserve, one_engine)
+        if not self._placements[0].local:
+            # The learner on another node must reach the engine, so the engine must not listen on loopback.
+            placement = replace(placement, local=False)
         self._placements.append(placement)
         return EngineDevices(placement, placement.plan.engines[0])
 
     def _return_devices(self, devices: EngineDevices) -> None:
-        """Give the devices of a removed engine back to Ray, or keep them for the next engine that is added."""
-        if devices.placement is self._placements[0]:
+        """Give the devices of a removed engine back to Ray. Devices that the learner shares are kept."""
+        if derived.demand_of(self._config).colocated and devices.placement is self._placements[0]:
             self._free_devices.append(devices)
         else:
-            self._placements.remove(devices.placement)
-            devices.placement.release()
+            devices.placement.release_engine(devices.bundles)
 
     @property
     def _world_size(self) -> int:
@@ -294,14 +298,16 @@ class Cluster:
         self.probes[name] = server.answers.remote
         return server
 
-    async def _start_learner(self, placement: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str) -> None:
+    async def _start_learner(
+        self, placement: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str, checked: Checked
+    ) -> None:
         # torch.distributed connects all ranks through a port on the node of the first rank.
         host = placement.host(placement.plan.learner[0])
         port = await _call(ranks[0].claim_port, host)
         await _gather(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
-        if self._resume_from is not None:
-            await _gather(*(_call(rank.load_state, str(self._resume_from)) for rank in ranks))
-            log.info("learner resumes", checkpoint=str(self._resume_from))
+        if checked.resume_from is not None:
+            await _gather(*(_call(rank.load_state, str(checked.resume_from)) for rank in ranks))
+            log.info("learner resumes", checkpoint=str(checked.resume_from))
         log.info("learner is up", ranks=len(ranks))
 
     async def _start_router(self) -> str:

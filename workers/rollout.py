@@ -140,6 +140,10 @@ class RolloutWorker:
             first_rollout = 0 if checkpoint is None else resume(read_progress(checkpoint), data)
             rewarder = open_rewarder(config, args)
             cleanup.push_async_callback(rewarder.close)
+            dead_letters = DeadLetterFile(self._folder.dead_letters, self._outbox)
+            retries = asyncio.create_task(dead_letters.retry_forever())
+            cleanup.callback(dead_letters.retry)
+            cleanup.callback(retries.cancel)
             live = generators.training()
             skipping = await self._skipping(live, surroundings.checkpoint)
             ports = Ports(
@@ -154,7 +158,7 @@ class RolloutWorker:
                     surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
                 ),
                 fleet=fleet,
-                dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
+                dead_letters=dead_letters,
                 keep=dynamic_filter(config, args),
                 limits=limits,
                 rollout=self._rollout(args, generators, skipping, limits),

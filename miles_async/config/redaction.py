@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.section import Section
 
 REDACTED = "<redacted>"
+MIN_SECRET_LENGTH = 8
 
 _SECRET_SETTINGS = frozenset({"sglang_router_api_key"})
 _SECRET_SOURCES = ("env:", "file:")
@@ -28,8 +31,13 @@ def redacted_values(config: RunConfig) -> dict[str, Any]:
     return _redact_section(config)
 
 
-def redact_text(text: str) -> str:
-    """The text without user names and passwords in URLs, secret query parameters, and Authorization headers."""
+def redact_text(text: str, secrets: Collection[str] = ()) -> str:
+    """The text without user names and passwords in URLs, secret query parameters, and Authorization headers.
+
+    `secrets` are further strings to remove.
+    """
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
     text = _USER_INFO.sub(REDACTED, text)
     text = _QUERY.sub(lambda match: f"{match[1]}={REDACTED}" if is_secret(match[1]) else match[0], text)
     return _BEARER.sub(lambda match: f"{match[1]} {REDACTED}", text)
@@ -41,6 +49,16 @@ def is_secret(name: str) -> bool:
     Whole words are compared: HF_TOKEN and api-key are secrets, max_total_tokens and tokenizer_path are not.
     """
     return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def secret_values(variables: Mapping[str, str], command: Sequence[str] = ()) -> set[str]:
+    """The secrets among environment variables and the arguments of a command (`--api-key VALUE`).
+
+    Values of fewer than `MIN_SECRET_LENGTH` characters are left out, because words such as `true` are no secrets.
+    """
+    arguments = {flag.removeprefix("--"): value for flag, value in pairwise(command) if flag.startswith("--")}
+    named = (*variables.items(), *arguments.items())
+    return {value for name, value in named if is_secret(name) and len(value) >= MIN_SECRET_LENGTH}
 
 
 def contains_redacted(value: Any) -> bool:

@@ -43,13 +43,18 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """The event stream, see `trace/event_log.py`."""
+        """The newest events; `trace/event_log.py` also reads the earlier parts of the log."""
         return self.path / "events.jsonl"
 
     @property
     def trace(self) -> Path:
         """The trace for ui.perfetto.dev, see `trace/perfetto.py`."""
         return self.path / "trace.json"
+
+    @property
+    def dead_letters(self) -> Path:
+        """The groups that failed in every attempt, see `adapters/storage/dead_letters.py`."""
+        return self.path / "dead_letters.jsonl"
 
     @property
     def report(self) -> Path:

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import authorization
@@ -40,7 +41,9 @@ async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[
         wire: Wire = []
         post = engine._client.post
 
-        async def noting(url: str, body: Any = None, *, key: str = "", within: float) -> Any:
+        async def noting(
+            url: str, body: Any = None, *, key: str = "", within: float, decode: Decode | None = None
+        ) -> Any:
             answers = await post(url, body, key=key, within=within)
             if url.endswith("/generate") and "rid" in body:
                 pairs = zip(body["input_ids"], answers, strict=True)

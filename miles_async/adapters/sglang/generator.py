@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from miles_async.adapters.sglang.client import JsonClient, NoAnswerError, UnavailableError
+from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
-from miles_async.sample_schema import ScoredAnswer, parse, too_long
+from miles_async.sample_schema import ScoredAnswer, decode_answers, parse, too_long
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_TIMEOUT_SECONDS = 30.0
@@ -302,9 +302,9 @@ class SGLangGenerator:
                 "return_logprob": True,
                 **self._priority,
             }
-            started = time.time()
-            answers = await self._ask(body)
-            ended = time.time()
+            started = time.monotonic()
+            answers = await self._ask(body, decode_answers)
+            ended, seconds = time.time(), time.monotonic() - started
         if not isinstance(answers, list) or len(answers) != len(samples):
             raise TrajectoryError(f"an engine did not answer with a list of {len(samples)} samples")
         before = sum(sample.response_length for sample in samples)
@@ -315,17 +315,17 @@ class SGLangGenerator:
             self._on_request(
                 RequestEnded(
                     time=ended,
-                    started=started,
+                    seconds=seconds,
                     sequence=call.sequence,
                     samples=len(samples),
                     response_tokens=sum(sample.response_length for sample in samples) - before,
                 )
             )
 
-    async def _ask(self, body: dict[str, Any]) -> Any:
+    async def _ask(self, body: dict[str, Any], decode: Decode | None = None) -> Any:
         """Send one request to the router and return its answer."""
         try:
-            return await self._client.post(self._url, body, key=self._router_key, within=self._timeout)
+            return await self._client.post(self._url, body, key=self._router_key, within=self._timeout, decode=decode)
         except UnavailableError as error:
             raise RouterLostError(str(error)) from error
         except NoAnswerError as error:

@@ -14,8 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from miles_async.adapters.sglang.redacted_log import RedactedLog
+from miles_async.config.redaction import secret_values
 from miles_async.errors import FatalError
 
+LOG_SECONDS = 2.0
+"""Time limit for the last lines of a server that has ended to reach its log."""
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
 _PORT_TAKEN = re.compile(r"address already in use|port \S+ is (?:already )?(?:in use|not available)", re.IGNORECASE)
 
@@ -36,6 +40,7 @@ class ServerProcess:
         self.log_path = log_path
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
+        self._log: RedactedLog | None = None
         self._log_start = 0
         """Offset of this process's output in the log file, which starts with the output of its predecessors."""
 
@@ -47,16 +52,21 @@ class ServerProcess:
         the log if the process dies or is not healthy after `timeout` seconds; the process is stopped then.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        variables = {**os.environ, "PYTHONPATH": _search_path(), **environment}
+        secrets = secret_values(variables, self._command) | ({key} - {""})
+        log = self._log = RedactedLog(self.log_path, secrets)
+        try:
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, "PYTHONPATH": _search_path(), **environment},
+                env=variables,
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=log.descriptor,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a process group, so that `stop` reaches the server's own children
             )
+        finally:
+            log.close_writer()
         if cpus:
             os.sched_setaffinity(self._process.pid, cpus)
         # The pipe stays open: the server ends when it closes (`server_key.receive_key`).
@@ -94,6 +104,8 @@ class ServerProcess:
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)
         self._process.communicate()  # closes the pipe and reaps the process
+        if self._log is not None:
+            self._log.finish(LOG_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
