@@ -99,18 +99,23 @@ def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec,
     assert "--enable-memory-saver" not in launch.command(spec, 1, ALONE)
 
 
+SECRETS = ("hf_inherited", "sk-argument", "pw-of-engine", "hunter2", "key-of-run")
+
+
 def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tells.py").write_text(
-        "import os, sys; print(sys.argv, dict(os.environ), 'http://me:hunter2@judge/', flush=True); raise SystemError"
+        "import os, sys\n"
+        "print(sys.argv, dict(os.environ), 'http://me:hunter2@judge/', input(), flush=True)\n"
+        "raise SystemError"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_inherited")
     arguments = ["--api-key", "sk-argument", "--max-total-tokens", "4096"]
     server = ServerProcess("it", "tells", arguments, "http://127.0.0.1:1/", tmp_path / "log")
     with pytest.raises(FatalError, match="SystemError"):
-        server.start({"JUDGE_PASSWORD": "pw-of-engine", "WANDB_API_KEY": "no"}, None, timeout=PATIENCE_SECONDS)
+        server.start({"JUDGE_PASSWORD": "pw-of-engine", "WANDB_API_KEY": "no"}, None, PATIENCE_SECONDS, "key-of-run")
     log = (tmp_path / "log").read_text()
-    assert [secret for secret in ("hf_inherited", "sk-argument", "pw-of-engine", "hunter2") if secret in log] == []
+    assert [secret for secret in SECRETS if secret in log] == []
     assert "'--max-total-tokens', '4096'" in log
     assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
 
@@ -130,4 +135,4 @@ def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monke
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
     project = Path(launch.__file__).parents[3]
     with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
-        server.start({}, None, PATIENCE_SECONDS, "key")
+        server.start({}, None, PATIENCE_SECONDS, "")
