@@ -6,7 +6,12 @@ import socket
 
 import pytest
 
-from miles_async.adapters.system.listeners import confine_listeners, interface_variables, local_address
+from miles_async.adapters.system.listeners import (
+    INTERFACE_VARIABLES,
+    confine_listeners,
+    interface_variables,
+    local_address,
+)
 
 DROPPED_SECONDS = 0.2
 """A dropped packet is never answered, so a connection attempt only ends by its time limit."""
@@ -30,8 +35,12 @@ def test_a_confined_socket_accepts_connections_at_its_address_only(
         ]
 
 
-def test_collectives_use_the_interface_of_the_address() -> None:
+def test_collectives_use_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert interface_variables("127.0.0.2") == {"GLOO_SOCKET_IFNAME": "lo"}
     assert interface_variables("203.0.113.7") == {}
     assert local_address("127.0.0.1") == "127.0.0.1"
 

@@ -35,10 +35,15 @@ def local_address(host: str) -> str:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Return the environment variables that let Gloo and NCCL listen only on the interface with this address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return dict.fromkeys(INTERFACE_VARIABLES, name)
+    """Return the environment variables that let Gloo and NCCL listen only on the interface with this address.
+
+    Variables that the user has set are left out.
+    """
+    unset = [name for name in INTERFACE_VARIABLES if name not in os.environ]
+    wanted = LOOPBACK if address.startswith("127.") else address
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == wanted for entry in addresses):
+            return dict.fromkeys(unset, interface)
     return {}
 
 
@@ -47,12 +52,14 @@ def confine_listeners(address: str) -> None:
 
     Applies to the sockets that listen now. `address` is an IPv4 address; with an IPv6 address nothing changes.
     """
-    with suppress(OSError):
-        allowed = {struct.unpack("!I", socket.inet_aton(name))[0] for name in (address, LOOPBACK)}
-        for connection in psutil.Process().net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in ("0.0.0.0", "::"):
-                with socket.socket(fileno=os.dup(connection.fd)) as listener:
-                    _attach(listener, _program(sorted(allowed)))
+    if ":" in address:
+        return
+    allowed = {struct.unpack("!I", socket.inet_aton(name))[0] for name in (address, LOOPBACK)}
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in ("0.0.0.0", "::"):
+            # Another thread may close the socket meanwhile.
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as listener:
+                _attach(listener, _program(sorted(allowed)))
 
 
 def _program(allowed: list[int]) -> list[tuple[int, int, int, int]]:

@@ -23,8 +23,7 @@ def create_process_groups(*, rank: int, world_size: int, address: str, port: int
 
     `address` and `port` belong to rank 0. Blocks until all ranks have called this function.
     """
-    for name, interface in interface_variables(local_address(address)).items():
-        os.environ.setdefault(name, interface)
+    os.environ |= interface_variables(local_address(address))
     device = torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(
         "gloo" if on_cpu() else "nccl",
