@@ -103,7 +103,7 @@ def test_engines_and_routers_without_a_given_key_get_random_ones(tmp_path: Path)
 def test_a_server_process_receives_the_key_through_its_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The log leaves the key out, so the program reports it reversed.
+    # Reversed, because the log leaves out the key itself.
     program = "from miles_async.adapters.sglang.server_key import receive_key\nraise SystemError(receive_key()[::-1])"
     (tmp_path / "repeats.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
