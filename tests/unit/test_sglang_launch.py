@@ -91,6 +91,8 @@ def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_the
     assert "--engine-info-bootstrap-port 30001" in words
     assert "--host 10.0.0.2" in words
     assert "--nccl-port" not in words
+    alone = " ".join(launch.command(replace(spec, host="10.0.0.2"), 30000, Rendezvous("10.0.0.2", 30002, 30001)))
+    assert "--dist-init-addr 10.0.0.2:30002" in alone
     assert launch.environment(second)["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
@@ -136,4 +138,4 @@ def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monke
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
     project = Path(launch.__file__).parents[3]
     with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
-        server.start({}, None, PATIENCE_SECONDS, "key")
+        server.start({}, None, PATIENCE_SECONDS, "")
