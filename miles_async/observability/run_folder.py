@@ -65,6 +65,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def agent_key(self) -> Path:
+        """The API key of the endpoint for agents; exists only if the run has an external generator."""
+        return self.path / "agent_key"
+
+    @property
     def logs(self) -> Path:
         """The folder with one log file per process."""
         return self.path / "logs"

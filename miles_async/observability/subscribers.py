@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -124,7 +125,7 @@ class EventSubscribers:
         self._metrics.observe(event)
         self._summary.observe(event)
         self._verdicts.observe(event)
-        self._stall.observe(event)
+        self._stall.observe(event, time.monotonic())
         self._step_log.observe(event)
         self._trackers.observe(event)
         self._plain_lines.observe(event)
@@ -227,18 +228,26 @@ class EventSubscribers:
             self._warn_of_write(self._scrape_targets.path, error)
 
     def stalled_for(self, now: float) -> float:
-        """Return the seconds since the last progress, or 0 if they are too few for a warning."""
+        """Return the seconds since the last progress, or 0 if they are too few for a warning.
+
+        `now` is in seconds of the monotonic clock.
+        """
         return self._stall.stalled_for(now)
 
     def tick(self, now: float) -> None:
-        """Update everything that changes with time alone, several times a second. `now` is in wall-clock seconds."""
+        """Update everything that changes with time alone, several times a second.
+
+        `now` is in seconds of the monotonic clock.
+        """
         if stalled := self._stall.unreported_stall(now):
             self._dispatch(stalled)
-        self._verdicts.tick(now)
-        if changed := self._verdicts.take_change(now):
+        # Verdicts and metrics relate the present to the time stamps of events, which come from the wall clock.
+        wall = time.time()
+        self._verdicts.tick(wall)
+        if changed := self._verdicts.take_change(wall):
             self._dispatch(changed)
         self._metrics.set_verdict(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
-        self._metrics.tick(now)
+        self._metrics.tick(wall)
         self._event_log.tick(now)
         self._log_tail.poll(now)
         if self._perfetto is not None:

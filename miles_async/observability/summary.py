@@ -72,7 +72,7 @@ class _Steps:
     def add(self, step: StepEnded) -> None:
         self.last = step
         self.count += 1
-        self.seconds += step.ended - step.started
+        self.seconds += step.seconds
         self.tokens += step.tokens
 
 
@@ -169,7 +169,7 @@ class RunSummary:
             case StepEnded():
                 self._steps = self._steps or _Steps(event, event)
                 self._steps.add(event)
-                self._engines.step_ended(event.ended)
+                self._engines.step_ended(event.time)
                 if event.finite:
                     self._staleness.update(self._batch)
             case PublishEnded():
@@ -243,11 +243,11 @@ class RunSummary:
 
     def _training_phase(self) -> dict[str, float | None]:
         steps = self._steps
-        seconds = steps.last.ended - steps.first.started if steps is not None else 0.0
+        seconds = steps.last.time - steps.first.started if steps is not None else 0.0
         if steps is None or seconds <= 0:
             names = ("training_seconds", "groups_per_second", "tokens_per_second")
             return dict.fromkeys((*names, "learner_idle_share", "engine_idle_share"))
-        busy = self._engines.until(steps.last.ended)
+        busy = self._engines.until(steps.last.time)
         return {
             "training_seconds": seconds,
             "groups_per_second": self._staleness.total() / seconds,

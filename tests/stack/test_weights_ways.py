@@ -251,7 +251,7 @@ def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving
     )
     try:
         info = engine.start()
-        two = Stack(info, serving.router_url, checkpoint, model)
+        two = Stack(info, serving.router_url, serving.router_key, checkpoint, model)
         sources = [source_of(two, tmp_path / "weights", rank=rank, sources=2) for rank in range(2)]
         for version, transport in enumerate(TRANSPORTS, start=1):
             two.change_weights()

@@ -57,7 +57,7 @@ def rollout(number: int) -> Iterator[Event]:
             yield BatchDrained(time=start + 0.02, rollout=number, depth=3, waited=0.5, recycled=0)
             yield StepStarted(time=start + 0.02, rollout=number, version=number, staleness=[0], groups=[number])
             yield StepEnded(
-                time=start + 0.03, rollout=number, started=start + 0.02, ended=start + 0.03, tokens=100, finite=True,
+                time=start + 0.03, rollout=number, seconds=0.01, tokens=100, finite=True,
                 reward=0.5, response_length=50.0, metrics={f"metric_{i}": float(number) for i in range(8)},
             )  # fmt: skip
     yield PublishStarted(time=start + 0.04, version=number + 1, queue=3)

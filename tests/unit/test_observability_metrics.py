@@ -78,8 +78,7 @@ def step(started: float, ended: float, staleness: list[int]) -> list[Event]:
     end = StepEnded(
         time=ended,
         rollout=0,
-        started=started,
-        ended=ended,
+        seconds=ended - started,
         tokens=50,
         finite=True,
         reward=0.5,
@@ -138,7 +137,7 @@ def test_staleness_histogram_counts_each_group_of_a_step() -> None:
 
 
 def test_seconds_without_progress_grow_while_nothing_happens() -> None:
-    watched = Watched(RUN, moved("queued", time=120.0))
+    watched = Watched(RUN, moved("queued", time=120.0), pulse(121.0, idle_seconds=1.0))
     watched.metrics.tick(150.0)
     assert watched("since_progress_seconds") == 30
     assert watched("last_progress_timestamp_seconds", what="queued") == 120
@@ -249,8 +248,8 @@ def generated(sequence: int, started: float, ended: float, versions: tuple[int, 
     return GroupGenerated(
         time=ended,
         sequence=sequence,
-        started=started,
-        generated=ended,
+        generation_seconds=ended - started,
+        reward_seconds=0.0,
         versions=versions,
         response_tokens=10,
         reward=1.0,
@@ -275,6 +274,7 @@ def pulse(time: float, **changes: Any) -> Pulse:
         "wanted": 0,
         "trainer_version": 0,
         "live_version": 0,
+        "idle_seconds": 0.0,
     }
     return Pulse(time=time, **{**figures, **changes})
 

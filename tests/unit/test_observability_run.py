@@ -64,8 +64,7 @@ def step(rollout: int, started: float, ended: float, staleness: list[int], *, fi
         StepEnded(
             time=ended,
             rollout=rollout,
-            started=started,
-            ended=ended,
+            seconds=ended - started,
             tokens=600,
             finite=finite,
             reward=0.25 + rollout / 4,
@@ -304,7 +303,7 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     folder = RunFolder.create(config_in(tmp_path))
     with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
         subscribers.emit(*WHOLE_RUN[:-1])
-        subscribers.tick(time.time())
+        subscribers.tick(time.monotonic())
         with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
             assert "miles_async_eval_accuracy_ratio" in response.read().decode()
         with urlopen(subscribers.page_url, timeout=PATIENCE_SECONDS) as response:
@@ -318,6 +317,27 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     out = capsys.readouterr().out
     assert "Staleness stats: recycled=0, avg_staleness=0.50, max_staleness=1" in out
     assert "0.200 before, 0.600 after" in out
+
+
+@pytest.mark.parametrize("step", [600.0, -600.0])
+def test_subscribers_survive_a_step_of_the_wall_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    half = len(WHOLE_RUN) // 2
+    after = [structs.replace(event, time=event.time + step) for event in WHOLE_RUN[half:]]
+    with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
+        now = time.monotonic()
+        wall = time.time()
+        subscribers.emit(*WHOLE_RUN[:half])
+        subscribers.tick(now)
+        monkeypatch.setattr(time, "time", lambda: wall + step)
+        subscribers.emit(*after[:-1])
+        subscribers.tick(now + 2.0)
+        assert list(read_events(folder.events)) == WHOLE_RUN[:half] + after[:-1], "flushed although time went back"
+        assert subscribers.stalled_for(now + 2.0) == 0.0
+        subscribers.emit(after[-1])
+    assert json.loads(folder.summary.read_text())["reason"] == "done"
 
 
 def test_metrics_are_served_at_the_configured_port(tmp_path: Path) -> None:
@@ -403,7 +423,7 @@ def test_a_run_on_a_full_disk_goes_on_with_one_warning_and_prints_its_summary(
     with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
         for second, event in enumerate(WHOLE_RUN):
             subscribers.emit(event)
-            subscribers.tick(time.time() + 2 * second)
+            subscribers.tick(time.monotonic() + 2 * second)
     printed = "".join(capsys.readouterr())
     assert "0.200 before, 0.600 after" in printed
     assert printed.count("cannot be written") == 1

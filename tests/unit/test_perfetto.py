@@ -49,8 +49,8 @@ def life(sequence: int, start: float, *, end: str = "published", reason: str | N
     generated = GroupGenerated(
         time=start + 1.9,
         sequence=sequence,
-        started=start + 1.1,
-        generated=start + 1.8,
+        generation_seconds=0.7,
+        reward_seconds=0.1,
         versions=(3, 4),
         response_tokens=20,
         reward=0.5,
@@ -112,7 +112,7 @@ def test_groups_take_the_smallest_free_slot(tmp_path: Path) -> None:
 def test_slices_of_one_lane_never_overlap_but_by_lying_inside_each_other(tmp_path: Path) -> None:
     events = sorted((event for n in range(40) for event in life(n, 101.0 + 0.37 * n)), key=lambda event: event.time)
     requests = [
-        RequestEnded(time=102.0 + n / 7, started=101.0 + n / 9, sequence=n, samples=4, response_tokens=9)
+        RequestEnded(time=102.0 + n / 7, seconds=1.0 + n / 7 - n / 9, sequence=n, samples=4, response_tokens=9)
         for n in range(40)
     ]
     entries = traced(tmp_path, *sorted([*events, *requests], key=lambda event: event.time))
@@ -136,8 +136,7 @@ def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) 
         StepEnded(
             time=103.0,
             rollout=5,
-            started=102.1,
-            ended=102.9,
+            seconds=0.9,
             tokens=64,
             finite=True,
             reward=0.5,
@@ -162,7 +161,7 @@ def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) 
     )
     trainer, weights = slices(entries, LEARNER), slices(entries, WEIGHTS)
     assert trainer["waiting for a batch"] == (1_000_000, 2_000_000)
-    assert trainer["rollout 5"] == (2_100_000, 2_900_000)
+    assert trainer["rollout 5"] == (2_100_000, 3_000_000)
     assert weights["publish version 6"] == (3_500_000, 4_000_000)
     assert weights["engines paused"] == (3_500_000, 3_800_000)
 

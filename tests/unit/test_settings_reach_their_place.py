@@ -109,7 +109,7 @@ def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_pat
         "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
     )
     with pytest.raises(FatalError, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
-        server.start({}, None, timeout)
+        server.start({}, None, timeout, "")
     assert not server.alive()
 
 
@@ -247,7 +247,7 @@ async def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine(
         Bytes(),
         sampling_of(run_config()),
         limit=lambda: 1,
-        engine_urls=list,
+        engines=list,
         max_prompt_tokens=run_config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
     )
     try:

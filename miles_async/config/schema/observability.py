@@ -51,8 +51,9 @@ class Observability(Section):
     """Plot rollout and evaluation metrics over optimizer steps instead of rollouts, in TensorBoard and Weights &
     Biases."""
     no_progress_warn_seconds: float = Field(30.0, gt=0)
-    """Seconds without progress after which a warning is logged, and the interval at which it is repeated. Progress is a
-    collected group, a training step, a publish, a checkpoint or an evaluation."""
+    """Seconds without progress after which a warning is logged, and the interval at which it is repeated. A collected
+    group, a training step and a publish are progress. A long step or checkpoint is progress while the learner works on
+    it, and an evaluation while it runs."""
     no_progress_abort_seconds: float = Field(600.0, gt=0)
     """Seconds without progress (see no_progress_warn_seconds) after which the run is stopped with an error."""
 

@@ -80,7 +80,7 @@ class RunStatus:
         self._engines: dict[str, EngineChanged] = {}
         self._router: RouterChanged | None = None
         self._silent: dict[str, float] = {}
-        """Processes that do not answer, and when each answered last."""
+        """Processes that do not answer, and for how many seconds."""
         self._scores: dict[str, list[Evaluated]] = {}
         """First and last evaluation, by data set."""
         self._samples: deque[SampleDisplayed] = deque(maxlen=MAX_SAMPLES)
@@ -172,7 +172,7 @@ class RunStatus:
 
     def _process_silent(self, event: ProcessSilent) -> None:
         if event.seconds:
-            self._silent[event.process] = event.time - event.seconds
+            self._silent[event.process] = event.seconds
         else:
             self._silent.pop(event.process, None)
 
@@ -206,7 +206,7 @@ class RunStatus:
             "publishing": self._publish_started and self._publish_started.version,
             "router": self._router,
             "engines": [self._engines[name] for name in sorted(self._engines)],
-            "silent": {name: now - answered for name, answered in self._silent.items()},
+            "silent": dict(self._silent),
             "scores": self._scores,
             "slots": self._window(now),
             "samples": list(self._samples)[::-1],

@@ -96,7 +96,9 @@ class EventLogWriter:
             self._file.close()
         except OSError as error:
             self._fail(error)
-        if self._parts:
+        if self._archiver is not None:
+            self._archiver.join(CLOSE_SECONDS)
+            # It may have ended without the part of the last rotation.
             self._start_archiver().join(CLOSE_SECONDS)
 
     def _fail(self, error: OSError) -> None:

@@ -114,7 +114,7 @@ class PerfettoTrace:
                 self._lives[event.sequence].generated = event
             case RequestEnded():
                 self._request(event)
-            case QueueChanged() if event.time - self._counted_at >= COUNTER_SECONDS:
+            case QueueChanged() if abs(event.time - self._counted_at) >= COUNTER_SECONDS:
                 self._counted_at = event.time
                 figures = {"queued": event.depth, "held back by the window": event.blocked}
                 self._write(
@@ -210,7 +210,7 @@ class PerfettoTrace:
         facts: dict[str, Any] = {"tokens": event.tokens, "reward": event.reward, "finite": event.finite}
         if self._step is not None:
             facts |= {"version": self._step.version, "staleness": self._step.staleness, "groups": self._step.groups}
-        self._slice(LEARNER, 0, f"rollout {event.rollout}", event.started, event.ended, **facts)
+        self._slice(LEARNER, 0, f"rollout {event.rollout}", event.started, event.time, **facts)
 
     def _published(self, event: PublishEnded) -> None:
         if self._publish is None:
