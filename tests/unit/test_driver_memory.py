@@ -50,8 +50,8 @@ def rollout(number: int) -> Iterator[Event]:
         )  # fmt: skip
         if after == "in_flight":
             yield GroupGenerated(
-                time=start + 0.01, sequence=number, started=start, generated=start + 0.01, versions=(number, number),
-                response_tokens=100, reward=0.5, truncated=0,
+                time=start + 0.01, sequence=number, generation_seconds=0.005, reward_seconds=0.005,
+                versions=(number, number), response_tokens=100, reward=0.5, truncated=0,
             )  # fmt: skip
         if after == "leased":
             yield BatchDrained(time=start + 0.02, rollout=number, depth=3, waited=0.5, recycled=0)
@@ -72,7 +72,7 @@ def rollout(number: int) -> Iterator[Event]:
         yield Pulse(
             time=start + second, generating=1, rewarding=0, oldest=number, oldest_seconds=1.0, waits_for=None,
             waits_seconds=0.0, head=number, head_state="in_flight", head_seconds=1.0, queue=3, blocked=0, collected=0,
-            wanted=1, trainer_version=number, live_version=number,
+            wanted=1, trainer_version=number, live_version=number, idle_seconds=0.0,
         )  # fmt: skip
     if number % 100 == 0:
         yield Evaluated(
@@ -84,7 +84,7 @@ def rollout(number: int) -> Iterator[Event]:
 def test_memory_does_not_grow_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "MAX_VALUES", 64)
     metrics, verdicts = MetricsRecorder(CollectorRegistry()), Verdicts()
-    observers = (RunSummary(), StallReport(30.0), metrics, verdicts)
+    observers, stall = (RunSummary(), metrics, verdicts), StallReport(30.0)
     sizes = []
     tracemalloc.start()
     try:
@@ -95,6 +95,7 @@ def test_memory_does_not_grow_with_the_number_of_steps(monkeypatch: pytest.Monke
             for event in (RUN, *rollout(number)) if number == 0 else rollout(number):
                 for observer in observers:
                     observer.observe(event)
+                stall.observe(event, event.time)
             if number % 32 == 0:
                 metrics.set_verdict(verdicts.finding.verdict, verdicts.trainer_seconds)
                 metrics.tick(100.0 + STEP_SECONDS * number)
