@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
+from miles_async.adapters.storage.checksum import checksum
+from miles_async.adapters.storage.recording_store import RecordingStore
 from miles_async.errors import UserError
 from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueChanged, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import Generator
+from miles_async.recording import Recording
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
-from miles_async.types import DropReason, Group
+from miles_async.types import DropReason, Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
@@ -340,6 +347,80 @@ def test_a_damaged_recording_is_set_aside_and_its_step_is_generated_again(tmp_pa
     [warning] = second.warnings
     assert "7 is damaged (the checksum of gen_batch.safetensors does not match) and was set aside" in warning
     assert "sample_0_7" not in asked(play(tmp_path, seed=2))
+
+
+def change_samples(folder: Path, step: int, change: Callable[[list[Sample]], Any]) -> None:
+    """Write an entry again with changed samples, and therefore with a checksum that is right."""
+    [entry] = folder.glob(f"*/GBS*/{step}")
+    store = RecordingStore(entry.parent)
+    loaded = store.load(step)
+    [group] = loaded.recording.groups
+    samples = list(group.samples)
+    change(samples)
+    shutil.rmtree(entry)
+    store.save(step, Recording(groups=[replace(group, samples=samples)]), loaded.identity)
+
+
+def change_meta(folder: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the JSON of an entry and its checksum."""
+    [path] = folder.glob(f"*/GBS*/{step}/meta.json")
+    meta = orjson.loads(path.read_bytes())
+    del meta["checksum"]
+    change(meta)
+    path.write_bytes(orjson.dumps(meta | {"checksum": checksum([orjson.dumps(meta, option=orjson.OPT_SORT_KEYS)])}))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda samples: samples.pop(), "has 1 samples of 2"),
+        (lambda samples: samples[0].tokens.clear(), "0 tokens, fewer than its response_length"),
+        (lambda samples: samples[0].tokens.append(-1), "expected int >= 0"),
+        (lambda samples: samples[0].rollout_log_probs.append(-1.0), "rollout_log_probs; response_length is"),
+        (lambda samples: samples[0].rollout_log_probs.__setitem__(0, math.nan), "a rollout_log_prob is not finite"),
+        (lambda samples: setattr(samples[0], "spans", [VersionSpan(99, 0, 1)]), "weight version 99 does not exist"),
+        (lambda samples: setattr(samples[0], "spans", [VersionSpan(0, 5, 1)]), "version spans must be in order"),
+        (lambda samples: setattr(samples[0], "status", SampleStatus.PENDING), "is not generated completely"),
+        (lambda samples: setattr(samples[0], "metadata", [1]), "metadata: expected object, got array"),
+        (lambda samples: setattr(samples[0], "index", "a"), "expected int | null, got str"),
+    ],
+)
+def test_a_recording_with_an_invalid_sample_is_set_aside_and_its_step_is_generated_again(
+    tmp_path: Path, change: Callable[[list[Sample]], Any], reason: str
+) -> None:
+    play(tmp_path)
+    change_samples(tmp_path, 7, change)
+    second = play(tmp_path, seed=1)
+    assert asked(second) & {f"sample_0_{step}" for step in range(20)} == {"sample_0_7"}
+    [warning] = second.warnings
+    assert re.search(rf"7 is damaged \(.*{re.escape(reason)}.*\) and was set aside", warning)
+    assert "sample_0_7" not in asked(play(tmp_path, seed=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta["groups"].clear(),
+        lambda meta: meta.pop("groups"),
+        lambda meta: meta.pop("format"),
+        lambda meta: meta.pop("batch"),
+        lambda meta: meta.update(identity=3),
+        lambda meta: meta["groups"][0].update(seconds="long"),
+        lambda meta: meta["groups"][0]["samples"][0]["lengths"].update(tokens=10**10),
+        lambda meta: meta["groups"][0]["samples"][0]["lengths"].update(other=1),
+        lambda meta: meta["groups"][0]["samples"][0].update(status="unknown"),
+    ],
+)
+def test_a_recording_of_another_structure_is_set_aside_and_its_step_is_generated_again(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    play(tmp_path)
+    change_meta(tmp_path, 7, change)
+    second = play(tmp_path, seed=1)
+    assert asked(second) & {f"sample_0_{step}" for step in range(20)} == {"sample_0_7"}
+    [warning] = second.warnings
+    assert "7 is damaged (" in warning
+    assert "was set aside" in warning
 
 
 def test_a_full_folder_ends_recording_with_one_warning_and_the_run_continues(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from miles_async.errors import UserError
 from miles_async.events import Event, EventsMissing, QueueChanged
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.page.report import RunData
+from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import EventLogWriter, read_events
 from tests.unit.example_events import RUN
+from tests.waiting import PATIENCE_SECONDS
 
 LINE_BYTES = 70
 """About the size of one event of these tests."""
@@ -25,6 +27,12 @@ def queue_changed(number: int) -> QueueChanged:
 
 
 EVENTS: list[Event] = [RUN, *(queue_changed(number) for number in range(2000))]
+
+
+@pytest.fixture(autouse=True)
+def compression_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts are compressed when a log is closed, however slow the machine is."""
+    monkeypatch.setattr(event_log, "CLOSE_SECONDS", PATIENCE_SECONDS)
 
 
 def fail(path: Path, error: OSError) -> None:

@@ -28,6 +28,7 @@ from miles_async.filters import (
 from miles_async.pipeline.training import metadata_means
 from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
+from miles_async.sample_schema import SampleLimits
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.disks import files_at_most
@@ -131,7 +132,7 @@ async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> lis
 
     args, source = flat_args(chosen), SimpleNamespace(trainer_version=2)
     if trains_only(chosen):
-        return await SavedBatches(chosen)(4, source)  # type: ignore[arg-type]
+        return await SavedBatches(chosen, SampleLimits(vocabulary=10))(4, source)  # type: ignore[arg-type]
     prepare = BatchPreparation(chosen, args, events)
     found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source)  # type: ignore[arg-type]
     await prepare(4, found)
@@ -196,6 +197,26 @@ async def test_batches_that_cannot_be_saved_are_trained_and_named_in_one_warning
             await prepare(rollout_id, [group(0.0, 1.0)])
     [warning] = events.of(WarningRaised)
     assert re.search(r"rollout data cannot be written to .*0\.st \(.*File too large", warning.text)
+
+
+@pytest.mark.parametrize(
+    "field, value, reason",
+    [
+        ("tokens", [1, 2, 99], "token 99 is outside the vocabulary of 10 tokens"),
+        ("metadata", [1], "metadata: expected object, got array"),
+        ("reward", "high", "reward: expected"),
+        ("rollout_log_probs", [-0.5], "1 rollout_log_probs; response_length is 2"),
+    ],
+)
+async def test_a_saved_batch_with_an_invalid_sample_is_refused_by_name(
+    mine: str, tmp_path: Path, field: str, value: Any, reason: str
+) -> None:
+    template = str(tmp_path / "{rollout_id}.st")
+    saved = group(0.0, 1.0)
+    setattr(saved[0], field, value)
+    save_groups(rollout_path(template, 4), 4, [saved])
+    with pytest.raises(UserError, match=rf"4\.st cannot be trained: sample 0: {re.escape(reason)}"):
+        await batches(mine, Trace(), None, load_debug_rollout_data=template)
 
 
 @pytest.mark.parametrize("switch", [{}, {"debug_train_only": True}])

@@ -26,6 +26,7 @@ from miles_async.errors import UserError
 from miles_async.events import (
     BatchDrained,
     ClusterReady,
+    DataSkipped,
     EngineBusy,
     Evaluated,
     Event,
@@ -37,7 +38,6 @@ from miles_async.events import (
     Stalled,
     StepEnded,
     StepStarted,
-    WarningRaised,
 )
 from miles_async.observability import run_folder
 from miles_async.observability.console.logging import configure_logging
@@ -45,6 +45,7 @@ from miles_async.observability.console.terminal import PlainLines, ProgressBar
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import RunSummary
+from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import read_events
 from tests.configuration import run_config
 from tests.unit import example_events
@@ -355,25 +356,28 @@ def test_the_trace_of_a_run_stays_within_its_configured_size(tmp_path: Path) -> 
     assert folder.trace.stat().st_size <= 2**16
 
 
-def long_run(tmp_path: Path, **settings: Any) -> list[Path]:
+def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[Path]:
     """Return the files of the event log of a run with 6 MB of events."""
+    monkeypatch.setattr(event_log, "CLOSE_SECONDS", PATIENCE_SECONDS)
     folder = RunFolder.create(config_in(tmp_path))
-    text = "".join(random.Random(0).choices(string.printable, k=10_000))
+    text = "".join(random.Random(0).choices(string.ascii_letters, k=10_000))
     with EventSubscribers(config_in(tmp_path, **settings), folder) as subscribers:
         for second in range(600):
-            subscribers.emit(WarningRaised(time=100.0 + second, text=text))
+            subscribers.emit(DataSkipped(time=100.0 + second, reason="bad_row", sentence=text))
     return sorted(folder.path.glob("events*"))
 
 
-def test_the_event_log_of_a_run_is_split_at_the_configured_size(tmp_path: Path) -> None:
-    assert [file.name for file in long_run(tmp_path)] == ["events.jsonl"]
-    assert len(long_run(tmp_path, event_log_rotate_bytes=2**20)) in (6, 7)
+def test_the_event_log_of_a_run_is_split_at_the_configured_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [file.name for file in long_run(tmp_path, monkeypatch)] == ["events.jsonl"]
+    assert len(long_run(tmp_path, monkeypatch, event_log_rotate_bytes=2**20)) in (6, 7)
 
 
 def test_the_event_log_of_a_run_stays_within_its_configured_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = long_run(tmp_path, event_log_max_bytes=2**20)
+    files = long_run(tmp_path, monkeypatch, event_log_max_bytes=2**20)
     assert sum(file.stat().st_size for file in files) <= 2**20
     assert files[0].name == "events-000001.jsonl.gz"
     assert "".join(capsys.readouterr()).count("the event log is full (--event-log-max-bytes)") == 1
