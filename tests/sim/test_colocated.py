@@ -19,7 +19,7 @@ class Sharing:
         self.handed_over = 0
 
 
-def test_engines_and_learner_take_turns_on_the_devices() -> None:
+def test_engines_and_learner_use_the_devices_alternately() -> None:
     sharing = Sharing()
 
     class SharedEngines(Engines):

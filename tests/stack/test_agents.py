@@ -89,7 +89,7 @@ async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, A
     return await tool_use.generate(args, sample, {**sampling_params, "regex": "<python>[1-9]\\+[1-9]</python>"})
 
 
-async def test_a_tool_that_the_model_calls_is_run_and_its_output_not_trained(serving: Stack) -> None:
+async def test_a_called_tool_runs_and_its_output_is_not_trained(serving: Stack) -> None:
     async with generating_with(serving, must_calculate) as (generator, wire):
         group = group_of("2 plus 3 is ", samples=2)
         await generator.generate(group)
@@ -179,7 +179,7 @@ async def test_a_function_written_for_slime_gets_log_probabilities_and_a_version
         assert group.oldest_version == 0
 
 
-async def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(serving: Stack) -> None:
+async def test_the_fake_engine_of_the_benchmarks_returns_no_field_that_a_real_one_lacks(serving: Stack) -> None:
     async with generating_with(serving, tool_use.generate):
         body = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
         async with (

@@ -81,7 +81,7 @@ def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
     ids=["checkpoint", "cut-checkpoint", "jsonl", "task", "port", "impossible", "argument", "ray", "function"],
     indirect=["flags"],
 )
-def test_it_is_refused_at_once_in_one_sentence(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+def test_invalid_input_is_refused_at_once_with_one_sentence(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
     before = cpu_seconds_of_children()
     with job(tmp_path, *PLAIN, *flags) as refused:
         assert refused.ended(within=PATIENCE_SECONDS) == 2

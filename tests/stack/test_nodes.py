@@ -103,7 +103,7 @@ def test_every_batch_is_trained_and_no_group_is_lost(killed: Played) -> None:
     assert not (killed.folder.path / "dead_letters.jsonl").exists()
 
 
-def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
+def test_an_engine_that_spans_nodes_is_restarted_with_the_current_weights(
     killed: Played, stack: Stack, servers: list[EngineInfo]
 ) -> None:
     changes = [(event.state, event.version) for event in killed.of(EngineChanged)]
@@ -113,20 +113,20 @@ def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
     assert all(after.pid != before.pid for before, after in zip(servers, now, strict=True))
 
 
-def test_requests_go_to_the_first_node_alone(killed: Played, stack: Stack) -> None:
+def test_only_the_first_node_receives_requests(killed: Played, stack: Stack) -> None:
     [engine] = stack.cluster.surroundings.engines
     with urllib.request.urlopen(f"{stack.cluster.surroundings.router_url}/workers") as answer:
         assert [worker["url"] for worker in json.load(answer)["workers"]] == [engine.url]
     assert engine.url.startswith(f"http://{NODES[0]}:")
 
 
-def test_every_token_was_drawn_from_the_weights_that_it_names(killed: Played) -> None:
+def test_every_token_was_sampled_from_the_weights_that_its_version_names(killed: Played) -> None:
     """The weights of the engine's start are others: a step at `lr` moves log-probabilities by more than this."""
     assert all(event.metrics["grad_norm"] > 0 for event in killed.of(StepEnded))
     assert max(event.metrics["logprob_gap_max"] for event in killed.of(StepEnded)) < 1e-4
 
 
-def test_generation_goes_on_as_soon_as_the_engine_is_back(killed: Played) -> None:
+def test_generation_continues_as_soon_as_the_engine_is_back(killed: Played) -> None:
     fenced, back = [event.time for event in killed.of(EngineChanged)][1:]
     after = next(event for event in killed.of(GroupGenerated) if event.time > fenced)
     # Requests that waited for a time limit somewhere would take longer.

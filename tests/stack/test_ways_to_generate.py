@@ -141,7 +141,7 @@ async def short_or_long(args: Any, sample: Sample, sampling_params: dict[str, An
     return await args.turns.sample(sample, {**sampling_params, "max_new_tokens": longest, "ignore_eos": True})
 
 
-def test_groups_that_a_batch_aborts_are_continued_in_a_later_one(stack: Stack, tmp_path: Path) -> None:
+def test_aborted_groups_are_continued_in_a_later_batch(stack: Stack, tmp_path: Path) -> None:
     run = stack.play(
         "train.py",
         *("--rollout-function-path", BATCH, "--windowed-fifo-ratio", "null", "--partial-rollout", "--eval-size", "0"),
@@ -162,7 +162,7 @@ def test_groups_that_a_batch_aborts_are_continued_in_a_later_one(stack: Stack, t
     assert run.violations == []
 
 
-def test_data_sets_are_evaluated_with_their_own_settings(stack: Stack, tmp_path: Path) -> None:
+def test_each_data_set_is_evaluated_with_its_settings(stack: Stack, tmp_path: Path) -> None:
     sets = {"short": {"path": rows(tmp_path), "max_response_len": 1}}
     sets["many"] = {"path": rows(tmp_path), "size": 2, "n_samples": 4}
     run = stack.play(
@@ -176,7 +176,7 @@ def test_data_sets_are_evaluated_with_their_own_settings(stack: Stack, tmp_path:
     assert max(cut_off) > 0, "one token was too little for an answer"
 
 
-def test_steps_go_on_while_an_evaluation_runs_below_them(stack: Stack, tmp_path: Path) -> None:
+def test_training_steps_continue_while_an_evaluation_runs_at_lower_priority(stack: Stack, tmp_path: Path) -> None:
     long = {"long": {"path": rows(tmp_path), "n_samples": 4, "temperature": 1.0, "max_response_len": 120}}
     before = evaluation_requests(stack)
     run = stack.play(

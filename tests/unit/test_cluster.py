@@ -94,7 +94,7 @@ def test_an_engine_that_is_added_later_uses_the_devices_of_an_engine_that_the_ru
     assert not cluster._placements[0].released  # type: ignore[attr-defined]
 
 
-def test_a_lost_head_node_of_ray_ends_the_run_with_a_sentence(
+def test_a_lost_ray_head_node_ends_the_run_with_an_error_message(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(address: str, within: float) -> None:

@@ -52,7 +52,7 @@ class Watchdog:
             raise FatalError("the rollout worker has not answered")
 
 
-async def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(
+async def test_a_run_that_hangs_after_ctrl_c_is_still_monitored_and_then_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(driver, "TICK_SECONDS", 0.0)

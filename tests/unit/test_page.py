@@ -90,7 +90,7 @@ def test_no_interval_shows_no_samples() -> None:
     assert sink.events == []
 
 
-def test_control_characters_become_visible_and_lone_surrogates_do_no_harm() -> None:
+def test_control_characters_become_visible_and_lone_surrogates_are_replaced() -> None:
     assert readable("a\x00b\x1b[2J\x7f\tc\nd") == "a␀b␛[2J␡\tc\nd"
     assert readable("\x9b\ud800\u202egnp.exe") == "\ufffd?<U+202E>gnp.exe"
 
@@ -149,7 +149,7 @@ def test_other_hosts_names_and_other_paths_are_refused(server: HttpServer, path:
     connection.close()
 
 
-def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
+def test_a_scrape_during_shutdown_is_answered_completely_or_refused() -> None:
     registry = CollectorRegistry()
     gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
     for position in range(500):
@@ -178,7 +178,7 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
     assert len(answers) == 24
 
 
-def test_a_client_that_says_nothing_does_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_does_not_delay_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.observability.http_server._Handler.timeout", 0.05)
     server = HttpServer(CollectorRegistry(), LivePage(View()), 0)
     with socket.create_connection(("127.0.0.1", server.port)):

@@ -45,7 +45,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return present
 
 
-def test_the_users_own_server_arguments_win(spec: EngineSpec, cuda: bool) -> None:
+def test_configured_server_arguments_override_the_defaults(spec: EngineSpec, cuda: bool) -> None:
     words = launch.command(spec, 30000, ALONE)
     assert words[words.index("--mem-fraction-static") + 1] == "0.8"
     assert words.count("--mem-fraction-static") == 1
@@ -61,7 +61,7 @@ def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> 
     assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
 
 
-def test_cores_are_shared_out_among_the_ranks(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_the_ranks(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
     values = launch.environment(spec)
     assert values["OMP_NUM_THREADS"] == "2"
@@ -81,7 +81,7 @@ def test_the_cause_is_the_last_exception_of_the_log() -> None:
     assert cause("") == "its log is empty"
 
 
-def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_their_own_devices(
+def test_the_servers_of_an_engine_that_spans_nodes_connect_to_the_first_node_and_use_separate_devices(
     spec: EngineSpec, cuda: bool
 ) -> None:
     second = replace(spec, host="10.0.0.2", nodes=2, node_rank=1, devices=(4, 5))
@@ -93,12 +93,12 @@ def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_the
     assert launch.environment(second)["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
-def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec, cuda: bool) -> None:
+def test_an_engine_that_shares_its_gpus_can_release_its_memory(spec: EngineSpec, cuda: bool) -> None:
     assert ("--enable-memory-saver" in launch.command(replace(spec, colocated=True), 1, ALONE)) is cuda
     assert "--enable-memory-saver" not in launch.command(spec, 1, ALONE)
 
 
-def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_imports_the_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job's copy, on a Ray that others started, is not the one that is installed there."""
     (tmp_path / "tells.py").write_text("import os; raise SystemError(os.environ['PYTHONPATH'])")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -116,7 +116,7 @@ async def looks(process: Probe, *times: float) -> tuple[Heartbeats, list[tuple[f
     return beats, silences
 
 
-async def test_a_process_that_answers_is_never_silent_and_says_where_its_metrics_are() -> None:
+async def test_a_process_that_answers_is_never_silent_and_reports_its_metrics_address() -> None:
     beats, silences = await looks(Process("127.0.0.1:8").ask, *[100.0 + i / 4 for i in range(40)])
     assert silences == [(100.0, 0.0)]  # so that its series is there from the start
     assert beats.addresses == {"p": "127.0.0.1:8"}
@@ -133,7 +133,7 @@ async def test_a_process_that_hangs_is_reported_every_second_until_it_answers_ag
     assert silences == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
 
 
-async def test_an_engine_that_was_removed_is_not_silent() -> None:
+async def test_a_removed_engine_is_not_reported_as_unresponsive() -> None:
     probes: dict[str, Probe] = {"engine-1": Process(False).ask}
     beats = Heartbeats(probes)
 
@@ -143,7 +143,7 @@ async def test_an_engine_that_was_removed_is_not_silent() -> None:
     assert silences == [0.0, 3.0, 0.0]
 
 
-async def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
+async def test_servers_that_return_errors_and_dead_actors_are_unresponsive() -> None:
     async def died() -> None:
         raise OSError("gone")
 
