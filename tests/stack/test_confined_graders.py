@@ -24,15 +24,10 @@ from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
 pytestmark = pytest.mark.stack
-EVALUATES = f"{__name__}.evaluates"
+EVALUATES = "tests.stack.isolated_rewards.evaluates"
 GIGABYTE = 10**9
 COUNTDOWN = {"question": "", "answer": "1+2", "metadata": {"numbers": [1, 2], "target": 3}}
 PUZZLE_24 = {"question": "", "answer": "", "metadata": {"numbers": [9, 9, 9, 1], "operators": ["**"]}}
-
-
-def evaluates(args: Any, sample: Sample) -> float:
-    """A reward that runs the response as code."""
-    return float(bool(eval(sample.response, {"args": args, "os": __import__("os")})))
 
 
 async def rewards_of(*groups: list[Sample], **settings: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import pytest
@@ -16,44 +15,21 @@ from miles_async.types import Sample
 from tests.scoring import scored
 
 pytestmark = pytest.mark.stack
+REWARDS = "tests.stack.isolated_rewards"
 ISOLATED: dict[str, Any] = {"custom_rm_isolated": True, "reward_timeout_seconds": 60.0}
 
 
-def length(args: Any, sample: Sample) -> float:
-    """Named by path below, like the functions that follow."""
-    print("chatter on stdout is nobody's answer")
-    return float(len(sample.response) + args.n_samples_per_prompt)
-
-
-def hang(args: Any, sample: Sample) -> float:
-    while sample.response == "hang":
-        pass
-    return 1.0
-
-
-def die(args: Any, sample: Sample) -> float:
-    raise SystemExit(3)
-
-
-def process(args: Any, sample: Sample) -> float:
-    return float(os.getpid())
-
-
-def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    return [float(position) for position in range(len(samples))]
-
-
 async def test_an_isolated_reward_scores_a_group_in_one_call() -> None:
-    assert await scored("a", "b", custom_rm_path=f"{__name__}.ranks", group_rm=True, **ISOLATED) == [0.0, 1.0]
+    assert await scored("a", "b", custom_rm_path=f"{REWARDS}.positions", group_rm=True, **ISOLATED) == [0.0, 1.0]
 
 
 async def test_an_isolated_reward_runs_in_another_process_and_sees_the_settings() -> None:
-    path = f"{__name__}.length"
+    path = f"{REWARDS}.length"
     assert await scored("ab", "", custom_rm_path=path, n_samples_per_prompt=4, **ISOLATED) == [6.0, 4.0]
 
 
 async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sample_is_scored() -> None:
-    graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
+    graders = Graders(f"{REWARDS}.hangs", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
     try:
         with pytest.raises(GraderError) as failure:
             await graders.grade([Sample(response="fine"), Sample(response="hang")])
@@ -64,13 +40,13 @@ async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_ne
 
 
 async def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.die ended its process with exit code 3"):
-        await scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
+    with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.exits ended its process with exit code 3"):
+        await scored("x", custom_rm_path=f"{REWARDS}.exits", **ISOLATED)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_each_grader_process_scores_one_group_at_a_time(processes: int) -> None:
-    graders = Graders(f"{__name__}.process", "custom_rm_path", {}, processes, timeout_seconds=60.0)
+    graders = Graders(f"{REWARDS}.process_id", "custom_rm_path", {}, processes, timeout_seconds=60.0)
     try:
         rewards = await asyncio.gather(*(graders.grade([Sample()]) for _ in range(4)))
         assert len({number for [number] in rewards}) == processes
