@@ -35,6 +35,7 @@ from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import by_preference
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import Staging
@@ -157,8 +158,8 @@ class Bench:
             "auto of two / better": medians[without_memory] / min(medians["p2p"], medians["broadcast"]),
         }
 
-    async def pauses(self, router_url: str) -> list[dict[str, Any]]:
-        fleet = SGLangFleet(router_url)
+    async def pauses(self, router_url: str, router_key: str) -> list[dict[str, Any]]:
+        fleet = SGLangFleet(router_url, router_key=router_key)
         engine = self._engines[0]
         fleet.register_engine(engine)
         await fleet.commit(engine.name, self._version)
@@ -167,7 +168,7 @@ class Bench:
         async with aiohttp.ClientSession() as session:
             over = asyncio.Event()
             gaps: asyncio.Queue[float] = asyncio.Queue()
-            streams = [asyncio.create_task(stream(session, engine.url, k, gaps, over)) for k in range(STREAMS)]
+            streams = [asyncio.create_task(stream(session, engine, k, gaps, over)) for k in range(STREAMS)]
             step = median([await gaps.get() for _ in range(20 * STREAMS)])
             paused: dict[str, list[tuple[float, ...]]] = {transport: [] for transport in TRANSPORTS}
             for _ in range(self._rounds):
@@ -216,7 +217,7 @@ class Bench:
 
 
 async def stream(
-    session: aiohttp.ClientSession, url: str, k: int, gaps: asyncio.Queue[float], over: asyncio.Event
+    session: aiohttp.ClientSession, engine: EngineInfo, k: int, gaps: asyncio.Queue[float], over: asyncio.Event
 ) -> None:
     """Send one streaming request after the other, and put the seconds between any two tokens into `gaps`."""
     request = {
@@ -226,7 +227,8 @@ async def stream(
     }
     while not over.is_set():
         last = None
-        async with session.post(f"{url}/generate", json=request) as response:
+        url, headers = f"{engine.url}/generate", authorization(engine.key)
+        async with session.post(url, json=request, headers=headers) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     now = time.perf_counter()
@@ -268,7 +270,7 @@ def main() -> None:
             measurements: dict[str, Callable[[], list[dict[str, Any]]]] = {
                 "bare": lambda: [bench.against_bare()],
                 "transports": lambda: [bench.transports(engines[:1]), bench.transports(engines)],
-                "pause": lambda: asyncio.run(bench.pauses(starting.result())),
+                "pause": lambda: asyncio.run(bench.pauses(starting.result(), router.spec.key)),
             }
             result = {name: run() for name, run in measurements.items() if arguments.only in (None, name)}
         finally:

@@ -50,12 +50,17 @@ class ReportedSpan(Struct):
     end: _Natural
 
 
+class OutputToken(Struct, array_like=True, gc=False):
+    """An output token, which SGLang reports as `[log-probability, token id, text]`. Only the first entry is read."""
+
+    log_prob: float
+
+
 class AnswerMeta(Struct):
     """The part of `meta_info` that is read."""
 
     finish_reason: FinishReason
-    output_token_logprobs: list[tuple[float, _Natural, str | None]]
-    """(log-probability, token id, text) of each output token."""
+    output_token_logprobs: list[OutputToken]
     weight_versions: list[ReportedSpan] | None = None
 
 
@@ -65,6 +70,9 @@ class EngineAnswer(Struct):
     output_ids: list[_Natural]
     meta_info: AnswerMeta
     text: str = ""
+
+
+_ANSWERS = msgspec.json.Decoder(list[EngineAnswer])
 
 
 class PromptMeta(Struct):
@@ -116,6 +124,17 @@ class _Columns(Struct):
     rollout_log_probs: list[float]
     loss_mask: list[int | float | bool] | None
     spans: list[_Span]
+
+
+def decode_answers(content: bytes) -> list[EngineAnswer] | None:
+    """Decode and check SGLang's answers to one request in one pass; None if an answer is invalid.
+
+    This takes half the time of decoding to Python objects and calling `parse`.
+    """
+    try:
+        return _ANSWERS.decode(content)
+    except msgspec.MsgspecError:
+        return None
 
 
 def parse(value: Any, schema: type[T], name: str) -> T:

@@ -14,8 +14,8 @@ from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import FatalError, TrajectoryError, UserError
-from miles_async.events import EventSink, SamplesRemoved
+from miles_async.errors import TrajectoryError, UserError
+from miles_async.events import EventSink, SamplesRemoved, WarningRaised
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
 from miles_async.sample_schema import SampleLimits, check_sample
@@ -35,6 +35,7 @@ class BatchPreparation:
         self._events = events
         self._reward_key = config.rollout.reward_key
         self._template = rollout_file(config)
+        self._save_has_failed = False
         self._filter_path = config.rollout.rollout_sample_filter_path
         self._filter: Callable[..., Any] | None = None
         if self._filter_path is not None:
@@ -43,7 +44,7 @@ class BatchPreparation:
     async def __call__(self, rollout_id: int, groups: list[Group]) -> None:
         """Prepare the groups in place.
 
-        Raises UserError if the sample filter raises, and FatalError if the batch cannot be saved.
+        Raises UserError if the sample filter raises. A batch that cannot be saved is trained all the same.
         """
         for group in groups:
             for sample in group:
@@ -70,7 +71,10 @@ class BatchPreparation:
         try:
             save_groups(path, rollout_id, groups)
         except OSError as error:
-            raise FatalError(f"rollout data cannot be written to {path}: {error} (save_debug_rollout_data)") from error
+            if not self._save_has_failed:
+                self._save_has_failed = True
+                text = f"rollout data cannot be written to {path} ({error}); the run continues without it"
+                self._events.emit(WarningRaised(time=time.time(), text=text))
 
 
 class SavedBatches:

@@ -14,6 +14,7 @@ import numpy as np
 from miles_async.atomic_files import write_atomically
 from miles_async.events import (
     ClusterReady,
+    DeadLettersUnwritten,
     EngineBusy,
     Evaluated,
     Event,
@@ -51,6 +52,8 @@ class RunSummary:
         """Staleness of the groups in the current training step."""
         self._dropped: Counter[str] = Counter()
         self._busy: list[tuple[float, float]] = []
+        self._unwritten: DeadLettersUnwritten | None = None
+        """Dead letters that are not in the dead-letter file."""
         self._scores: dict[str, float] = {}
         """The last score of every data set, under the names that slime uses."""
         self._main_set: str | None = None
@@ -83,6 +86,8 @@ class RunSummary:
                 self._busy.append((event.time, event.busy))
             case Evaluated():
                 self._evaluated(event)
+            case DeadLettersUnwritten():
+                self._unwritten = event
             case RunEnded():
                 self._ended = event
             case _:
@@ -121,6 +126,8 @@ class RunSummary:
             "staleness_histogram": {str(age): self._staleness[age] for age in sorted(self._staleness)},
             "recycled": self._dropped[DropReason.STALE],
             "dropped": dict(sorted(self._dropped.items())),
+            "unwritten_dead_letters": self._unwritten.letters if self._unwritten is not None else 0,
+            "unwritten_prompts": self._unwritten.prompts if self._unwritten is not None else [],
             "verdict": verdict,
             "knob": KNOBS[verdict] if verdict is not None else None,
             "verdict_seconds": {kind: round(seconds, 3) for kind, seconds in self._verdicts.seconds.items()},
@@ -138,16 +145,16 @@ class RunSummary:
             self._accuracy_after = event.accuracy
 
     def _training_phase(self) -> dict[str, float | None]:
-        seconds = self._steps[-1].ended - self._steps[0].started if self._steps else 0.0
+        seconds = self._steps[-1].time - self._steps[0].started if self._steps else 0.0
         if seconds <= 0:
             names = ("training_seconds", "groups_per_second", "tokens_per_second")
             return dict.fromkeys((*names, "learner_idle_share", "engine_idle_share"))
-        stepping = sum(step.ended - step.started for step in self._steps)
+        stepping = sum(step.seconds for step in self._steps)
         engine_share = None
         if len(self._busy) > 1:
             # Engines report their busy seconds now and then, so the values at the two ends are interpolated.
             times, busy_seconds = zip(*self._busy, strict=True)
-            begin, end = np.interp([self._steps[0].started, self._steps[-1].ended], times, busy_seconds)
+            begin, end = np.interp([self._steps[0].started, self._steps[-1].time], times, busy_seconds)
             engine_share = 1 - float(end - begin) / seconds
         return {
             "training_seconds": seconds,
@@ -165,7 +172,11 @@ class RunSummary:
         """Return the figures as lines of text."""
         figures = self.figures()
         width = max(len(name) for name in _LINES)
-        return "\n".join(f"{name:<{width}}  {_line(template, figures)}" for name, template in _LINES.items())
+        lines = {name: _line(template, figures) for name, template in _LINES.items()}
+        if (unwritten := self._unwritten) is not None and unwritten.letters:
+            prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
+            lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"
+        return "\n".join(f"{name:<{width}}  {line}" for name, line in lines.items())
 
 
 _LINES = {

@@ -74,7 +74,7 @@ class Evaluator:
             truncated = [float(flag) for flag in set_scores.get("truncated", ())] or [0.0]
             self.run_state.events.emit(
                 Evaluated(
-                    time=self.run_state.clock.now(),
+                    time=self.run_state.clock.time(),
                     name=name,
                     rollout=rollout_id,
                     accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
@@ -112,7 +112,8 @@ class Evaluator:
             try:
                 await self._generate(group, generator)
                 if not _interrupted(group):
-                    await self.rewarder.score(group)
+                    with self.run_state.working():
+                        await self.rewarder.score(group)
                     return None
                 failure: MilesError = TrajectoryError(
                     f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)"
@@ -140,13 +141,14 @@ class Evaluator:
         await self.run_state.changed.until(self.may_generate)
         self.run_state.evaluation_requests += 1
         try:
-            await generator.generate(group)
+            with self.run_state.working():
+                await generator.generate(group)
         finally:
             self.run_state.evaluation_requests -= 1
             self.run_state.changed.notify()
 
     def _warn(self, text: str) -> None:
-        self.run_state.events.emit(WarningRaised(time=self.run_state.clock.now(), text=text))
+        self.run_state.events.emit(WarningRaised(time=self.run_state.clock.time(), text=text))
 
 
 def _interrupted(group: Group) -> bool:

@@ -13,6 +13,7 @@
     publish   publish.py  staged weights        the engines to pause and resume    the engines
     repair    repair.py   failed engines        health checks, engine starts       the engines, the router
     monitor   monitor.py  -                     nothing                            -
+    work      monitor.py  -                     the learner's ranks                the learner's ranks
     load      monitor.py  -                     the engines' loads (if enabled)    the engines
 
 Training is finite; the other loops run until it ends, and a loop that returns earlier is an error. Every group is in
@@ -36,7 +37,7 @@ from miles_async.pipeline.checkpoint import Checkpointer
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.devices import SharedDevices
 from miles_async.pipeline.evaluate import EvalSet, Evaluator
-from miles_async.pipeline.monitor import RunMonitor, follow_engine_load
+from miles_async.pipeline.monitor import RunMonitor, follow_engine_load, follow_learner_work
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
@@ -103,7 +104,7 @@ class Service:
             partial_rollout=config.rollout.partial_rollout,
             engines_available=ports.fleet.serving,
             check_engines=lambda: self._repair.check_engines(),
-            sample_display=SampleDisplay(ports.events, config.observability.sample_interval_seconds),
+            sample_display=SampleDisplay(ports.clock, ports.events, config.observability.sample_interval_seconds),
         )
         self._collector = BatchCollector(
             run_state=self.run_state, producer=self._producer, recycler=recycler, gate=gate, adaptive=self._adaptive
@@ -170,6 +171,7 @@ class Service:
         """Run to the end. Raises UserError, FatalError or an error of a user's function, after ending all tasks."""
         async with self._tasks:
             self._tasks.forever("monitor", self._monitor.run())
+            self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
             if self._adaptive is not None:
                 self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
@@ -308,15 +310,16 @@ class Service:
     async def _evaluate(self, rollout_id: int) -> None:
         """Evaluate all data sets; waits for an earlier evaluation that still runs."""
         async with self._evaluating:
-            started = self._ports.clock.now()
+            started = self._ports.clock.monotonic()
             if self._ports.evaluate is not None:
-                scores = await self._ports.evaluate(rollout_id, self._source)
+                with self.run_state.working():
+                    scores = await self._ports.evaluate(rollout_id, self._source)
             else:
                 scores = await self._evaluator.evaluate(rollout_id)
-            self._evaluator.report(rollout_id, scores, self._ports.clock.now() - started)
+            self._evaluator.report(rollout_id, scores, self._ports.clock.monotonic() - started)
 
     def _enter_phase(self, phase: str) -> None:
-        self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.now(), to=phase))
+        self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.time(), to=phase))
 
     def _evaluation_may_generate(self) -> bool:
         return self._ports.fleet.serving() and not self.run_state.quarantine.has_engines_alone

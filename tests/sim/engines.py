@@ -108,7 +108,7 @@ class Engines:
         ticket = _Ticket(asyncio.get_running_loop().create_future(), len(lengths), waiting=lengths)
         self._tickets[id(group)] = ticket
         if self.in_flight == 0:
-            self._busy_since = self._clock.now()
+            self._busy_since = self._clock.monotonic()
         self.in_flight += len(lengths)
         self._line.append(ticket)
         self._fill()
@@ -118,7 +118,7 @@ class Engines:
             del self._tickets[id(group)]
             self.in_flight -= ticket.unfinished
             if self.in_flight == 0:
-                self.busy_seconds += self._clock.now() - self._busy_since
+                self.busy_seconds += self._clock.monotonic() - self._busy_since
         if status is SampleStatus.ABORTED:
             self._left[group.feed_index] = self._stop(ticket)
         return status, ticket.born
@@ -140,7 +140,7 @@ class Engines:
 
     # The work clock, and what happens when on it
     def _work_clock(self) -> float:
-        now = self._paused_at if self._pauses else self._clock.now()
+        now = self._paused_at if self._pauses else self._clock.monotonic()
         return now - self._paused_seconds
 
     def _fill(self) -> None:
@@ -192,14 +192,14 @@ class Engines:
 
     def _stand_still(self) -> None:
         if not self._pauses:
-            self._paused_at = self._clock.now()
+            self._paused_at = self._clock.monotonic()
         self._pauses += 1
         self._set_timer()
 
     def _go_on(self) -> None:
         self._pauses -= 1
         if not self._pauses:
-            self._paused_seconds += self._clock.now() - self._paused_at
+            self._paused_seconds += self._clock.monotonic() - self._paused_at
         self._set_timer()
 
     # WeightChannel

@@ -75,7 +75,7 @@ class Tally:
             case StepStarted():
                 self.ages += sum(event.staleness)
             case StepEnded():
-                self.training += event.ended - event.started
+                self.training += event.seconds
             case _:
                 pass
 

@@ -126,7 +126,7 @@ class MortalEngines(Engines):
 
     async def fence(self, engine: str, reason: str) -> None:
         self.servers[engine].routed = False
-        self.fences.append(self._clock.now())
+        self.fences.append(self._clock.monotonic())
 
     async def admit(self, engine: str) -> None:
         self.servers[engine].routed = True

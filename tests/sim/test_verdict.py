@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -21,8 +20,10 @@ class Judging:
     def __init__(self) -> None:
         self.verdicts = Verdicts()
         self.announced: list[VerdictChanged] = []
+        self.ended = 0.0
 
     def emit(self, event: Event) -> None:
+        self.ended = event.time
         self.verdicts.observe(event)
         if found := self.verdicts.take_change(event.time):
             self.announced.append(found)
@@ -84,6 +85,15 @@ def test_of_two_parts_that_alternate_the_verdict_names_the_slower_one(
     assert world.verdicts.overall is verdict
 
 
+@pytest.mark.parametrize("step", [600.0, -600.0])
+def test_a_step_of_the_wall_clock_changes_no_verdict(step: float) -> None:
+    slow: dict[str, Any] = {"latency": lambda group, rng: 4.0, "train_seconds": 0.5}
+    stepped, steady = judged(wall_clock_steps={100.0: step}, **slow), judged(**slow)
+    assert [found.verdict for found in stepped.announced] == [found.verdict for found in steady.announced]
+    before, after = sum(steady.verdicts.trainer_seconds.values()), sum(stepped.verdicts.trainer_seconds.values())
+    assert after == pytest.approx(before, abs=1.0)
+
+
 @pytest.mark.parametrize(
     "process, verdict",
     [("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT), ("rollout", Bottleneck.ROLLOUT)],
@@ -114,7 +124,7 @@ def test_shares_add_up_to_one_and_exclude_the_time_after_the_run() -> None:
     judging = judged(latency=lambda group, rng: 1.0)
     assert sum(judging.verdicts.finding.shares.values()) == pytest.approx(1.0)
     before = sum(judging.verdicts.seconds.values())
-    judging.emit(RunEnded(time=time.time() + 1e6, reason="done"))
+    judging.emit(RunEnded(time=judging.ended + 1.0, reason="done"))
     ended = sum(judging.verdicts.seconds.values())
-    judging.verdicts.tick(time.time() + 2e6)
+    judging.verdicts.tick(judging.ended + 10.0)
     assert sum(judging.verdicts.seconds.values()) == ended > before

@@ -36,7 +36,7 @@ def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             starting = pool.submit(engine.start)
             router_url = router.start()
             model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-            yield Stack(starting.result(), router_url, checkpoint, model)
+            yield Stack(starting.result(), router_url, router.spec.key, checkpoint, model)
     finally:
         router.stop()
         engine.stop()

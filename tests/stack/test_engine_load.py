@@ -46,7 +46,7 @@ async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: S
     scheduler = read_engine_memory(serving.engine, timeout=PATIENCE_SECONDS).ranks[0].pid
 
     async with serving.admitted():
-        fleet = SGLangFleet(serving.router_url, health_timeout=2.0)
+        fleet = SGLangFleet(serving.router_url, router_key=serving.router_key, health_timeout=2.0)
         fleet.register_engine(serving.engine)
         os.kill(scheduler, signal.SIGSTOP)
         try:
@@ -55,7 +55,7 @@ async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: S
         finally:
             os.kill(scheduler, signal.SIGCONT)
         await fleet.close()
-        patient = SGLangFleet(serving.router_url, health_timeout=PATIENCE_SECONDS)
+        patient = SGLangFleet(serving.router_url, router_key=serving.router_key, health_timeout=PATIENCE_SECONDS)
         patient.register_engine(serving.engine)
         await patient.check("e0")
         await patient.close()

@@ -173,7 +173,7 @@ def test_one_step_raises_the_probability_of_what_was_rewarded(learner: MegatronL
     after = learner.logprobs([sample.tokens for group in groups for sample in group])
     change = [sum(new[-4:]) - sum(old[-4:]) for new, old in zip(after, before, strict=True)]
     assert report.finite
-    assert report.ended >= report.started
+    assert report.seconds > 0
     assert report.tokens == sum(len(sample.tokens) for group in groups for sample in group)
     assert all(rewarded > plain for plain, rewarded in zip(change[::2], change[1::2], strict=True))
     gaps = [

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.weights.engine import call_engine
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from tests.configuration import run_config
@@ -232,13 +232,11 @@ def test_an_engine_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_expert
     trained = runs / "expert parallel, pipeline"
     engine = EngineServer(EngineSpec(name="e0", model_path=str(trained / "saved"), log_path=tmp_path / "engine.log"))
     try:
-        url = engine.start().url
+        info = engine.start()
         for group, expected in zip(uneven_groups(0), facts(trained)["after"][::4], strict=True):
             asked = {"input_ids": group[0].tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-            body = json.dumps(asked | {"logprob_start_len": 0}).encode()
-            call = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(call, timeout=60) as reply:
-                entries = json.load(reply)["meta_info"]["input_token_logprobs"]
+            answer = call_engine(info, "/generate", asked | {"logprob_start_len": 0}, timeout=60)
+            entries = answer["meta_info"]["input_token_logprobs"]
             found = [logprob for logprob, *_ in entries[1:]]
             assert found == pytest.approx(expected, abs=1e-5)
     finally:

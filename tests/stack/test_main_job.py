@@ -52,7 +52,7 @@ def test_every_batch_trains_and_every_version_goes_live(fully_async: Played) -> 
 
 def test_every_step_reports_tokens_per_second_and_memory(fully_async: Played) -> None:
     for step in fully_async.of(StepEnded):
-        assert step.metrics["tokens_per_second"] == pytest.approx(step.tokens / (step.ended - step.started))
+        assert step.metrics["tokens_per_second"] == pytest.approx(step.tokens / step.seconds)
         # A process with torch and Megatron in it, on a machine of ordinary size.
         assert 0.1 < step.metrics["memory_gib"] < 1000
 
@@ -75,9 +75,9 @@ def test_tokens_are_sampled_during_an_optimizer_step(fully_async: Played) -> Non
     live = {event.version: event.time for event in fully_async.of(PublishEnded)}
     groups = [(group.generated, live[group.versions[1]]) for group in fully_async.of(GroupGenerated)]
     for step in fully_async.of(StepEnded):
-        halfway = (step.started + step.ended) / 2
-        arrived = [weights for time, weights in groups if step.started < time < step.ended]
-        late = [time for time, _ in groups if halfway < time < step.ended]
+        halfway = (step.started + step.time) / 2
+        arrived = [weights for time, weights in groups if step.started < time < step.time]
+        late = [time for time, _ in groups if halfway < time < step.time]
         if late or any(weights > step.started for weights in arrived):
             return
     pytest.fail("every token was sampled between the steps")
@@ -123,7 +123,7 @@ def test_the_compared_versions_have_different_weights(in_turns: Played) -> None:
 
 
 def test_in_a_synchronous_run_nothing_is_generated_during_a_step_or_a_publish(in_turns: Played) -> None:
-    steps = [(event.started, event.ended) for event in in_turns.of(StepEnded)]
+    steps = [(event.started, event.time) for event in in_turns.of(StepEnded)]
     for group in in_turns.of(GroupGenerated):
         assert not any(started < group.generated < ended for started, ended in steps)
     assert all(event.queue == 0 for event in in_turns.of(PublishStarted))

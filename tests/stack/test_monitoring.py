@@ -117,7 +117,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         until_the_end.callback(heartbeats.close)
 
         def watch(event: Event) -> None:
-            now = time.time()
+            now = time.monotonic()
             subscribers.emit(event, *heartbeats.look(now))
             subscribers.update_scrape_targets(heartbeats.addresses)
             subscribers.tick(now)
@@ -140,7 +140,7 @@ def test_every_panel_rule_and_alert_has_data(monitored: Monitored) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (missing := empty(prometheus, asked())) and time.monotonic() < deadline:
         time.sleep(1)
-        subscribers.tick(time.time())
+        subscribers.tick(time.monotonic())
     assert missing == []
 
 
@@ -165,7 +165,7 @@ def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> N
 
 def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_path: Path) -> None:
     played = monitored.played
-    monitored.subscribers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
+    monitored.subscribers.tick(time.monotonic() + 2)  # what the trace holds back for a second reaches the disk
     ended = load_recorded(monitored.folder.path, tmp_path)
     with Prometheus(tmp_path, storage=tmp_path) as prometheus:
         (batches,) = prometheus.query("miles_async_rollout_batches", ended)
@@ -202,9 +202,9 @@ async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folde
         os.killpg(engine, signal.SIGSTOP)
         _stop(learner)
         dump_stacks([psutil.Process(learner)], folder)
-        deadline = time.time() + PATIENCE_SECONDS
-        while len(_silent_for(silences, SILENT_SECONDS)) < 2 and time.time() < deadline:
-            silences += heartbeats.look(time.time())
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(_silent_for(silences, SILENT_SECONDS)) < 2 and time.monotonic() < deadline:
+            silences += heartbeats.look(time.monotonic())
             await asyncio.sleep(0.25)
     finally:
         os.kill(learner, signal.SIGCONT)

@@ -20,10 +20,12 @@ from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
 from tests.stack.conftest import Played, Stack, settings
 from workers.engine import Engine
+from workers.rollout import Surroundings
 from workers.specs import engine_spec
 
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -46,22 +48,22 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
     sources = RayWeightSources(before.learner_ranks)
     try:
         first = stack.do(start_engine(parts))
-        stack.do(withdrawn(before.router_url, usual))
+        stack.do(withdrawn(before, usual))
         transports = [stack.do(find_transports(sources, transport, [first])) for transport in TRANSPORTS]
         stack.cluster.surroundings = replace(
             before, engines=[first], engine_actors={"engine-0": parts}, weight_transports=transports[-1]
         )
         yield ray.get([part.info.remote() for part in parts])
-        stack.do(withdrawn(before.router_url, stack.cluster.surroundings.engines[0]))
+        stack.do(withdrawn(before, stack.cluster.surroundings.engines[0]))
     finally:
         ray.get([part.stop.remote() for part in parts])
         stack.cluster.surroundings = before
         stack.do(sources.connect([usual], {}))
 
 
-async def withdrawn(router_url: str, engine: EngineInfo) -> None:
+async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
     """The router outlives the runs that told it of their engines."""
-    fleet = SGLangFleet(router_url)
+    fleet = SGLangFleet(surroundings.router_url, router_key=surroundings.router_key)
     fleet.register_engine(engine)
     await fleet.admit(engine.name)
     await fleet.fence(engine.name, "another one serves")
@@ -115,7 +117,11 @@ def test_an_engine_that_spans_nodes_is_restarted_with_the_current_weights(
 
 def test_only_the_first_node_receives_requests(killed: Played, stack: Stack) -> None:
     [engine] = stack.cluster.surroundings.engines
-    with urllib.request.urlopen(f"{stack.cluster.surroundings.router_url}/workers") as answer:
+    surroundings = stack.cluster.surroundings
+    request = urllib.request.Request(
+        f"{surroundings.router_url}/workers", headers=authorization(surroundings.router_key)
+    )
+    with urllib.request.urlopen(request) as answer:
         assert [worker["url"] for worker in json.load(answer)["workers"]] == [engine.url]
     assert engine.url.startswith(f"http://{NODES[0]}:")
 

@@ -23,8 +23,7 @@ EVENTS: list[Event] = [
     StepEnded(
         time=4.0,
         rollout=4,
-        started=2.0,
-        ended=4.0,
+        seconds=2.0,
         tokens=600,
         finite=True,
         reward=0.25,

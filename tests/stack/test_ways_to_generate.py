@@ -121,6 +121,7 @@ def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "examples.external_generator", "--url", url, "--group-size", "4"]
+    command += ["--key-file", str(stack.latest / "agent_key")]
     generator = subprocess.Popen(command, cwd=ROOT)
     try:
         function = "miles_async.rollout.external_rollout.generate_rollout"

@@ -249,7 +249,7 @@ def test_each_rank_of_an_engine_gets_its_shard_from_each_source(serving: Stack, 
     )
     try:
         info = engine.start()
-        two = Stack(info, serving.router_url, checkpoint, model)
+        two = Stack(info, serving.router_url, serving.router_key, checkpoint, model)
         sources = [source_of(two, tmp_path / "weights", rank=rank, sources=2) for rank in range(2)]
         for version, transport in enumerate(TRANSPORTS, start=1):
             two.change_weights()

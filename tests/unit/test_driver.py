@@ -58,7 +58,7 @@ async def test_a_run_that_hangs_after_ctrl_c_is_still_monitored_and_then_ended(
     monkeypatch.setattr(driver, "TICK_SECONDS", 0.0)
     hung: Any = Hung()
     subscribers: Any = Summary()
-    stop = StopRequest(subscribers)
+    stop = StopRequest(subscribers, 8.0)
     stop.request(signal.SIGINT)
     watchdog: Any = Watchdog()
     with pytest.raises(FatalError, match="has not answered"):
@@ -92,5 +92,5 @@ async def test_the_last_event_of_a_run_is_emitted() -> None:
     ended: Any = Ended()
     subscribers: Any = EventSubscribers()
     watchdog: Any = Watchdog()
-    await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers), RunConfig)
+    await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers, 8.0), RunConfig)
     assert emitted == ["the last event"]

@@ -41,7 +41,15 @@ from tests.configuration import run_config
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 from tests.unit.gym import CHAIN_SUM
-from workers.specs import engine_spec, external_router, greedy_of, ray_arguments, router_spec, sampling_of
+from workers.specs import (
+    engine_spec,
+    external_router,
+    external_router_key,
+    greedy_of,
+    ray_arguments,
+    router_spec,
+    sampling_of,
+)
 
 TESTS = Path(__file__).parents[1]
 
@@ -66,7 +74,8 @@ def engine(config: RunConfig) -> object:
 
 def routing(config: RunConfig) -> object:
     """The router that is used, and the arguments of one that is started."""
-    return external_router(config), router.arguments(router_spec(config, Path("logs")), 30000, 30001)
+    arguments = router.arguments(router_spec(config, Path("logs")), 30000, 30001)
+    return external_router(config), external_router_key(config), arguments
 
 
 def requests(config: RunConfig) -> object:
@@ -269,6 +278,7 @@ OBSERVED: dict[str, Change] = {
     "sglang_router_request_timeout_secs": change(routing, 9.0),
     "sglang_router_ip": change(routing, "10.0.0.1", sglang_router_port=30000),
     "sglang_router_port": change(routing, 30001, sglang_router_ip="10.0.0.1"),
+    "sglang_router_api_key": change(routing, "secret"),
     "ray_address": change(ray_start, "10.0.0.1:6379"),
     "colocate": change(plan, True),
     # stalls
@@ -393,6 +403,8 @@ NAMED: dict[str, str] = {
     "recompute_method": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_remaining_rollouts_and_prompts",
+    "termination_grace_seconds": "unit/test_stop_request.py::test_the_time_after_sigterm_is_that_of_the_setting",
+    "checkpoint_checksums": "unit/test_checkpoint_folder.py::test_without_checksums_only_sizes_are_compared",
     "load": "unit/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
     "expert_tensor_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
@@ -430,6 +442,8 @@ NAMED: dict[str, str] = {
     "metrics_port": f"{RUN}::test_metrics_are_served_at_the_configured_port",
     "trace": f"{RUN}::test_subscribers_write_trace_and_summary_and_serve_metrics_and_page",
     "trace_max_bytes": f"{RUN}::test_the_trace_of_a_run_stays_within_its_configured_size",
+    "event_log_rotate_bytes": f"{RUN}::test_the_event_log_of_a_run_is_split_at_the_configured_size",
+    "event_log_max_bytes": f"{RUN}::test_the_event_log_of_a_run_stays_within_its_configured_size",
     "log_format": f"{RUN}::test_the_driver_logs_in_the_configured_format",
     "progress_bar": f"{RUN}::test_the_bar_of_a_run_is_shown_if_it_is_enabled",
     "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",

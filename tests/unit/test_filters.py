@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import pack_samples
 from miles_async.config.derived import trains_only
 from miles_async.errors import UserError
-from miles_async.events import SamplesRemoved
+from miles_async.events import SamplesRemoved, WarningRaised
 from miles_async.filters import (
     check_no_aborted,
     check_no_truncated,
@@ -29,6 +30,7 @@ from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
+from tests.disks import files_at_most
 from tests.sim.world import Trace
 from workers.batches import BatchPreparation, SavedBatches
 from workers.preflight import dynamic_filter
@@ -185,6 +187,17 @@ async def test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folde
     for path in (tmp_path / "a" / "4.st", tmp_path / "dump" / "rollout_data" / "4.safetensors"):
         rollout_id, groups = load_groups(path)
         assert (rollout_id, groups) == (4, [group(0.0, 1.0)])
+
+
+async def test_batches_that_cannot_be_saved_are_trained_and_named_in_one_warning(mine: str, tmp_path: Path) -> None:
+    events = Trace()
+    chosen = run_config(save_debug_rollout_data=str(tmp_path / "{rollout_id}.st"))
+    prepare = BatchPreparation(chosen, flat_args(chosen), events)
+    with files_at_most(100):
+        for rollout_id in range(3):
+            await prepare(rollout_id, [group(0.0, 1.0)])
+    [warning] = events.of(WarningRaised)
+    assert re.search(r"rollout data cannot be written to .*0\.st \(.*File too large", warning.text)
 
 
 @pytest.mark.parametrize("switch", [{}, {"debug_train_only": True}])

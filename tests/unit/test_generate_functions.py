@@ -31,7 +31,7 @@ class Script(SGLangGenerator):
 
     def __init__(self, *lines: str | None) -> None:
         sampling = SamplingParams(max_new_tokens=200)
-        super().__init__("http://127.0.0.1:1", Bytes(), sampling, limit=lambda: 64, engine_urls=list)
+        super().__init__("http://127.0.0.1:1", Bytes(), sampling, limit=lambda: 64, engines=list)
         self.lines = list(lines)
         self.asked: list[SamplingParams] = []
         self.rated: list[Sample] = []
@@ -277,7 +277,7 @@ async def test_a_function_written_for_slime_gets_versions_and_log_probabilities_
 
 async def test_a_request_that_no_engine_can_serve_fails_before_it_is_sent() -> None:
     engine = SGLangGenerator(
-        "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=lambda: 4, engine_urls=list
+        "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=lambda: 4, engines=list
     )
     try:
         with pytest.raises(TrajectoryError, match="sample 3 of group sample_0_0: its prompt has no tokens"):

@@ -21,6 +21,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.json_values import json_value
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import DropReason, Group, Sample
+from tests.sim.world import Trace
 
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 ODD: dict[Any, Any] = {
@@ -64,7 +65,7 @@ def odd_group() -> Group:
 
 
 def test_a_dead_letter_with_odd_metadata_is_written(tmp_path: Path) -> None:
-    DeadLetterFile(tmp_path / "dead.jsonl").dead_letter(odd_group(), DropReason.FAILED, "it failed")
+    DeadLetterFile(tmp_path / "dead.jsonl", Trace()).dead_letter(odd_group(), DropReason.FAILED, "it failed")
     [line] = (tmp_path / "dead.jsonl").read_text().splitlines()
     metadata = json.loads(line)["samples"][0]["metadata"]
     assert metadata["3"] == "a number as key"

@@ -17,6 +17,7 @@ from miles_async.errors import UserError
 from miles_async.events import (
     AdmissionBlocked,
     DataSkipped,
+    DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
     Event,
@@ -77,8 +78,7 @@ def step(started: float, ended: float, staleness: list[int]) -> list[Event]:
     end = StepEnded(
         time=ended,
         rollout=0,
-        started=started,
-        ended=ended,
+        seconds=ended - started,
         tokens=50,
         finite=True,
         reward=0.5,
@@ -137,7 +137,7 @@ def test_staleness_histogram_counts_each_group_of_a_step() -> None:
 
 
 def test_seconds_without_progress_count_from_the_last_progress() -> None:
-    watched = Watched(RUN, moved("queued", time=120.0))
+    watched = Watched(RUN, moved("queued", time=120.0), pulse(121.0, idle_seconds=1.0))
     watched.metrics.tick(150.0)
     assert watched("since_progress_seconds") == 30
     assert watched("last_progress_timestamp_seconds", what="queued") == 120
@@ -235,7 +235,9 @@ def test_metrics_give_a_reason_for_every_dropped_or_skipped_group() -> None:
         GroupFiltered(time=101.0, sequence=3, reason="over_sampling"),
         SamplesRemoved(time=102.0, rollout=0, samples=5),
         DataSkipped(time=103.0, reason="bad_row", sentence="data.jsonl, line 4: no key 'label'"),
+        DeadLettersUnwritten(time=104.0, letters=2, prompts=["sample_0_1"], error="No space left on device"),
     )
+    assert see("unwritten_dead_letters") == 2
     assert see("filtered_groups_total", reason="all_0") == 2
     assert see("filtered_groups_total", reason="over_sampling") == 1
     assert see("removed_samples_total") == 5
@@ -246,8 +248,8 @@ def generated(sequence: int, started: float, ended: float, versions: tuple[int, 
     return GroupGenerated(
         time=ended,
         sequence=sequence,
-        started=started,
-        generated=ended,
+        generation_seconds=ended - started,
+        reward_seconds=0.0,
         versions=versions,
         response_tokens=10,
         reward=1.0,
@@ -272,6 +274,7 @@ def pulse(time: float, **changes: Any) -> Pulse:
         "wanted": 0,
         "trainer_version": 0,
         "live_version": 0,
+        "idle_seconds": 0.0,
     }
     return Pulse(time=time, **{**figures, **changes})
 

@@ -27,12 +27,19 @@ class Agent:
     """Speaks HTTP to the endpoint; answers are `(status, body)`."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, endpoint: AgentEndpoint, engine: Script, turns: MultiTurnSampler
+        self,
+        http: aiohttp.ClientSession,
+        endpoint: AgentEndpoint,
+        engine: Script,
+        turns: MultiTurnSampler,
+        trajectories: TrajectoryBuffer,
     ) -> None:
+        self.trajectories = trajectories
         self._http, self.endpoint, self.engine, self.turns = http, endpoint, engine, turns
+        self.headers = {"Authorization": f"Bearer {endpoint.key}"}
 
     async def post(self, url: str, body: Any) -> tuple[int, Any]:
-        async with self._http.post(url, json=body) as response:
+        async with self._http.post(url, json=body, headers=self.headers) as response:
             return response.status, await response.json()
 
     async def ask(self, base_url: str, *messages: Any, **more: Any) -> tuple[int, Any]:
@@ -46,12 +53,13 @@ class Agent:
 async def connected_agent(*lines: str | None, capacity: int = 2, size: int = 1) -> AsyncIterator[Agent]:
     """An agent at the endpoint of an engine that says `lines`."""
     engine = Script(*lines)
-    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(TrajectoryBuffer(capacity, size))
+    trajectories = TrajectoryBuffer(capacity, size)
+    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(trajectories)
     await endpoint.start()
     endpoint.accept_external(turns, PARAMS, live=lambda: True)
     try:
         async with aiohttp.ClientSession() as http:
-            yield Agent(http, endpoint, engine, turns)
+            yield Agent(http, endpoint, engine, turns, trajectories)
     finally:
         await endpoint.close()
         await engine.close()
@@ -173,7 +181,7 @@ async def test_a_session_that_has_ended_is_not_found() -> None:
 
 async def test_the_endpoint_listens_at_the_given_port() -> None:
     port = free_port()
-    one, other = AgentEndpoint(TrajectoryBuffer(1, 1)), AgentEndpoint(TrajectoryBuffer(1, 1))
+    one, other = AgentEndpoint(), AgentEndpoint()
     try:
         await one.start(port)
         assert one.url == f"http://127.0.0.1:{port}"
@@ -197,7 +205,7 @@ async def test_an_external_generator_posts_what_was_sampled_in_its_sessions() ->
         sessions = [await played(agent), await played(agent)]
         samples = [{"session": session, "reward": position} for position, session in enumerate(sessions)]
         assert (await agent.trajectory(samples))[0] == 200
-        group = await agent.endpoint._trajectories.take()
+        group = await agent.trajectories.take()
         assert [(sample.index, sample.reward, sample.response) for sample in group] == [(0, 0.0, "a"), (1, 1.0, "b")]
         assert group.oldest_version == 7
         status, body = await agent.trajectory(samples)
@@ -216,7 +224,7 @@ OWN: dict[str, Any] = {
 async def test_a_generator_that_samples_by_itself_posts_its_tokens() -> None:
     async with connected_agent() as agent:
         assert (await agent.trajectory([OWN]))[0] == 200
-        [sample] = await agent.endpoint._trajectories.take()
+        [sample] = await agent.trajectories.take()
         assert (sample.tokens, sample.spans, sample.reward) == ([1, 2, 3], [VersionSpan(4, 0, 2)], 1.0)
 
 

@@ -50,7 +50,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_a_valid_run_passes_and_needs_no_labels_without_a_warm_start() -> None:
-    sft_examples = preflight(config(), "train_async.py")
+    sft_examples = preflight(config(), "train_async.py").sft_examples
     assert (sft_examples.problems, sft_examples.check) == ([], [])
 
 
@@ -73,13 +73,13 @@ def test_a_filter_that_cannot_be_imported_is_named_with_its_setting(setting: str
 
 
 def test_a_warm_start_gets_separate_examples_for_training_and_for_the_check() -> None:
-    sft_examples = preflight(config(warm_start_max_steps=1), "train_async.py")
+    sft_examples = preflight(config(warm_start_max_steps=1), "train_async.py").sft_examples
     assert (len(sft_examples.check), len(sft_examples.problems)) == (512, 8192)
 
 
 def test_a_warm_start_formats_prompts_with_its_template() -> None:
     plain, chat = (
-        preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").check[0]
+        preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").sft_examples.check[0]
         for template in ("{prompt}", "user: {prompt}<eos>assistant: ")
     )
     assert chat == (f"user: {plain[0]}<eos>assistant: ", plain[1])

@@ -51,8 +51,7 @@ def run(folder: Path, *, reward: float = 0.5, limit: int = 2, steps: int = 3) ->
             StepEnded(
                 time=begun + 1,
                 rollout=step,
-                started=begun,
-                ended=begun + 1,
+                seconds=1.0,
                 tokens=64,
                 finite=True,
                 reward=reward,

@@ -47,7 +47,7 @@ async def router(answer: Answer, port: int = 0) -> AsyncIterator[str]:
 async def error_of(url: str) -> EngineLostError:
     """The error of one request to a router."""
     generator = SGLangGenerator(
-        url, NoTokenizer(), SamplingParams(max_new_tokens=4), limit=lambda: 4, engine_urls=lambda: ()
+        url, NoTokenizer(), SamplingParams(max_new_tokens=4), limit=lambda: 4, engines=lambda: ()
     )
     try:
         with pytest.raises(EngineLostError) as caught:

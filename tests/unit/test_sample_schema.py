@@ -7,17 +7,19 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
 import pytest
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
+from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.response import extend
 from miles_async.batching.layout import longest_sequence
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import PromptTooLongError, TrajectoryError, UserError
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
-from miles_async.sample_schema import SampleLimits, check_group, check_sample
+from miles_async.sample_schema import SampleLimits, check_group, check_sample, decode_answers
 from miles_async.types import Group, Sample, VersionSpan
 
 LIMITS = SampleLimits(vocabulary=100, longest=8)
@@ -129,6 +131,24 @@ def test_an_invalid_answer_of_an_engine_fails_only_its_group(answer: Any, compla
     assert sample == Sample(index=6, tokens=[1])
 
 
+def test_an_answer_is_read_in_one_pass_as_it_is_in_two() -> None:
+    answer = reported(output_token_logprobs=[[-0.5, 7, None], [-1, 8, "b"]])
+    in_one_pass = decode_answers(orjson.dumps([answer]))
+    assert in_one_pass is not None
+    samples = Sample(index=6, tokens=[1]), Sample(index=6, tokens=[1])
+    for sample, given in zip(samples, (in_one_pass[0], answer), strict=True):
+        extend(sample, given, lambda ids: "")
+    assert samples[0] == samples[1]
+    assert samples[0].rollout_log_probs == [-0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"[", b"{}", b"[{}]", orjson.dumps([reported(), reported(output_token_logprobs=None)])]
+)
+def test_invalid_answers_are_left_to_the_check_that_names_the_sample(content: bytes) -> None:
+    assert decode_answers(content) is None
+
+
 class Tokenizer:
     """One token per byte."""
 
@@ -145,8 +165,9 @@ class Answers:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    async def post(self, url: str, body: Any, *, within: float) -> Any:
-        return self.answer
+    async def post(self, url: str, body: Any, *, key: str, within: float, decode: Decode | None = None) -> Any:
+        decoded = None if decode is None else decode(orjson.dumps(self.answer))
+        return self.answer if decoded is None else decoded
 
     async def close(self) -> None:
         pass
@@ -159,7 +180,7 @@ def with_engine(answer: Any, use: Any, **settings: Any) -> None:
             Tokenizer(),
             SamplingParams(max_new_tokens=9),
             limit=lambda: 4,
-            engine_urls=list,
+            engines=list,
             **settings,
         )
         await engine.close()
@@ -225,7 +246,8 @@ def test_an_invalid_post_is_answered_with_an_error_and_changes_nothing(fields: d
             async with aiohttp.ClientSession() as http:
 
                 async def post(sample: dict[str, Any]) -> tuple[int, str]:
-                    async with http.post(f"{endpoint.url}/trajectories", json={"samples": [sample]}) as response:
+                    body, key = {"samples": [sample]}, {"Authorization": f"Bearer {endpoint.key}"}
+                    async with http.post(f"{endpoint.url}/trajectories", json=body, headers=key) as response:
                         return response.status, await response.text()
 
                 status, body = await post(POSTED | fields)

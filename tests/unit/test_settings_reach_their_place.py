@@ -111,7 +111,7 @@ def test_a_server_that_starts_too_slowly_is_ended_with_an_error_message(checkpoi
         "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
     )
     with pytest.raises(FatalError, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
-        server.start({}, None, timeout)
+        server.start({}, None, timeout, "")
     assert not server.alive()
 
 
@@ -249,7 +249,7 @@ async def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine(
         Bytes(),
         sampling_of(run_config()),
         limit=lambda: 1,
-        engine_urls=list,
+        engines=list,
         max_prompt_tokens=run_config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
     )
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from miles_async.adapters.storage.recording_store import (
 from miles_async.recording import GroupRecord, Recording
 from miles_async.skip.__main__ import main
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from tests.disks import files_at_most
 
 IDENTITY = {"model": "m", "rollout_temperature": 0.7}
 
@@ -192,13 +192,8 @@ def test_the_limit_counts_prompts_and_metadata_too(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            RecordingStore(tmp_path).save(3, recording(), IDENTITY)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_at_most(100), pytest.raises(OSError, match="File too large"):
+        RecordingStore(tmp_path).save(3, recording(), IDENTITY)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -115,8 +115,7 @@ def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None
             StepEnded(
                 time=100.2,
                 rollout=0,
-                started=100.0,
-                ended=100.2,
+                seconds=0.2,
                 tokens=9,
                 finite=finite,
                 reward=0.5,
@@ -187,7 +186,7 @@ def test_the_snapshot_shows_the_version_of_each_engine_and_a_fenced_engine_stays
         ("engine-0", "routed", 5),
         ("engine-1", "fenced", None),
     ]
-    assert figures["silent"] == {"engine-1": 3.0}
+    assert figures["silent"] == {"engine-1": 2.0}
     status.observe(ProcessSilent(time=105.0, process="engine-1", seconds=0.0))
     assert status.figures(106.0)["silent"] == {}
 
@@ -263,6 +262,7 @@ def test_queue_and_head_are_drawn_from_the_events_of_the_rollout_worker() -> Non
         wanted=4,
         trainer_version=3,
         live_version=2,
+        idle_seconds=0.0,
     )
     charts.observe(pulse)
     series = charts.figures("whole", 100.5)["series"]

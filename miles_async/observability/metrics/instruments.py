@@ -131,6 +131,9 @@ class Instruments:
         self.reward_seconds = histogram("reward_seconds", "Time from the last token of a group to its reward.", SECONDS)
         self.group_reward = histogram("group_reward", "Mean reward of a generated group.", REWARDS)
         self.group_response_tokens = histogram("group_response_tokens", "Response tokens of a generated group.", TOKENS)
+        self.unwritten_dead_letters = self._gauge(
+            "unwritten_dead_letters", "Dead letters that could not be written and are kept in memory."
+        )
         self.generated_samples = self._counter("generated_samples", "Samples that were generated and rewarded.")
         self.truncated_samples = self._counter(
             "truncated_samples", "Samples that were truncated at the response limit."

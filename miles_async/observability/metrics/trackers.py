@@ -99,7 +99,7 @@ class PointBuilder:
         return Point("rollout/step", self._rollout, values)
 
     def _train(self, event: StepEnded) -> dict[str, float]:
-        seconds = event.ended - event.started
+        seconds = event.seconds
         return {
             **{f"train/{name}": value for name, value in event.metrics.items()},
             "train/seconds": seconds,
