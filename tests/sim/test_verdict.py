@@ -86,7 +86,7 @@ def test_of_two_parts_that_alternate_the_verdict_names_the_slower_one(
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_step_of_the_wall_clock_changes_no_verdict(step: float) -> None:
+def test_a_jump_of_the_wall_clock_changes_no_verdict(step: float) -> None:
     slow: dict[str, Any] = {"latency": lambda group, rng: 4.0, "train_seconds": 0.5}
     stepped, steady = judged(wall_clock_steps={100.0: step}, **slow), judged(**slow)
     assert [found.verdict for found in stepped.announced] == [found.verdict for found in steady.announced]

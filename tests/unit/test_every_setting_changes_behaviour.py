@@ -403,7 +403,7 @@ NAMED: dict[str, str] = {
     "recompute_method": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_remaining_rollouts_and_prompts",
-    "termination_grace_seconds": "unit/test_stop_request.py::test_the_time_after_sigterm_is_that_of_the_setting",
+    "termination_grace_seconds": "unit/test_stop_request.py::test_the_time_after_sigterm_is_configurable",
     "checkpoint_checksums": "unit/test_checkpoint_folder.py::test_without_checksums_only_sizes_are_compared",
     "load": "unit/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",

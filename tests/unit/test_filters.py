@@ -189,7 +189,7 @@ async def test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folde
         assert (rollout_id, groups) == (4, [group(0.0, 1.0)])
 
 
-async def test_batches_that_cannot_be_saved_are_trained_and_named_in_one_warning(mine: str, tmp_path: Path) -> None:
+async def test_batches_that_cannot_be_saved_are_trained_and_cause_one_warning(mine: str, tmp_path: Path) -> None:
     events = Trace()
     chosen = run_config(save_debug_rollout_data=str(tmp_path / "{rollout_id}.st"))
     prepare = BatchPreparation(chosen, flat_args(chosen), events)

@@ -319,7 +319,7 @@ def test_subscribers_write_trace_and_summary_and_serve_metrics_and_page(
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_subscribers_survive_a_step_of_the_wall_clock(
+def test_subscribers_survive_a_jump_of_the_wall_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     folder = RunFolder.create(config_in(tmp_path))
@@ -408,7 +408,7 @@ def test_a_router_that_died_and_came_back_is_logged(tmp_path: Path, capsys: pyte
     assert printed.index("router does not answer") < printed.index("router answers")
 
 
-def test_a_run_on_a_full_disk_goes_on_with_one_warning_and_prints_its_summary(
+def test_a_run_on_a_full_disk_continues_with_one_warning_and_prints_its_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.create(config_in(tmp_path))

@@ -105,7 +105,7 @@ def test_one_sample_is_shown_per_interval() -> None:
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_step_of_the_wall_clock_changes_no_interval(step: float) -> None:
+def test_a_jump_of_the_wall_clock_changes_no_interval(step: float) -> None:
     sink, clock = Kept(), ManualClock()
     shown = SampleDisplay(clock, sink, 5.0)
     shown.offer(group())

@@ -131,7 +131,7 @@ def test_an_invalid_answer_of_an_engine_fails_only_its_group(answer: Any, compla
     assert sample == Sample(index=6, tokens=[1])
 
 
-def test_an_answer_is_read_in_one_pass_as_it_is_in_two() -> None:
+def test_reading_an_answer_in_one_pass_or_in_two_gives_the_same_sample() -> None:
     answer = reported(output_token_logprobs=[[-0.5, 7, None], [-1, 8, "b"]])
     in_one_pass = decode_answers(orjson.dumps([answer]))
     assert in_one_pass is not None

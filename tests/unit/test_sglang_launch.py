@@ -121,7 +121,7 @@ def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytes
     assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
 
 
-def test_a_server_goes_on_without_its_log_if_the_disk_is_full(tmp_path: Path) -> None:
+def test_a_server_continues_without_its_log_if_the_disk_is_full(tmp_path: Path) -> None:
     log = RedactedLog(Path("/dev/full"), [])
     with open(log.descriptor, "wb", closefd=False) as output:
         output.write(b"a line\n" * 100_000)

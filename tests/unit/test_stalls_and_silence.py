@@ -92,7 +92,7 @@ def test_the_driver_counts_the_seconds_without_progress_that_the_rollout_worker_
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_step_of_the_wall_clock_is_no_stall(step: float) -> None:
+def test_a_jump_of_the_wall_clock_is_no_stall(step: float) -> None:
     report = StallReport(warn_seconds=5.0)
     report.observe(READY, now=0.0)
     report.observe(replace(PULSE, time=PULSE.time + step, idle_seconds=1.0), now=10.0)
