@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from miles_async.adapters.sglang.launch import ENGINE_MODULE
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from tests.stack.job import job
 from tests.waiting import PATIENCE_SECONDS
@@ -70,7 +71,7 @@ def test_ctrl_c_before_the_start_of_any_process_ends_the_run_silently(
 
 def test_engines_and_workers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
     with job(tmp_path, *LONG) as running:
-        running.runs("sglang.launch_server", START_SECONDS)
+        running.runs(ENGINE_MODULE, START_SECONDS)
         running.kill()
         left = running.left_running(patience=PATIENCE_SECONDS)
     assert left == {}

@@ -292,18 +292,18 @@ def test_recomputed_activations_are_equal_and_not_stored(
 
 @pytest.mark.usefixtures("free_again")
 async def test_the_configured_steps_are_profiled(tiny: Path, tmp_path: Path) -> None:
-    asked = {"use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2}
+    asked = {"use_pytorch_profiler": True, "profile_step_start": 0, "profile_step_end": 1}
     run = config(**asked, profile_dir=str(tmp_path / "profiles"), deterministic_mode=True)
 
     rank = LearnerRank(run, 0, 1, tmp_path)
     await rank.start(str(tiny), "127.0.0.1", free_port())
     assert torch.are_deterministic_algorithms_enabled()
-    for rollout in range(3):
+    for rollout in range(2):
         await rank.train(rollout, rank_batches(batch(rollout), run, 1)[0])
     await rank._run(rank._model_thread, rank._learner.close)
     torch.use_deterministic_algorithms(False)
     files = list((tmp_path / "profiles").iterdir())
-    assert [file.name for file in files] == ["rollout_0000001_rank_0.json.gz"]
+    assert [file.name for file in files] == ["rollout_0000000_rank_0.json.gz"]
     assert any(
         "mm" in event.get("name", "") for event in json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
     )
