@@ -67,7 +67,7 @@ def tier(test: str) -> str:
 
 
 def survivors(named: Mapping[str, str], limit: float) -> Iterator[str]:
-    """The settings whose test passes although the setting is ignored."""
+    """Yields the settings whose test passes although the setting is ignored."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(SITECUSTOMIZE)
         for name, test in named.items():

@@ -12,7 +12,7 @@ from tests.sim.world import Trainer, World
 
 
 class Sharing:
-    """Who has its memory on the devices. Both start there."""
+    """Records whether learner or engines have their memory on the devices. Both have it at the start."""
 
     def __init__(self) -> None:
         self.learner = self.engines = True

@@ -22,7 +22,7 @@ BATCHES = 12
 
 
 class CrashingEngines(MortalEngines):
-    """An engine that generates one of the `culprits` dies after `delays` seconds, in turn, with all that it holds."""
+    """An engine that generates one of the `culprits` dies with all its requests after the next of `delays` seconds."""
 
     culprits: Collection[str] = ()
     delays: Sequence[float] = (0.4,)

@@ -26,7 +26,7 @@ HEALTH_TIMEOUT = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What befalls the engines: `(seconds, name)` of each kill and of each time one hangs."""
+    """Failures of the engines: `(seconds, name)` of each kill and of each hang."""
 
     engines: int = 2
     kills: Sequence[tuple[float, str]] = ()
@@ -47,7 +47,7 @@ class Server:
 
 
 class MortalEngines(Engines):
-    """Requests spread evenly over several engines, each of which can die with what it held."""
+    """Requests are distributed evenly over several engines. An engine that dies loses its requests."""
 
     fate = Fate()
 
@@ -221,7 +221,7 @@ def test_a_killed_engine_is_noticed_at_the_next_health_check() -> None:
 
 
 def test_a_publish_that_finds_no_engine_waits_for_one_and_is_announced_once() -> None:
-    """It dies in the middle of a write: nothing is announced there."""
+    """The engine dies during a write, where nothing is logged."""
     model = EngineModel(write_seconds=4.0)
     world = play(Fate(engines=1, kills=[(at + 0.1, "engine-0") for at in (30, 60, 90)]), engines=model)
     check_that_all_is_well(world)

@@ -53,7 +53,7 @@ def test_a_resumed_run_trains_every_prompt_once(schedule: Schedule) -> None:
 
 
 class OwnFunction(World):
-    """A user's batch function, which takes its prompts out of the data and is still at them when a step ends."""
+    """A user-defined batch function whose prompts are still unfinished when a step ends."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         groups = source.get_samples(BATCH + 1)
@@ -82,7 +82,7 @@ def test_a_checkpoint_contains_the_prompts_that_a_user_function_works_on() -> No
 
 
 class Grabbed(Feed):
-    """While its place is noted down, a rollout function in another thread takes a prompt out of it."""
+    """While the position of the data is recorded, a rollout function in another thread takes a prompt."""
 
     def __init__(self, run_state: RunState) -> None:
         super().__init__()

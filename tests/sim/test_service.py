@@ -168,7 +168,7 @@ def test_draining_the_stream_under_another_schedule_names_the_schedule_to_set(sc
 
 
 class Collecting(World):
-    """A user's function that collects a batch, whatever the schedule."""
+    """A user-defined function that collects a batch under any schedule."""
 
     def _rollout_function(self) -> RolloutFunction:
         return self._rollout
@@ -271,7 +271,7 @@ def test_a_prompt_that_is_too_long_is_dead_lettered_at_its_first_attempt() -> No
 
 
 def test_partial_rollout_continues_from_the_tokens_of_aborted_groups() -> None:
-    """A prompt that takes six times as long as a batch: fresh attempts never end, continued ones do."""
+    """A prompt takes six times as long as a batch, so only attempts that are continued end."""
 
     def run(partial: bool) -> World:
         settings = config(
@@ -362,7 +362,7 @@ def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_ba
 
 
 class Posted(World):
-    """Batches that somebody else generated: of the first weights, and of the present ones, in turns."""
+    """Batches from outside, alternately of the first and of the current weights."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         async def take() -> Group:
@@ -392,7 +392,7 @@ def test_external_groups_that_are_too_old_are_left_out_and_counted() -> None:
 
 
 class Forgetful(World):
-    """A user's function that returns what it returned before."""
+    """A user-defined function that returns an earlier result again."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         if rollout_id == 0:

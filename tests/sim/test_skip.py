@@ -60,7 +60,7 @@ class SkippingWorld(World):
     refused: frozenset[str] = frozenset()
     """Feed indices that the filter drops."""
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
-    """What each group held when it reached the filter."""
+    """The contents of each group when it reached the filter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -250,7 +250,7 @@ def test_batch_functions_replay_whole_batches_by_trainer_step(tmp_path: Path, sc
 
 
 def test_the_replay_of_an_over_sampled_batch_ends_with_the_recorded_groups(tmp_path: Path) -> None:
-    """What was aborted when the recorded batch was complete is aborted again instead of being generated."""
+    """Groups that were aborted in the recorded batch are aborted again instead of being generated."""
     settings: dict[str, Any] = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
     first, second = play(tmp_path, **settings), play(tmp_path, seed=1, **settings)
     assert second.live.asked == []

@@ -15,7 +15,7 @@ from tests.sim.world import World
 
 
 class Judging:
-    """Verdicts as a sink of the run's events, with what they announced."""
+    """Verdicts as a sink of the events of a run, and the list of the announced ones."""
 
     def __init__(self) -> None:
         self.verdicts = Verdicts()

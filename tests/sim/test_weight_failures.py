@@ -21,7 +21,7 @@ VERSION = 2
 
 @dataclass
 class Trouble:
-    """Makes writes of one version to one engine fail, and keeps what was done then."""
+    """Makes writes of one version to one engine fail, and records the reactions."""
 
     failures: int
     """Writes that fail, from the first one on."""

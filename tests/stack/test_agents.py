@@ -36,7 +36,7 @@ Wire = list[tuple[list[int], list[int]]]
 
 @asynccontextmanager
 async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[FunctionGenerator, Wire]]:
-    """A generator that sends samples through `function`, and the growing record of what the engine was asked."""
+    """A generator that calls `function`, and the list of the requests to the engine, which grows."""
     async with serving.admitted() as (_, engine):
         wire: Wire = []
         post = engine._client.post
@@ -125,7 +125,7 @@ async def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sa
 
 
 async def two_short_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Ask, and ask again, whatever the model said; the first answer is cut short so that there is room."""
+    """Send two requests, whatever the model answers. The first answer is short, to leave room for the second."""
     async with (
         args.agents.session(sample, sampling_params) as base_url,
         openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0) as client,

@@ -108,7 +108,7 @@ def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> Ru
 
 
 def learn(root: Path, name: str, rank: int, port: int) -> None:
-    """One batch and what can be seen of it; rank 0 writes it down."""
+    """Trains one batch; rank 0 writes the observable results to a file."""
     torch.set_num_threads(1)
     model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name

@@ -88,7 +88,7 @@ def test_a_publish_completes_while_the_queue_is_empty(fully_async: Played) -> No
 
 
 def test_a_publish_does_not_wait_for_the_next_batch(fully_async: Played) -> None:
-    """The version of a step goes live while nothing of the next batch can be finished."""
+    """The version of a step becomes live while no group of the next batch can finish."""
     [live] = [event.time for event in fully_async.of(PublishEnded) if event.version == 1]
     [drained] = [event.time for event in fully_async.of(BatchDrained) if event.rollout == 1]
     assert live < drained
@@ -109,7 +109,7 @@ def test_in_a_synchronous_run_every_batch_is_fresh(in_turns: Played) -> None:
 
 
 def test_engine_and_trainer_agree_on_every_token_at_the_start_and_after_twenty_publishes(in_turns: Played) -> None:
-    """In turns the step's weights are those that sampled, so the gap is pure disagreement (nats, float32)."""
+    """In a synchronous run each step starts from the weights that sampled, so the gap is numerical (nats, float32)."""
     gaps = [event.metrics["logprob_gap_max"] for event in in_turns.of(StepEnded)]
     tokens = [event.metrics["loss_tokens"] for event in in_turns.of(StepEnded)]
     assert min(tokens) > 0

@@ -54,7 +54,7 @@ def as_grafana_asks(expression: str) -> str:
 
 
 def empty(prometheus: Prometheus, expressions: Sequence[tuple[str, str]], at: float | None = None) -> list[str]:
-    """Which of the expressions, by what they are for, return nothing."""
+    """Returns the names of the expressions that have no result."""
     return [f"{what}: {expression}" for what, expression in expressions if not prometheus.query(expression, at)]
 
 

@@ -62,7 +62,7 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
 
 
 async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
-    """The router outlives the runs that told it of their engines."""
+    """The router outlives the runs that registered engines with it."""
     fleet = SGLangFleet(surroundings.router_url, router_key=surroundings.router_key)
     fleet.register_engine(engine)
     await fleet.admit(engine.name)
@@ -72,7 +72,7 @@ async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
 
 @pytest.fixture(scope="module")
 def killed(stack: Stack, servers: list[EngineInfo]) -> Played:
-    """In turns, so that the step's weights are those that sampled."""
+    """The run is synchronous, so each step starts from the weights that sampled."""
     router = ray.get(stack.cluster.surroundings.router_actor.pid.remote())
     kills = iter([(NODE_KILLED, servers[1].pid), (ROUTER_KILLED, router)])
     sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--eval-size", "0")

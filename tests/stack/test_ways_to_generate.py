@@ -44,7 +44,7 @@ async def calls_tools(args: Any, sample: Sample, sampling_params: dict[str, Any]
 
 
 def share_of_calls(args: Any, sample: Sample) -> float:
-    """Also looks at what it is given: a mask that leaves out what the tool said."""
+    """Also checks its input: a mask that leaves out the tool output."""
     mask = sample.loss_mask or []
     assert len(mask) == sample.response_length
     assert "<result>" in sample.response
@@ -75,7 +75,7 @@ def test_an_agent_over_the_endpoint_is_trained(stack: Stack) -> None:
 
 
 def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
-    """In turns, the weights of the step are those that sampled: what is trained was sampled, token by token."""
+    """In a synchronous run each step starts from the weights that sampled all of its tokens."""
     run = stack.play(
         "train.py",
         *SHORT,
@@ -137,7 +137,7 @@ def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack)
 
 
 async def short_or_long(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Every other prompt takes so long that the end of a batch aborts it."""
+    """Every second prompt takes so long that the end of a batch aborts it."""
     longest = 8 if (sample.index or 0) // args.n_samples_per_prompt % 2 else LONG
     return await args.turns.sample(sample, {**sampling_params, "max_new_tokens": longest, "ignore_eos": True})
 

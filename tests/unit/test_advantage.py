@@ -34,7 +34,7 @@ def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
 def test_a_reward_that_is_not_finite_makes_all_compared_advantages_nan(reward: float) -> None:
-    """So that the learner finds the loss not finite and skips the step, instead of learning from what is left."""
+    """Then the loss is not finite, and the learner skips the step instead of training on the other samples."""
     for rewards in ([reward, 1.0], [reward, -reward], [reward] * 2):
         for found in (
             group_advantages(rewards, std_normalization=True),

@@ -106,7 +106,7 @@ def test_no_order_of_finishing_and_publishing_makes_a_group_older_than_the_bound
 
 
 def ages(bounds: Bounds, batch: int, random: Random, groups: int) -> list[int]:
-    """Ages in versions of trained groups, while what happens next is drawn at random whenever it can happen."""
+    """Returns the ages of trained groups, in versions. Each next event is drawn at random from the possible ones."""
     window: WindowedFIFOCollector[int] = WindowedFIFOCollector(None, bounds.window)
     assert bounds.slots is not None
     in_flight: dict[int, int] = {}

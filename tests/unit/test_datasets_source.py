@@ -155,7 +155,7 @@ def test_a_broken_line_is_reported_with_file_and_line_number(tmp_path: Path, lin
 
 
 def report_of(path: str, **data: Any) -> tuple[BufferedSource, list[tuple[str, str]]]:
-    """A source over `path`, and what it reports as it goes."""
+    """A source over `path`, and the list of the problems that it reports."""
     said: list[tuple[str, str]] = []
     settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
     config = run_config(**settings, n_samples_per_prompt=2)
@@ -303,7 +303,7 @@ def test_a_buffer_filter_that_raises_or_discards_groups_is_reported(rows: str, f
 
 
 class Template:
-    """A tokenizer that shows what its chat template is given."""
+    """A tokenizer that returns the arguments of its chat template."""
 
     chat_template = "there is one"
 

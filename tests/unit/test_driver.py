@@ -16,7 +16,7 @@ from workers.driver import StopRequest
 
 
 class Hung:
-    """A cluster whose rollout worker takes calls and answers none."""
+    """A cluster whose rollout worker never answers a call."""
 
     probes: dict[str, Any] = {}
 
@@ -67,7 +67,7 @@ async def test_a_run_that_hangs_after_ctrl_c_is_still_monitored_and_then_ended(
 
 
 class Ended:
-    """A cluster whose run is over, and whose last event is on its way in the answer that was asked for before."""
+    """A cluster whose run has ended, and whose last event is in the answer to a pending call."""
 
     probes: dict[str, Any] = {}
 

@@ -22,7 +22,7 @@ Attempt = Callable[[Group], None]
 
 @dataclass
 class Scripted:
-    """A generator whose calls go as the script says, and well after that."""
+    """A generator whose calls follow a script and succeed after its end."""
 
     script: list[Attempt]
     seen: list[int] = field(default_factory=list)

@@ -60,7 +60,7 @@ Observe = Callable[[RunConfig], object]
 
 
 def plan(config: RunConfig) -> object:
-    """What start-up derives under each of the two schedules, and the devices that it asks for."""
+    """Returns the values that start-up derives for each entry script, and the devices that it requests."""
     entries = ("train_async.py", "train.py")
     return [(table(config, entry), bounds_of(config, entry)) for entry in entries], demand_of(config)
 

@@ -27,7 +27,7 @@ LIVE = 7
 
 
 class Script(SGLangGenerator):
-    """An engine that says the lines of a script, one per turn, then `ok`; a line of None is never finished."""
+    """An engine that answers with the lines of a script, one per turn, then with `ok`. A line of None never ends."""
 
     def __init__(self, *lines: str | None) -> None:
         sampling = SamplingParams(max_new_tokens=200)
@@ -71,7 +71,7 @@ class Script(SGLangGenerator):
 async def generating_with(
     function: Any, *lines: str | None, timeout_seconds: float = 60.0, **settings: Any
 ) -> AsyncIterator[tuple[FunctionGenerator, Script]]:
-    """A generator that sends samples through `function`, and its engine, which says `lines`."""
+    """A generator that calls `function`, and its engine, which answers with `lines`."""
     engine = Script(*lines)
     turns = MultiTurnSampler(engine, Bytes())
     generator = FunctionGenerator(

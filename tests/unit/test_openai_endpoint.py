@@ -51,7 +51,7 @@ class Agent:
 
 @asynccontextmanager
 async def connected_agent(*lines: str | None, capacity: int = 2, size: int = 1) -> AsyncIterator[Agent]:
-    """An agent at the endpoint of an engine that says `lines`."""
+    """An agent at the endpoint of an engine that answers with `lines`."""
     engine = Script(*lines)
     trajectories = TrajectoryBuffer(capacity, size)
     turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(trajectories)

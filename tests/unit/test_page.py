@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 
 def words(file: str, constant: str) -> set[str]:
-    """What one of the page's dictionaries has words or colours for."""
+    """Returns the keys of one of the page's dictionaries of texts or colours."""
     found = re.search(rf"const {constant} = {{(.*?)}};", (SOURCES / file).read_text(), re.DOTALL)
     assert found is not None
     return set(re.findall(r'"?([a-z][\w-]*)"?:\s', found[1]))

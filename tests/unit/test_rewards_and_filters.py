@@ -123,7 +123,7 @@ async def test_an_async_reward_that_exits_the_process_fails_only_its_group(whole
 
 
 async def test_a_plain_reward_runs_in_the_context_of_its_group() -> None:
-    """A skip role finds its manager there, a log line its group."""
+    """Skip roles read their manager from the context, and log lines their group."""
     here: ContextVar[float] = ContextVar("here")
     here.set(2.0)
     assert await scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]

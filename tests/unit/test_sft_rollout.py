@@ -34,7 +34,7 @@ class Template:
 
 
 class Forgetful(Template):
-    """Leaves out what the assistant said before the last turn, as templates do that strip reasoning."""
+    """Leaves out earlier messages of the assistant, like templates that strip reasoning."""
 
     def render(self, messages: list[dict[str, Any]], *rest: Any, **more: Any) -> str:
         shown = [m if m["role"] != "assistant" or m is messages[-1] else {**m, "content": ""} for m in messages]

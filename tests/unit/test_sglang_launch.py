@@ -130,7 +130,7 @@ def test_a_server_continues_without_its_log_if_the_disk_is_full(tmp_path: Path) 
 
 
 def test_a_server_imports_the_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job's copy, on a Ray that others started, is not the one that is installed there."""
+    """On an external Ray cluster, the copy of the project that a job uses differs from the installed one."""
     (tmp_path / "tells.py").write_text("import os; raise SystemError(os.environ['PYTHONPATH'])")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")

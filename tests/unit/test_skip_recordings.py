@@ -221,7 +221,7 @@ def test_no_replayed_token_is_older_than_the_first_version() -> None:
 
 
 def test_a_replayed_sample_has_the_recorded_metadata_and_the_current_metadata_of_the_data() -> None:
-    """A reward may count the calls of a tool; an answer that was corrected since counts as it is now."""
+    """A reward may count tool calls, and it uses the current label if the label was corrected."""
     generated = Sample(index=8, metadata={"feed_index": "sample_0_3", "answer": "5", "tool_calls": 2})
     group = Group([Sample(index=8, metadata={"feed_index": "sample_0_3", "answer": "4"})], feed_index="sample_0_3")
     GroupRecord.of(Group([generated], feed_index="sample_0_3"), prompt="p", live_version=4, seconds=1).replay_into(
