@@ -53,7 +53,7 @@ def share_of_calls(args: Any, sample: Sample) -> float:
 
 
 def test_a_fully_asynchronous_run_trains_on_trajectories_with_tool_calls(stack: Stack) -> None:
-    here = "tests.stack.test_ways_to_generate"
+    here = "tests.stack.test_generation_modes"
     run = stack.play(
         "train_async.py",
         *SHORT,
@@ -148,7 +148,7 @@ def test_aborted_groups_are_continued_in_a_later_batch(stack: Stack, tmp_path: P
         *("--rollout-function-path", BATCH, "--windowed-fifo-ratio", "null", "--partial-rollout", "--eval-size", "0"),
         *("--num-rollout", "4", "--rollout-max-response-len", str(LONG), "--n-samples-per-prompt", "4"),
         *("--rollout-batch-size", "4", "--over-sampling-batch-size", "8"),
-        *("--custom-generate-function-path", "tests.stack.test_ways_to_generate.short_or_long"),
+        *("--custom-generate-function-path", "tests.stack.test_generation_modes.short_or_long"),
         *("--save-debug-rollout-data", str(tmp_path / "{rollout_id}.safetensors")),
     )
     assert "partial" in {event.reason for event in run.of(GroupMoved)}
