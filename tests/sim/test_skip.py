@@ -67,7 +67,7 @@ class SkippingWorld(World):
     refused: frozenset[str] = frozenset()
     """Feed indices that the filter drops."""
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
-    """What each group held when it reached the filter."""
+    """The contents of each group when it reached the filter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,7 +165,7 @@ def test_the_second_run_generates_nothing_and_trains_on_equal_tokens(tmp_path: P
     assert all(second.tokens[feed_index] == first.tokens[feed_index] for feed_index in trained(first))
 
 
-def test_what_is_under_way_when_a_recording_run_ends_is_finished_for_so_long(tmp_path: Path) -> None:
+def test_a_recording_run_waits_a_limited_time_for_groups_in_flight_when_it_ends(tmp_path: Path) -> None:
     patient = play(tmp_path / "patient", latency_seconds=20.0)
     hasty = play(tmp_path / "hasty", latency_seconds=20.0, skip={"drain_seconds": 0.5})
     assert {f"sample_0_{step}" for step in steps_on_disk(tmp_path / "patient")} == asked(patient)
@@ -181,7 +181,7 @@ def test_a_replay_that_is_older_than_its_admission_is_no_violation_and_is_report
     assert {event.recorded for event in second.trace.of(GroupReplayed)} <= asked(first)
 
 
-def test_another_run_without_recordings_draws_other_tokens(tmp_path: Path) -> None:
+def test_a_second_run_without_recordings_samples_other_tokens(tmp_path: Path) -> None:
     first, second = play(tmp_path / "a"), play(tmp_path / "b", seed=1)
     assert first.tokens != second.tokens
     assert ages(first) != ages(second)
@@ -239,7 +239,7 @@ def test_a_recycled_prompt_is_generated_again(tmp_path: Path) -> None:
     assert 0 not in {attempt for feed_index, attempt in second.live.asked if feed_index in trained(second)}
 
 
-def test_a_run_without_recordings_is_not_changed_by_recording_it(tmp_path: Path) -> None:
+def test_recording_does_not_change_a_run(tmp_path: Path) -> None:
     plain = World(config=play(tmp_path).config, seed=0).run()
     assert ages(plain) == ages(play(tmp_path / "again"))
 
@@ -256,8 +256,8 @@ def test_batch_functions_replay_whole_batches_by_trainer_step(tmp_path: Path, sc
     assert second.seconds == pytest.approx(first.seconds)
 
 
-def test_an_over_sampled_batch_ends_its_replay_with_the_groups_it_had(tmp_path: Path) -> None:
-    """What was aborted when the recorded batch was complete is aborted again instead of being generated."""
+def test_the_replay_of_an_over_sampled_batch_ends_with_the_recorded_groups(tmp_path: Path) -> None:
+    """Groups that were aborted in the recorded batch are aborted again instead of being generated."""
     settings: dict[str, Any] = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
     first, second = play(tmp_path, **settings), play(tmp_path, seed=1, **settings)
     assert second.live.asked == []
@@ -307,7 +307,7 @@ def test_a_recording_of_another_prompt_stops_the_run_too(tmp_path: Path, monkeyp
         play(tmp_path)
 
 
-def test_it_may_be_left_alone_instead_with_one_warning(tmp_path: Path) -> None:
+def test_a_recording_that_does_not_match_may_be_ignored_with_one_warning(tmp_path: Path) -> None:
     play(tmp_path, identity={"model": "a"})
     world = play(tmp_path, identity={"model": "b"}, skip={"mismatch": "generate"})
     assert trained(world) <= asked(world)
@@ -315,7 +315,7 @@ def test_it_may_be_left_alone_instead_with_one_warning(tmp_path: Path) -> None:
     assert "model was 'a' and is 'b'; such steps are generated" in warning
 
 
-def test_recordings_of_other_sizes_are_left_alone_with_one_warning(tmp_path: Path) -> None:
+def test_recordings_of_other_sizes_are_ignored_with_one_warning(tmp_path: Path) -> None:
     play(tmp_path)
     other = play(tmp_path, n_samples_per_prompt=4)
     assert trained(other) <= asked(other)
@@ -324,7 +324,7 @@ def test_recordings_of_other_sizes_are_left_alone_with_one_warning(tmp_path: Pat
     assert "only of GBS1_N2_inany_out1024; every step is generated" in warning
 
 
-def test_a_folder_that_somebody_else_left_there_is_set_aside(tmp_path: Path) -> None:
+def test_a_foreign_folder_in_the_recordings_is_set_aside(tmp_path: Path) -> None:
     play(tmp_path, num_rollout=2)
     [folder] = tmp_path.glob("*/GBS1_*")
     for file in (folder / "3").iterdir():

@@ -56,7 +56,7 @@ def as_grafana_asks(expression: str) -> str:
 
 
 def empty(prometheus: Prometheus, expressions: Sequence[tuple[str, str]], at: float | None = None) -> list[str]:
-    """Which of the expressions, by what they are for, return nothing."""
+    """Returns the names of the expressions that have no result."""
     return [f"{what}: {expression}" for what, expression in expressions if not prometheus.query(expression, at)]
 
 
@@ -75,7 +75,7 @@ def test_configuration_and_rules_are_valid() -> None:
     assert promtool("check", "rules", "recording.yml", "alerts.yml") == ""
 
 
-def test_every_alert_fires_when_it_should_and_only_then() -> None:
+def test_every_alert_fires_exactly_under_its_condition() -> None:
     assert promtool("test", "rules", "alerts_test.yml") == ""
     tested = [case["name"] for case in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]]
     assert sorted(tested) == sorted(f"{rule['alert']} {does}" for rule in ALERTS for does in ("fires", "does not fire"))
@@ -85,12 +85,12 @@ def test_every_alert_says_what_to_do() -> None:
     assert [rule["alert"] for rule in ALERTS if not rule["annotations"].get("runbook", "").endswith(".")] == []
 
 
-def test_the_committed_dashboards_are_those_of_the_code(tmp_path: Path) -> None:
+def test_the_committed_dashboards_are_up_to_date(tmp_path: Path) -> None:
     for path in write(tmp_path):
         assert path.read_text() == (FOLDER / path.name).read_text(), f"{path.name} is old: run `make dashboards`"
 
 
-def test_a_folder_that_holds_no_run_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"is not a readable run folder: .*No such file.*events\.jsonl"):
         monitor(["--recorded", str(tmp_path)])
     (tmp_path / "events.jsonl").write_text("{}\n")
@@ -165,7 +165,7 @@ def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> N
     assert min(parts.values()) >= 0
 
 
-def test_a_run_that_has_ended_shows_the_same(monitored: Monitored, tmp_path: Path) -> None:
+def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_path: Path) -> None:
     played = monitored.played
     monitored.subscribers.tick(time.monotonic() + 2)  # what the trace holds back for a second reaches the disk
     ended = load_recorded(monitored.folder.path, tmp_path)

@@ -23,7 +23,7 @@ Attempt = Callable[[Group], None]
 
 @dataclass
 class Scripted:
-    """A generator whose calls go as the script says, and well after that."""
+    """A generator whose calls follow a script and succeed after its end."""
 
     script: list[Attempt]
     seen: list[int] = field(default_factory=list)
@@ -127,12 +127,12 @@ async def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]
 
 
 @pytest.mark.parametrize("times", [1, 100])
-async def test_an_answer_that_the_end_of_a_batch_aborts_is_continued_however_often(times: int) -> None:
+async def test_an_answer_that_ends_of_batches_abort_is_continued_any_number_of_times(times: int) -> None:
     rewards, seen, warnings = await evaluated(*[aborted_after_a_token] * times)
     assert (rewards, seen, warnings) == ([1.0], list(range(times + 1)), [])
 
 
-async def test_an_agents_conversation_that_was_aborted_begins_again() -> None:
+async def test_an_aborted_conversation_of_an_agent_starts_again() -> None:
     rewards, seen, warnings = await evaluated(conversation_aborted, conversation_aborted)
     assert (rewards, seen, warnings) == ([1.0], [0, 0, 0], [])
 
@@ -144,18 +144,18 @@ async def test_a_problem_that_loses_five_engines_ends_the_evaluation_without_a_s
     assert warning == "held_out was not evaluated: 1 of 1 problems lost their engine 5 times: gone"
 
 
-async def test_an_outage_of_the_router_is_waited_out_however_long() -> None:
+async def test_an_evaluation_waits_for_the_router_without_a_limit() -> None:
     rewards, _, warnings = await evaluated(*[router_lost] * 200)
     assert (rewards, warnings) == ([1.0], [])
 
 
-async def test_a_problem_that_cannot_be_answered_scores_nothing_and_is_named() -> None:
+async def test_a_problem_that_cannot_be_answered_scores_zero_and_is_reported() -> None:
     rewards, seen, [warning] = await evaluated(refused)
     assert (rewards, seen) == ([0.0], [0])
     assert "prompt of 99 tokens" in warning
 
 
-async def test_an_answer_that_is_aborted_without_end_is_given_up() -> None:
+async def test_an_answer_that_is_aborted_again_and_again_is_given_up() -> None:
     rewards, seen, [warning] = await evaluated(*[aborted_after_a_token] * 1000)
     assert (rewards, len(seen)) == ([0.0], 300)
     assert "aborted again and again" in warning
