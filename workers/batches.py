@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
-from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -80,18 +79,22 @@ class BatchPreparation:
 class SavedBatches:
     """Implements `pipeline.rollout_source.RolloutFunction` with the batches that an earlier run saved."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, limits: SampleLimits) -> None:
         self._config = config
+        self._limits = limits
 
     async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         """Load the batch of `rollout_id`. Raises UserError if it is missing or has another size."""
-        groups = await asyncio.to_thread(saved_batch, self._config, rollout_id)
+        groups = await asyncio.to_thread(saved_batch, self._config, rollout_id, self._limits)
         limit_versions(groups, source.trainer_version)
         return groups
 
 
-def saved_batch(config: RunConfig, rollout_id: int) -> list[Group]:
-    """Load a batch that an earlier run saved. Raises UserError if it is missing or has another size."""
+def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> list[Group]:
+    """Load a batch that an earlier run saved.
+
+    Raises UserError if it is missing, has another size, or holds a sample that is invalid or exceeds `limits`.
+    """
     template = config.debug.load_debug_rollout_data
     if template is None:
         raise UserError("debug_train_only has no batches: set load_debug_rollout_data to the files that a run saved")
@@ -102,7 +105,7 @@ def saved_batch(config: RunConfig, rollout_id: int) -> list[Group]:
     try:
         for group in groups:
             for sample in group:
-                check_sample(sample, SampleLimits(longest=longest_sequence(config.learner)), None)
+                check_sample(sample, limits, None)
     except TrajectoryError as error:
         raise UserError(f"rollout data {path} cannot be trained: {error}") from error
     return as_groups(groups, rollout.n_samples_per_prompt)

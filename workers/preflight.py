@@ -33,7 +33,7 @@ from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
 
 from .batches import saved_batch
-from .specs import external_router_key
+from .specs import external_router_key, sample_limits
 
 WARM_START_EXAMPLES = 8192
 """Problems that a warm start trains on."""
@@ -84,7 +84,7 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         if path is not None:
             load_function(path, setting=setting, plain=True)
     if trains_only(config):
-        saved_batch(config, 0)
+        saved_batch(config, 0, sample_limits(config, config.model.hf_checkpoint))
     if config.rollout.custom_generate_function_path is not None:
         load_generate_function(config.rollout.custom_generate_function_path)
     if config.rollout.eval_function_path is not None:

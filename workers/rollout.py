@@ -145,7 +145,7 @@ class RolloutWorker:
             cleanup.callback(dead_letters.retry)
             cleanup.callback(retries.cancel)
             live = generators.training()
-            skipping = await self._skipping(live, surroundings.checkpoint)
+            skipping = await self._skipping(live, surroundings.checkpoint, limits)
             ports = Ports(
                 clock=SystemClock(),
                 events=self._outbox,
@@ -194,7 +194,7 @@ class RolloutWorker:
         """The rollout function; None if the service takes its batches directly from the queue."""
         config = self._config
         if trains_only(config):
-            return SavedBatches(config)
+            return SavedBatches(config, limits)
         if takes_from_queue(config, self._entry):
             return None
         function = rollout_function(config, self._entry)
@@ -279,7 +279,7 @@ class RolloutWorker:
         if self._service is not None:
             self._service.stop()
 
-    async def _skipping(self, live: Generator, checkpoint: str) -> SkippingGenerator | None:
+    async def _skipping(self, live: Generator, checkpoint: str, limits: SampleLimits) -> SkippingGenerator | None:
         """A generator that records or replays calls of `live`; None if no skip role is enabled."""
         config = self._config
 
@@ -287,7 +287,8 @@ class RolloutWorker:
             self._outbox.emit(WarningRaised(time=time.time(), text=text))
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
-        manager = SkipManager.init(config, SkipContext(config=config, identity=identity, warn=warn))
+        context = SkipContext(config=config, identity=identity, limits=limits, warn=warn)
+        manager = SkipManager.init(config, context)
         if not manager.any_enabled:
             return None
         return SkippingGenerator(

@@ -13,6 +13,7 @@ from miles_async.errors import UserError
 from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueChanged, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import Generator
+from miles_async.sample_schema import NO_LIMITS, SampleLimits
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
@@ -56,6 +57,7 @@ class SkippingWorld(World):
     """A simulated run in which generation may be skipped."""
 
     identity: dict[str, Any] = field(default_factory=dict)
+    limits: SampleLimits = NO_LIMITS
     warnings: list[str] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
     """Feed indices that the filter drops."""
@@ -72,7 +74,13 @@ class SkippingWorld(World):
 
     def _generator(self, clock: VirtualClock) -> Generator:
         self.live = CountingEngines(self.fleet)
-        world = SkipContext(config=self.config, identity=self.identity, warn=self.warnings.append, offload=_at_once)
+        world = SkipContext(
+            config=self.config,
+            identity=self.identity,
+            limits=self.limits,
+            warn=self.warnings.append,
+            offload=_at_once,
+        )
         self.skipping = SkippingGenerator(
             self.live,
             SkipManager.init(self.config, world),
@@ -98,6 +106,7 @@ def play(
     steps: Sequence[int | str] = ("0-",),
     skip: dict[str, Any] | None = None,
     identity: dict[str, Any] | None = None,
+    limits: SampleLimits = NO_LIMITS,
     role: dict[str, Any] | None = None,
     train_seconds: float = 1.0,
     latency_seconds: float | None = None,
@@ -115,6 +124,7 @@ def play(
         schedule=schedule,
         seed=seed,
         identity=identity or {},
+        limits=limits,
         train_seconds=train_seconds,
         refused=frozenset(f"sample_0_{index}" for index in range(refuse)),
     )
@@ -340,6 +350,14 @@ def test_a_damaged_recording_is_set_aside_and_its_step_is_generated_again(tmp_pa
     [warning] = second.warnings
     assert "7 is damaged (the checksum of gen_batch.safetensors does not match) and was set aside" in warning
     assert "sample_0_7" not in asked(play(tmp_path, seed=2))
+
+
+def test_recorded_samples_that_do_not_fit_the_model_are_generated_with_one_warning(tmp_path: Path) -> None:
+    play(tmp_path)
+    second = play(tmp_path, seed=1, limits=SampleLimits(vocabulary=1))
+    assert {f"sample_0_{step}" for step in range(20)} <= asked(second)
+    [warning] = second.warnings
+    assert "outside the vocabulary of 1 tokens; such steps are generated" in warning
 
 
 def test_a_full_folder_ends_recording_with_one_warning_and_the_run_continues(tmp_path: Path) -> None:

@@ -28,12 +28,15 @@ from miles_async.filters import (
 from miles_async.pipeline.training import metadata_means
 from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
+from miles_async.sample_schema import SampleLimits
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.disks import files_at_most
 from tests.sim.world import Trace
 from workers.batches import BatchPreparation, SavedBatches
 from workers.preflight import dynamic_filter
+
+VOCABULARY = 1000
 
 
 def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COMPLETED) -> Group:
@@ -131,7 +134,7 @@ async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> lis
 
     args, source = flat_args(chosen), SimpleNamespace(trainer_version=2)
     if trains_only(chosen):
-        return await SavedBatches(chosen)(4, source)  # type: ignore[arg-type]
+        return await SavedBatches(chosen, SampleLimits(vocabulary=VOCABULARY))(4, source)  # type: ignore[arg-type]
     prepare = BatchPreparation(chosen, args, events)
     found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source)  # type: ignore[arg-type]
     await prepare(4, found)
@@ -219,6 +222,15 @@ async def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: st
     [found] = await batches(mine, Trace(), None, load_debug_rollout_data=template, rollout_batch_size=1)
     assert found[0].spans == [VersionSpan(0, 0, 1), VersionSpan(2, 1, 2)]
     assert found[1].spans == [VersionSpan(0, 0, 2)]
+
+
+async def test_a_saved_token_outside_the_vocabulary_is_refused(mine: str, tmp_path: Path) -> None:
+    foreign = group(0.0, 1.0)
+    foreign[1].tokens[-1] = VOCABULARY
+    template = str(tmp_path / "{rollout_id}.st")
+    save_groups(rollout_path(template, 4), 4, [foreign])
+    with pytest.raises(UserError, match=r"4\.st cannot be trained: sample 1: token \d+ is outside the vocabulary"):
+        await batches(mine, Trace(), None, load_debug_rollout_data=template, rollout_batch_size=1)
 
 
 def test_what_functions_note_of_every_sample_is_averaged() -> None:

@@ -101,16 +101,20 @@ def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec,
 
 def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tells.py").write_text(
-        "import os, sys; print(sys.argv, dict(os.environ), 'http://me:hunter2@judge/', flush=True); raise SystemError"
+        "import os, sys\n"
+        "print(sys.argv, dict(os.environ), sys.stdin.readline(), 'http://me:hunter2@judge/', flush=True)\n"
+        "raise SystemError\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_inherited")
     arguments = ["--api-key", "sk-argument", "--max-total-tokens", "4096"]
     server = ServerProcess("it", "tells", arguments, "http://127.0.0.1:1/", tmp_path / "log")
+    variables = {"JUDGE_PASSWORD": "pw-of-engine", "WANDB_API_KEY": "no"}
     with pytest.raises(FatalError, match="SystemError"):
-        server.start({"JUDGE_PASSWORD": "pw-of-engine", "WANDB_API_KEY": "no"}, None, timeout=PATIENCE_SECONDS)
+        server.start(variables, None, timeout=PATIENCE_SECONDS, key="key-of-the-run")
     log = (tmp_path / "log").read_text()
-    assert [secret for secret in ("hf_inherited", "sk-argument", "pw-of-engine", "hunter2") if secret in log] == []
+    secrets = ("hf_inherited", "sk-argument", "pw-of-engine", "key-of-the-run", "hunter2")
+    assert [secret for secret in secrets if secret in log] == []
     assert "'--max-total-tokens', '4096'" in log
     assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
 
