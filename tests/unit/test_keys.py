@@ -103,11 +103,12 @@ def test_engines_and_routers_without_a_given_key_get_random_ones(tmp_path: Path)
 def test_a_server_process_receives_the_key_through_its_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = "from miles_async.adapters.sglang.server_key import receive_key\nraise SystemError(receive_key())"
+    # Reversed, because the log leaves out the key itself.
+    program = "from miles_async.adapters.sglang.server_key import receive_key\nraise SystemError(receive_key()[::-1])"
     (tmp_path / "repeats.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = ServerProcess("it", "repeats", [], "http://127.0.0.1:1/", tmp_path / "log")
-    with pytest.raises(FatalError, match=f"SystemError: {KEY} "):
+    with pytest.raises(FatalError, match=f"SystemError: {KEY[::-1]} "):
         process.start({}, None, PATIENCE_SECONDS, KEY)
 
 

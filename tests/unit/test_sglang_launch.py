@@ -101,9 +101,8 @@ def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec,
 
 def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tells.py").write_text(
-        "import os, sys\n"
-        "print(sys.argv, dict(os.environ), sys.stdin.readline(), 'http://me:hunter2@judge/', flush=True)\n"
-        "raise SystemError\n"
+        "import os, sys; key = sys.stdin.readline();"
+        "print(sys.argv, dict(os.environ), key, 'http://me:hunter2@judge/', flush=True); raise SystemError"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_inherited")
@@ -113,8 +112,11 @@ def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(FatalError, match="SystemError"):
         server.start(variables, None, timeout=PATIENCE_SECONDS, key="key-of-the-run")
     log = (tmp_path / "log").read_text()
-    secrets = ("hf_inherited", "sk-argument", "pw-of-engine", "key-of-the-run", "hunter2")
-    assert [secret for secret in secrets if secret in log] == []
+    assert [
+        secret
+        for secret in ("hf_inherited", "sk-argument", "pw-of-engine", "key-of-the-run", "hunter2")
+        if secret in log
+    ] == []
     assert "'--max-total-tokens', '4096'" in log
     assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
 
