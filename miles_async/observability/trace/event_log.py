@@ -98,6 +98,8 @@ class EventLogWriter:
             self._fail(error)
         if self._archiver is not None:
             self._archiver.join(CLOSE_SECONDS)
+            # The archiver has not seen parts that were rotated while it ran.
+            self._start_archiver().join(CLOSE_SECONDS)
 
     def _fail(self, error: OSError) -> None:
         # Closing tries to write the buffer once more, which fails again, but it closes the file in any case. Later
@@ -113,8 +115,12 @@ class EventLogWriter:
         self._file = self._path.open("ab", buffering=_BUFFER_BYTES)
         self._size = 0
         if self._archiver is None or not self._archiver.is_alive():
-            self._archiver = Thread(target=self._archive, name="event log", daemon=True)
-            self._archiver.start()
+            self._archiver = self._start_archiver()
+
+    def _start_archiver(self) -> Thread:
+        archiver = Thread(target=self._archive, name="event log", daemon=True)
+        archiver.start()
+        return archiver
 
     def _archive(self) -> None:
         """Compress all parts and delete the oldest parts of a log that is too large."""
