@@ -37,7 +37,8 @@ COMMAND = [
     "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async",
     *("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "100000", "--no-progress-bar"),
 ]
-
+START_SECONDS = 300.0
+"""Time limit for a run to start, and for an engine to start again."""
 
 Kill = Callable[[list[psutil.Process]], None]
 """Kills some of the processes of a run."""
@@ -74,12 +75,12 @@ def play(folder: Path, seconds: float, kill: Kill) -> Run:
     with (folder / "log").open("wb") as log:
         run = subprocess.Popen([*COMMAND, "--run-dir", str(folder / "runs")], stdout=log, stderr=log)
     try:
-        _wait(lambda: len(_generated(folder)) > 50, 120)
+        _wait(lambda: len(_generated(folder)) > 50, START_SECONDS)
         time.sleep(seconds)
         processes = psutil.Process(run.pid).children(recursive=True)
         killed = time.time()
         kill(processes)
-        _wait(lambda: any(event.time > killed and event.state == "routed" for event in _changes(folder)), 120)
+        _wait(lambda: any(event.time > killed and event.state == "routed" for event in _changes(folder)), START_SECONDS)
         time.sleep(seconds + 5)
     finally:
         run.send_signal(signal.SIGINT)
