@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.records import record
+from miles_async.adapters.sglang.launch import ENGINE_MODULE
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
@@ -98,7 +99,7 @@ def play(folder: Path, seconds: float, kill: Kill) -> Run:
 
 def _is_engine(process: psutil.Process) -> bool:
     """Return whether the process is an engine and the leader of its process group."""
-    return "sglang.launch_server" in process.cmdline() and os.getpgid(process.pid) == process.pid
+    return ENGINE_MODULE in process.cmdline() and os.getpgid(process.pid) == process.pid
 
 
 def _events(folder: Path) -> Iterator[Event]:

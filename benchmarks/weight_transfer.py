@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +38,7 @@ from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import by_preference
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.p2p import P2PTransport
 from miles_async.adapters.weights.transports.transport import segments
 
@@ -90,7 +92,12 @@ class Bench:
         for transport in TRANSPORTS:
             self._source.connect(engines, {engine.name: transport for engine in engines})
         self._stage()
-        self.bytes = self._source._staging.buffer.numel()
+        self.bytes = self._staging.buffer.numel()
+
+    @property
+    def _staging(self) -> Staging:
+        assert self._source._staging is not None, "the first version was staged"
+        return self._source._staging
 
     def _stage(self) -> None:
         self._version += 1
@@ -108,7 +115,7 @@ class Bench:
         """Return GB/s to one engine for Mooncake's own call, the p2p transport, and p2p with verification."""
         transport = self._source._transports["p2p"]
         assert isinstance(transport, P2PTransport)
-        staging, engine = self._source._staging, self._source._engines[self._engines[0].name]
+        staging, engine = self._staging, self._source._engines[self._engines[0].name]
         pieces = list(segments(staging, staging.plans, 0))
         regions, here = engine.ranks[0].regions, staging.buffer.data_ptr()
         arguments = (
@@ -134,13 +141,13 @@ class Bench:
         tried = {}
         for transport in TRANSPORTS:
             self._write(transport, engines)
-            tried[transport] = seconds(lambda transport=transport: self._write(transport, engines))
+            tried[transport] = seconds(partial(self._write, transport, engines))
         chosen = by_preference(tried)[0]
         without_memory = min(("p2p", "broadcast"), key=tried.__getitem__)
         took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
         for _ in range(self._rounds):
             for transport in TRANSPORTS:
-                took[transport].append(seconds(lambda transport=transport: self._write(transport, engines)))
+                took[transport].append(seconds(partial(self._write, transport, engines)))
         medians = {transport: 1e3 * median(values) for transport, values in took.items()}
         return {
             "engines": len(engines),

@@ -292,6 +292,18 @@ class Evaluated(Event, frozen=True):
     seconds: float
     truncated: float
     """Fraction of samples that reached the length limit."""
+    versions: tuple[int, int]
+    """Oldest and newest weight version of the tokens. If a user's function evaluated and reports no versions: the live
+    versions at its start and its end."""
+
+
+class EvaluationSkipped(Event, frozen=True):
+    """An evaluation was not made, because a newer one was due before it could start."""
+
+    rollout: int
+    """The rollout after which it was due."""
+    overtaken_by: int
+    """The rollout after which the newer one was due."""
 
 
 class EngineChanged(Event, frozen=True):
@@ -455,6 +467,7 @@ AnyEvent = (
     | PublishEnded
     | WriteFailed
     | Evaluated
+    | EvaluationSkipped
     | EngineChanged
     | RouterChanged
     | EngineBusy

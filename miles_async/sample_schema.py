@@ -6,7 +6,7 @@ Lengths are compared before anything of that length is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from miles_async.errors import TrajectoryError
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Sample, SampleStatus
 
 T = TypeVar("T")
 _Natural = Annotated[int, Meta(ge=0)]
@@ -110,6 +110,17 @@ class PostedSample(Struct, kw_only=True):
     weight_versions: list[PostedSpan] = []
 
 
+class StoredSample(Struct):
+    """The fields of a sample that was read from a file, without its columns (see `check_sample`)."""
+
+    index: int | None
+    prompt: str | list[dict[str, Any]]
+    metadata: dict[str, Any]
+    response: str
+    reward: float | bool | dict[str, Any] | None
+    status: SampleStatus
+
+
 class _Span(Struct):
     version: _Natural
     start: _Natural
@@ -193,6 +204,13 @@ def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | Non
         end = span.end
         if newest_version is not None:
             check_version(span.version, newest_version, name)
+
+
+def check_stored(samples: Sequence[Sample], limits: SampleLimits, newest_version: int | None) -> None:
+    """Check the samples of a group that was read from a file: a recording or a saved rollout."""
+    for sample in samples:
+        parse(sample, StoredSample, f"sample {sample.index}")
+        check_sample(sample, limits, newest_version)
 
 
 def check_group(group: Group, limits: SampleLimits, newest_version: int) -> None:

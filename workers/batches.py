@@ -17,7 +17,7 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.events import EventSink, SamplesRemoved, WarningRaised
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
-from miles_async.sample_schema import SampleLimits, check_sample
+from miles_async.sample_schema import SampleLimits, check_stored
 from miles_async.types import Group
 
 
@@ -93,7 +93,7 @@ class SavedBatches:
 def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> list[Group]:
     """Load a batch that an earlier run saved.
 
-    Raises UserError if it is missing, has another size, or holds a sample that is invalid or exceeds `limits`.
+    Raises UserError if it is missing, has another size or has a sample that cannot be trained.
     """
     template = config.debug.load_debug_rollout_data
     if template is None:
@@ -104,8 +104,7 @@ def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> lis
         raise UserError(f"rollout data {path} holds {len(groups)} groups: set rollout_batch_size to {len(groups)}")
     try:
         for group in groups:
-            for sample in group:
-                check_sample(sample, limits, None)
+            check_stored(group, limits, None)
     except TrajectoryError as error:
         raise UserError(f"rollout data {path} cannot be trained: {error}") from error
     return as_groups(groups, rollout.n_samples_per_prompt)

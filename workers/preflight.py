@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
+from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, GREEDY_FUNCTION, save_folder, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -28,12 +29,13 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import load_generate_function
+from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
 
 from .batches import saved_batch
-from .specs import external_router_key, sample_limits
+from .specs import external_router_key
 
 WARM_START_EXAMPLES = 8192
 """Problems that a warm start trains on."""
@@ -84,7 +86,7 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         if path is not None:
             load_function(path, setting=setting, plain=True)
     if trains_only(config):
-        saved_batch(config, 0, sample_limits(config, config.model.hf_checkpoint))
+        saved_batch(config, 0, SampleLimits(longest=longest_sequence(config.learner)))
     if config.rollout.custom_generate_function_path is not None:
         load_generate_function(config.rollout.custom_generate_function_path)
     if config.rollout.eval_function_path is not None:

@@ -287,8 +287,9 @@ class RolloutWorker:
             self._outbox.emit(WarningRaised(time=time.time(), text=text))
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
-        context = SkipContext(config=config, identity=identity, limits=limits, warn=warn)
-        manager = SkipManager.init(config, context)
+        # A recording that is too long for this learner is not damaged, and its groups are generated again.
+        limits = SampleLimits(vocabulary=limits.vocabulary)
+        manager = SkipManager.init(config, SkipContext(config=config, identity=identity, limits=limits, warn=warn))
         if not manager.any_enabled:
             return None
         return SkippingGenerator(

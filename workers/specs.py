@@ -36,11 +36,8 @@ ACTORS_AT_MOST = 64
 learner rank and engine device, and these processes share the cores of the machine."""
 
 
-def sample_limits(config: RunConfig, checkpoint: str | None) -> SampleLimits:
-    """Return the limits that the model in `checkpoint` and the learner's batches set to samples.
-
-    The vocabulary of a tiny model is known only when its checkpoint exists.
-    """
+def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:
+    """Return the limits that the model in `checkpoint` and the learner's batches set to samples."""
     shape = shape_of(config.model.model_copy(update={"hf_checkpoint": checkpoint}))
     longest = longest_sequence(config.learner)
     if keeps_reference(config):

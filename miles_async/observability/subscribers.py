@@ -18,6 +18,7 @@ from miles_async.events import (
     DataSkipped,
     DeadLettersUnwritten,
     EngineChanged,
+    EvaluationSkipped,
     Event,
     RouterChanged,
     RunEnded,
@@ -158,6 +159,8 @@ class EventSubscribers:
             case EngineChanged():
                 write = log.info if event.state == "routed" else log.warning
                 write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
+            case EvaluationSkipped():
+                log.info("evaluation skipped", rollout=event.rollout, overtaken_by=event.overtaken_by)
             case RouterChanged():
                 write = log.info if event.up else log.warning
                 answers = "answers" if event.up else "does not answer"

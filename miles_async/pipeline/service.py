@@ -36,7 +36,7 @@ from miles_async.events import TrainerPhaseChanged
 from miles_async.pipeline.checkpoint import Checkpointer
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.devices import SharedDevices
-from miles_async.pipeline.evaluate import EvalSet, Evaluator
+from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
 from miles_async.pipeline.monitor import RunMonitor, follow_engine_load, follow_learner_work
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
@@ -76,7 +76,6 @@ class Service:
         self._first_rollout = first_rollout
         self._tasks = TaskSupervisor()
         self._stopping = asyncio.Event()
-        self._evaluating = asyncio.Lock()
         self._trained: list[Group] = []
         """Groups trained since the last staged version."""
         self.run_state = RunState(ports.clock, ports.events)
@@ -145,6 +144,7 @@ class Service:
         held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
         eval_sets = [held_out, *ports.eval_sets]
         self._evaluator = Evaluator(self.run_state, ports.rewarder, eval_sets, self._evaluation_may_generate)
+        self._evaluations = DueEvaluations(self.run_state, self._tasks, self._evaluate, self._evaluation_may_generate)
         self._source = RolloutSource(
             data=ports.data,
             run_state=self.run_state,
@@ -178,13 +178,13 @@ class Service:
             await self._devices.release_learner()
             self._tasks.forever("repair", self._repair.run())
             await self._publisher.publish()
-            await self._evaluate(self._first_rollout - 1)
+            await self._evaluate_now(self._first_rollout - 1)
             if self._schedule is Schedule.FULLY_ASYNC:
                 self._producer.start(self._admission)
             await self._train()
             await self._producer.stop()
             if not self.stopped:
-                await self._evaluate(self._config.rollout.num_rollout - 1)
+                await self._evaluate_now(self._config.rollout.num_rollout - 1)
 
     async def _train(self) -> None:
         """Train batch after batch; every `update_weights_interval` batches become one weight version."""
@@ -303,20 +303,26 @@ class Service:
         """Evaluate now, or while training continues: the samples may then span several versions."""
         if self._schedule is Schedule.SYNCHRONOUS:
             self._enter_phase("evaluate")
-            await self._evaluate(rollout_id)
+            await self._evaluate_now(rollout_id)
         else:
-            self._tasks.spawn(f"evaluate-{rollout_id}", self._evaluate(rollout_id))
+            self._evaluations.add(rollout_id)
+
+    async def _evaluate_now(self, rollout_id: int) -> None:
+        """Evaluate and return when the evaluation has ended; waits for an earlier evaluation that still runs."""
+        self._evaluations.add(rollout_id)
+        await self._evaluations.idle()
 
     async def _evaluate(self, rollout_id: int) -> None:
-        """Evaluate all data sets; waits for an earlier evaluation that still runs."""
-        async with self._evaluating:
-            started = self._ports.clock.monotonic()
-            if self._ports.evaluate is not None:
-                with self.run_state.working():
-                    scores = await self._ports.evaluate(rollout_id, self._source)
-            else:
-                scores = await self._evaluator.evaluate(rollout_id)
-            self._evaluator.report(rollout_id, scores, self._ports.clock.monotonic() - started)
+        """Evaluate all data sets."""
+        clock, run_state = self._ports.clock, self.run_state
+        started, first_version = clock.monotonic(), run_state.live_version
+        if self._ports.evaluate is not None:
+            with run_state.working():
+                scores = await self._ports.evaluate(rollout_id, self._source)
+        else:
+            scores = await self._evaluator.evaluate(rollout_id)
+        live_versions = first_version, run_state.live_version
+        self._evaluator.report(rollout_id, scores, clock.monotonic() - started, live_versions)
 
     def _enter_phase(self, phase: str) -> None:
         self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.time(), to=phase))

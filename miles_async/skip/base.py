@@ -41,7 +41,7 @@ class SkipContext:
     identity: Mapping[str, Any] = field(default_factory=dict)
     """The conditions that a recording depends on. A recording with other conditions is not replayed."""
     limits: SampleLimits = NO_LIMITS
-    """The limits that the model and the learner set to recorded samples."""
+    """The limits that recorded samples must keep."""
     warn: Callable[[str], None] = _warn
     offload: Callable[[Callable[[], Any]], Awaitable[Any]] = _in_thread
     """Runs the hooks of async functions outside the event loop, because hooks read and write files."""

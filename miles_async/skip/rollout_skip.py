@@ -8,9 +8,8 @@ from typing import Any
 
 from miles_async.adapters.storage.recording_store import RecordingDamagedError, RecordingStore, StoreFullError
 from miles_async.config.schema import RunConfig, SkipRole
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import UserError
 from miles_async.recording import Recording, SkipAction, choose_step, differences, feed_step, is_first_attempt
-from miles_async.sample_schema import check_sample
 from miles_async.skip.base import BaseSkip, CannotSkipError, SkipContext, register_skip
 from miles_async.types import Group
 
@@ -48,12 +47,13 @@ class RolloutSkip(BaseSkip):
         while (recorded := self._recorded_step(step)) is not None:
             try:
                 loaded = self.store.load(recorded)
+                # The identity comes first: a recording of another model must not be set aside as damaged.
+                self._check_identity(loaded.identity, f"the recording {self.store.path(recorded)}")
+                samples = self.context.config.rollout.n_samples_per_prompt
+                self.store.check_samples(recorded, loaded.recording, self.context.limits, samples)
             except RecordingDamagedError as error:
                 self.context.warn(f"recording {error}; the step is generated again")
                 continue
-            subject = f"the recording {self.store.path(recorded)}"
-            self._check_identity(loaded.identity, subject)
-            self._check_samples(loaded.recording, subject)
             return loaded.recording
         raise CannotSkipError
 
@@ -94,17 +94,6 @@ class RolloutSkip(BaseSkip):
         if self.action is SkipAction.REPEAT:
             different = {name: text for name, text in different.items() if name in NEEDED_TO_REPEAT}
         self._reject(different, subject)
-
-    def _check_samples(self, recording: Recording, subject: str) -> None:
-        """Raise CannotSkipError if a sample does not fit the model or the learner's batches."""
-        try:
-            for record in recording.groups:
-                for sample in record.samples:
-                    # Weight versions are shifted when the group is replayed.
-                    check_sample(sample, self.context.limits, None)
-        except TrajectoryError as error:
-            self._warn_once(f"{subject} cannot be trained: {error}; such steps are generated", "samples")
-            raise CannotSkipError from error
 
     def _reject(self, different: Mapping[str, str], subject: str) -> None:
         """Raise if there are differences: UserError with `skip.mismatch` refuse, CannotSkipError otherwise."""

@@ -63,7 +63,7 @@ def seconds_of(world: World) -> list[float]:
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_step_of_the_wall_clock_ends_no_run_and_changes_no_duration(step: float, schedule: Schedule) -> None:
+def test_a_jump_of_the_wall_clock_ends_no_run_and_changes_no_duration(step: float, schedule: Schedule) -> None:
     world = World(config=config(), schedule=schedule, wall_clock_steps={9.1: step}).run()
     steady = World(config=config(), schedule=schedule).run()
     assert world.trace.of(Stalled) == []
@@ -72,7 +72,7 @@ def test_a_step_of_the_wall_clock_ends_no_run_and_changes_no_duration(step: floa
     assert max(seconds_of(world)) < 60.0
 
 
-def test_a_run_whose_process_was_stopped_for_longer_than_the_limit_goes_on() -> None:
+def test_a_run_whose_process_was_stopped_for_longer_than_the_limit_continues() -> None:
     async def stop(rollout_id: int, source: RolloutSource) -> Scores:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
@@ -95,7 +95,7 @@ def test_a_long_evaluation_is_progress(schedule: Schedule) -> None:
     assert world.trace.of(Stalled) == []
 
 
-def test_a_long_evaluation_by_a_users_function_is_progress() -> None:
+def test_a_long_evaluation_by_a_user_function_is_progress() -> None:
     async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
         await asyncio.sleep(650.0)
         return {"held_out": {"rewards": [1.0]}}
@@ -153,7 +153,7 @@ class Deadlocked(Frozen):
 
 
 @pytest.mark.parametrize("trainer", [Frozen, Deadlocked])
-def test_a_learner_that_does_not_work_in_its_step_is_found(trainer: type[Trainer]) -> None:
+def test_a_learner_that_hangs_in_its_step_is_detected(trainer: type[Trainer]) -> None:
     world = World(config=config(), trainer_kind=trainer)
     with pytest.raises(FatalError, match="nothing moved for 600s"):
         world.run()

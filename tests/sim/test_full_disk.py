@@ -58,7 +58,7 @@ class FileOnAFullDisk(DeadLetterBox):
         self.file.dead_letter(group, reason, error)
 
 
-def test_a_disk_that_is_full_for_a_while_loses_no_dead_letter(tmp_path: Path) -> None:
+def test_a_temporarily_full_disk_loses_no_dead_letter(tmp_path: Path) -> None:
     box = FileOnAFullDisk(tmp_path / "dead_letters.jsonl")
     config = run_config(num_rollout=20, rollout_batch_size=4, max_attempts=1)
     world = World(config=config, dead_letters=box, engines=EngineModel(failure_rate=0.3)).run()

@@ -15,7 +15,7 @@ from tests.sim.world import World
 
 
 class Judging:
-    """Verdicts as a sink of the run's events, with what they announced."""
+    """Verdicts as a sink of the events of a run, and the list of the announced ones."""
 
     def __init__(self) -> None:
         self.verdicts = Verdicts()
@@ -68,7 +68,7 @@ def judged(schedule: Schedule = Schedule.FULLY_ASYNC, ratio: float | None = None
     ],
     ids=lambda value: str(value) if isinstance(value, Bottleneck) else "",
 )
-def test_the_cause_of_the_waiting_is_the_verdict(world: dict[str, Any], verdict: Bottleneck) -> None:
+def test_the_verdict_names_the_part_that_others_wait_for(world: dict[str, Any], verdict: Bottleneck) -> None:
     judging = judged(**world)
     assert judging.verdicts.overall is verdict
     assert judging.announced[-1].verdict == verdict
@@ -78,7 +78,7 @@ def test_the_cause_of_the_waiting_is_the_verdict(world: dict[str, Any], verdict:
 @pytest.mark.parametrize(
     "generation, training, verdict", [(3.0, 1.0, Bottleneck.ROLLOUT), (1.0, 3.0, Bottleneck.TRAINER)]
 )
-def test_where_two_take_turns_the_longer_turn_is_the_verdict(
+def test_of_two_parts_that_alternate_the_verdict_names_the_slower_one(
     generation: float, training: float, verdict: Bottleneck
 ) -> None:
     world = judged(Schedule.SYNCHRONOUS, latency=lambda group, rng: generation, train_seconds=training)
@@ -86,7 +86,7 @@ def test_where_two_take_turns_the_longer_turn_is_the_verdict(
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_step_of_the_wall_clock_changes_no_verdict(step: float) -> None:
+def test_a_jump_of_the_wall_clock_changes_no_verdict(step: float) -> None:
     slow: dict[str, Any] = {"latency": lambda group, rng: 4.0, "train_seconds": 0.5}
     stepped, steady = judged(wall_clock_steps={100.0: step}, **slow), judged(**slow)
     assert [found.verdict for found in stepped.announced] == [found.verdict for found in steady.announced]
@@ -98,7 +98,7 @@ def test_a_step_of_the_wall_clock_changes_no_verdict(step: float) -> None:
     "process, verdict",
     [("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT), ("rollout", Bottleneck.ROLLOUT)],
 )
-def test_a_process_that_does_not_answer_is_the_verdict_at_once(process: str, verdict: Bottleneck) -> None:
+def test_the_verdict_names_an_unresponsive_process_at_once(process: str, verdict: Bottleneck) -> None:
     judging = Judging()
     judging.emit(TrainerPhaseChanged(time=100.0, to="publish"))
     for second in range(1, 7):
@@ -110,7 +110,7 @@ def test_a_process_that_does_not_answer_is_the_verdict_at_once(process: str, ver
     assert judging.verdicts.finding.verdict is Bottleneck.PUBLISH
 
 
-def test_a_process_that_falls_silent_is_announced_even_where_the_verdict_stays_the_same() -> None:
+def test_an_unresponsive_process_is_announced_even_if_the_verdict_stays_the_same() -> None:
     judging = Judging()
     judging.emit(TrainerPhaseChanged(time=100.0, to="batch"))
     for second in range(1, 20):
@@ -120,7 +120,7 @@ def test_a_process_that_falls_silent_is_announced_even_where_the_verdict_stays_t
     assert judging.announced[1].why == "engine-0 has not answered for 5s"
 
 
-def test_shares_add_up_and_the_time_after_the_run_is_not_judged() -> None:
+def test_shares_add_up_to_one_and_exclude_the_time_after_the_run() -> None:
     judging = judged(latency=lambda group, rng: 1.0)
     assert sum(judging.verdicts.finding.shares.values()) == pytest.approx(1.0)
     before = sum(judging.verdicts.seconds.values())

@@ -100,7 +100,7 @@ class Trainer:
     copied: int | None = None
     """The rollout whose checkpoint is being written."""
     saved: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What checkpoints remember of the pipeline, by rollout."""
+    """The progress in each checkpoint, by rollout."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         with self._working():
@@ -166,7 +166,7 @@ class DeadLetterBox:
 
 @dataclass(kw_only=True)
 class World:
-    """One simulated run. `run()` plays it to the end; the fields then say what came of it."""
+    """One simulated run. `run()` runs it to the end; its fields then hold the results."""
 
     config: RunConfig
     schedule: Schedule = Schedule.FULLY_ASYNC
@@ -174,7 +174,7 @@ class World:
     engines: EngineModel = field(default_factory=EngineModel)
     train_seconds: float = 1.0
     save_seconds: float = 1.0
-    """Writing a checkpoint takes so long."""
+    """Seconds that writing a checkpoint takes."""
     save_error: str | None = None
     """And fails with this."""
     reward_seconds: float = 0.0
@@ -187,7 +187,7 @@ class World:
     trace: Trace = field(default_factory=Trace)
     keeps_batches: bool = True
     resume_from: Mapping[str, Any] | None = None
-    """What another run's checkpoint remembered."""
+    """The progress in the checkpoint of another run."""
     problems: int = 0
     """To evaluate on."""
     evaluate: EvaluationFunction | None = None
@@ -291,7 +291,7 @@ class World:
         return self.fleet
 
     def _rollout_function(self) -> RolloutFunction | None:
-        """None takes batches directly from the queue."""
+        """If None, batches come directly from the queue."""
         return None if self.schedule is Schedule.FULLY_ASYNC else self._rollout
 
     async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:

@@ -29,6 +29,7 @@ class Stack:
     engine: EngineInfo
     router_url: str
     router_key: str
+    logs: Path
     checkpoint: Path
     model: PreTrainedModel
 

@@ -36,7 +36,7 @@ def refusal(demand: Demand, within: float) -> str:
 
 
 class Settler:
-    """What a learner rank or an engine finds where it was put."""
+    """Returns the node and the devices that a learner rank or an engine sees."""
 
     def where(self) -> tuple[Any, Any]:
         return ray.util.get_node_ip_address(), ray.get_gpu_ids()

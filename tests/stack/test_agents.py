@@ -36,7 +36,7 @@ Wire = list[tuple[list[int], list[int]]]
 
 @asynccontextmanager
 async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[FunctionGenerator, Wire]]:
-    """A generator that sends samples through `function`, and the growing record of what the engine was asked."""
+    """A generator that calls `function`, and the list of the requests to the engine, which grows."""
     async with serving.admitted() as (_, engine):
         wire: Wire = []
         post = engine._client.post
@@ -101,7 +101,7 @@ async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, A
     return await tool_use.generate(args, sample, {**sampling_params, "regex": "<python>[1-9]\\+[1-9]</python>"})
 
 
-async def test_a_tool_that_the_model_calls_is_run_and_its_output_not_trained(serving: Stack) -> None:
+async def test_a_called_tool_runs_and_its_output_is_not_trained(serving: Stack) -> None:
     async with generating_with(serving, must_calculate) as (generator, wire):
         group = group_of("2 plus 3 is ", samples=2)
         await generator.generate(group)
@@ -125,7 +125,7 @@ async def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sa
 
 
 async def two_short_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Ask, and ask again, whatever the model said; the first answer is cut short so that there is room."""
+    """Send two requests, whatever the model answers. The first answer is short, to leave room for the second."""
     async with (
         args.agents.session(sample, sampling_params) as base_url,
         openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0) as client,
@@ -193,7 +193,7 @@ async def test_a_function_written_for_slime_gets_log_probabilities_and_a_version
         assert group.oldest_version == 0
 
 
-async def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(serving: Stack) -> None:
+async def test_the_fake_engine_of_the_benchmarks_returns_no_field_that_a_real_one_lacks(serving: Stack) -> None:
     async with generating_with(serving, tool_use.generate):
         body = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
         async with (

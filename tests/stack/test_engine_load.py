@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE_SECONDS
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 
-async def test_an_engine_reports_how_full_its_cache_is_while_it_generates(serving: Stack) -> None:
+async def test_an_engine_reports_its_cache_usage_while_it_generates(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         (idle,) = await fleet.loads()
         assert idle.queued == 0
@@ -42,7 +42,7 @@ async def test_an_engine_reports_how_full_its_cache_is_while_it_generates(servin
         assert fullest > idle.kv_usage
 
 
-async def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving: Stack) -> None:
+async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: Stack) -> None:
     scheduler = read_engine_memory(serving.engine, timeout=PATIENCE_SECONDS).ranks[0].pid
 
     async with serving.admitted():

@@ -86,7 +86,7 @@ def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     with learning(tiny, config()) as learner:
         train(learner, range(1))

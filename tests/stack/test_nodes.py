@@ -62,7 +62,7 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
 
 
 async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
-    """The router outlives the runs that told it of their engines."""
+    """The router outlives the runs that registered engines with it."""
     fleet = SGLangFleet(surroundings.router_url, router_key=surroundings.router_key)
     fleet.register_engine(engine)
     await fleet.admit(engine.name)
@@ -72,7 +72,7 @@ async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
 
 @pytest.fixture(scope="module")
 def killed(stack: Stack, servers: list[EngineInfo]) -> Played:
-    """In turns, so that the step's weights are those that sampled."""
+    """The run is synchronous, so each step starts from the weights that sampled."""
     router = ray.get(stack.cluster.surroundings.router_actor.pid.remote())
     kills = iter([(NODE_KILLED, servers[1].pid), (ROUTER_KILLED, router)])
     sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--eval-size", "0")
@@ -105,7 +105,7 @@ def test_every_batch_is_trained_and_no_group_is_lost(killed: Played) -> None:
     assert not (killed.folder.path / "dead_letters.jsonl").exists()
 
 
-def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
+def test_an_engine_that_spans_nodes_is_restarted_with_the_current_weights(
     killed: Played, stack: Stack, servers: list[EngineInfo]
 ) -> None:
     changes = [(event.state, event.version) for event in killed.of(EngineChanged)]
@@ -115,7 +115,7 @@ def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
     assert all(after.pid != before.pid for before, after in zip(servers, now, strict=True))
 
 
-def test_requests_go_to_the_first_node_alone(killed: Played, stack: Stack) -> None:
+def test_only_the_first_node_receives_requests(killed: Played, stack: Stack) -> None:
     [engine] = stack.cluster.surroundings.engines
     surroundings = stack.cluster.surroundings
     request = urllib.request.Request(
@@ -126,13 +126,13 @@ def test_requests_go_to_the_first_node_alone(killed: Played, stack: Stack) -> No
     assert engine.url.startswith(f"http://{NODES[0]}:")
 
 
-def test_every_token_was_drawn_from_the_weights_that_it_names(killed: Played) -> None:
+def test_every_token_was_sampled_from_the_weights_that_its_version_names(killed: Played) -> None:
     """The weights of the engine's start are others: a step at `lr` moves log-probabilities by more than this."""
     assert all(event.metrics["grad_norm"] > 0 for event in killed.of(StepEnded))
     assert max(event.metrics["logprob_gap_max"] for event in killed.of(StepEnded)) < 1e-4
 
 
-def test_generation_goes_on_as_soon_as_the_engine_is_back(killed: Played) -> None:
+def test_generation_continues_as_soon_as_the_engine_is_back(killed: Played) -> None:
     fenced, back = [event.time for event in killed.of(EngineChanged)][1:]
     after = next(event for event in killed.of(GroupGenerated) if event.time > fenced)
     # Requests that waited for a time limit somewhere would take longer.

@@ -87,7 +87,7 @@ def played(stack: Stack) -> tuple[Played, list[Outage]]:
     return stack.play("train_async.py", *sizes, watch=outages.watch), outages.all
 
 
-def test_no_prompt_is_charged_and_training_goes_on(played: tuple[Played, list[Outage]]) -> None:
+def test_no_prompt_is_charged_and_training_continues(played: tuple[Played, list[Outage]]) -> None:
     run, outages = played
     assert len(outages) == 2
     assert [event.rollout for event in run.of(StepEnded)] == list(range(ROLLOUTS))

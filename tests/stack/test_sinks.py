@@ -30,7 +30,17 @@ EVENTS: list[Event] = [
         response_length=4.0,
         metrics={"loss": 0.5},
     ),
-    Evaluated(time=5.0, name="aime", rollout=4, accuracy=0.5, reward=0.75, problems=8, seconds=1.0, truncated=0.125),
+    Evaluated(
+        time=5.0,
+        name="aime",
+        rollout=4,
+        accuracy=0.5,
+        reward=0.75,
+        problems=8,
+        seconds=1.0,
+        truncated=0.125,
+        versions=(3, 4),
+    ),
 ]
 
 
@@ -75,7 +85,7 @@ def test_a_run_without_sinks_writes_nothing_for_them(tmp_path: Path) -> None:
     assert {path.name for path in run.path.iterdir()} == {"config.yaml", "logs"}
 
 
-def test_a_process_without_a_terminal_writes_lines_and_noise_into_its_files(tmp_path: Path) -> None:
+def test_a_process_without_a_terminal_writes_its_output_to_files(tmp_path: Path) -> None:
     program = """
 import os, sys, structlog
 from pathlib import Path

@@ -41,7 +41,7 @@ def test_sigterm_ends_the_run_with_summary_report_and_checkpoint_and_leaves_noth
     assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
 
 
-def test_without_rays_head_node_the_run_ends_with_a_sentence_and_a_summary(tmp_path: Path) -> None:
+def test_a_run_that_loses_the_ray_head_node_ends_with_an_error_message_and_a_summary(tmp_path: Path) -> None:
     with job(tmp_path, *LONG) as running:
         running.says("Staleness stats", START_SECONDS)
         os.kill(_process(running, "gcs_server"), signal.SIGKILL)

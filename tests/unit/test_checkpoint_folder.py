@@ -182,7 +182,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage, sentence", DAMAGES)
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_says_so(
+def test_a_run_falls_back_from_a_damaged_checkpoint_to_the_previous_one_with_a_warning(
     tmp_path: Path, damage: Any, sentence: str
 ) -> None:
     intact = save(CheckpointFolder(tmp_path), 4)
@@ -200,9 +200,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_says_so(
 
 
 @pytest.mark.parametrize("damage, sentence", DAMAGES)
-def test_a_damaged_checkpoint_without_another_one_is_refused_with_a_sentence(
-    tmp_path: Path, damage: Any, sentence: str
-) -> None:
+def test_a_damaged_checkpoint_without_a_previous_one_is_refused(tmp_path: Path, damage: Any, sentence: str) -> None:
     damage(save(CheckpointFolder(tmp_path), 9))
     with pytest.raises(UserError, match=f"holds no intact checkpoint: .*{sentence}.*name of another checkpoint"):
         CheckpointFolder(tmp_path).latest()
@@ -219,7 +217,7 @@ def test_without_checksums_only_sizes_are_compared(tmp_path: Path, written_with:
 
 
 @pytest.mark.parametrize("progress", ["[]", "3", '{"rollout": "3", "data": {}, "owed": []}', '{"rollout": 3}'])
-def test_progress_of_another_shape_is_refused_with_a_sentence(tmp_path: Path, progress: str) -> None:
+def test_progress_with_an_unknown_schema_is_refused(tmp_path: Path, progress: str) -> None:
     (tmp_path / "progress.json").write_text(progress)
     with pytest.raises(UserError, match=r"progress\.json is broken: no valid .*; load another checkpoint"):
         read_progress(tmp_path)

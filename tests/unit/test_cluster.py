@@ -122,7 +122,7 @@ def test_an_added_engine_listens_on_loopback_only_if_the_whole_run_is_on_the_dri
     assert not cluster._engine_devices["engine-1"].placement.local
 
 
-def test_a_lost_head_node_of_ray_ends_the_run_with_a_sentence(
+def test_a_lost_ray_head_node_ends_the_run_with_an_error_message(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(address: str, within: float) -> None:

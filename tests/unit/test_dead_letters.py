@@ -43,7 +43,7 @@ class Disk:
         self.path.unlink()
 
 
-def test_letters_that_cannot_be_written_are_written_with_the_next_one(tmp_path: Path) -> None:
+def test_unwritten_letters_are_written_with_the_next_one(tmp_path: Path) -> None:
     disk, events = Disk(tmp_path), Trace()
     file = DeadLetterFile(disk.path, events)
     file.dead_letter(group(0), DropReason.FAILED, "it failed")
@@ -59,7 +59,7 @@ def test_letters_that_cannot_be_written_are_written_with_the_next_one(tmp_path: 
     ]
 
 
-async def test_letters_that_cannot_be_written_are_written_without_another_letter(
+async def test_unwritten_letters_are_written_even_without_another_letter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead_letters, "RETRY_SECONDS", 0)

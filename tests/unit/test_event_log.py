@@ -13,8 +13,10 @@ from miles_async.errors import UserError
 from miles_async.events import Event, EventsMissing, QueueChanged
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.page.report import RunData
+from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import EventLogWriter, read_events
 from tests.unit.example_events import RUN
+from tests.waiting import PATIENCE_SECONDS
 
 LINE_BYTES = 70
 """About the size of one event of these tests."""
@@ -25,6 +27,12 @@ def queue_changed(number: int) -> QueueChanged:
 
 
 EVENTS: list[Event] = [RUN, *(queue_changed(number) for number in range(2000))]
+
+
+@pytest.fixture(autouse=True)
+def compression_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts are compressed when a log is closed, however slow the machine is."""
+    monkeypatch.setattr(event_log, "CLOSE_SECONDS", PATIENCE_SECONDS)
 
 
 def fail(path: Path, error: OSError) -> None:
@@ -51,12 +59,12 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def test_a_log_reads_back_what_was_written(tmp_path: Path) -> None:
+def test_a_log_can_be_read_after_it_was_written(tmp_path: Path) -> None:
     assert list(read_events(write(tmp_path, EVENTS))) == EVENTS
     assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
 
 
-def test_events_reach_the_disk_once_the_interval_is_over(tmp_path: Path) -> None:
+def test_events_are_flushed_after_the_interval(tmp_path: Path) -> None:
     with written(tmp_path) as writer:
         writer.tick(100.0)
         writer.observe(RUN)
@@ -66,7 +74,7 @@ def test_events_reach_the_disk_once_the_interval_is_over(tmp_path: Path) -> None
         assert list(read_events(tmp_path / "events.jsonl")) == [RUN]
 
 
-def test_a_line_cut_by_a_crash_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_ignored_and_a_broken_line_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, [RUN])
     with path.open("a") as file:
         file.write('{"type":"Queue","ti')
@@ -86,7 +94,7 @@ def test_a_log_is_split_into_compressed_parts_and_read_as_one(tmp_path: Path) ->
     assert path.stat().st_size <= 200 * LINE_BYTES
 
 
-def test_parts_that_are_not_compressed_yet_are_read_too(tmp_path: Path) -> None:
+def test_uncompressed_parts_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, EVENTS, rotate_bytes=200 * LINE_BYTES)
     for file in list(tmp_path.glob("*.gz")):
         file.with_suffix("").write_bytes(gzip.decompress(file.read_bytes()))
@@ -154,7 +162,7 @@ def test_the_audit_covers_the_events_up_to_the_first_deleted_part(tmp_path: Path
     assert audit.violations == ["parts of the event log were deleted; later events cannot be checked"]
 
 
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+def test_a_damaged_part_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, EVENTS, rotate_bytes=200 * LINE_BYTES)
     part = tmp_path / "events-000002.jsonl.gz"
     if not part.exists():

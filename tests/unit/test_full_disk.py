@@ -36,7 +36,7 @@ OBSERVES_A_RUN = """
 """
 
 
-def test_a_run_on_a_full_file_system_goes_on_with_one_warning(tmp_path: Path) -> None:
+def test_a_run_on_a_full_file_system_continues_with_one_warning(tmp_path: Path) -> None:
     printed = run_on_a_small_disk(tmp_path, textwrap.dedent(OBSERVES_A_RUN), "256k")
     assert printed.count("cannot be written") == 1
     assert "No space left on device" in printed

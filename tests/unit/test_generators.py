@@ -63,7 +63,7 @@ async def generators(**settings: Any) -> AsyncIterator[Generators]:
             await fleet.close()
 
 
-async def test_agents_are_served_at_the_port_that_is_configured() -> None:
+async def test_agents_are_served_at_the_configured_port() -> None:
     port = free_port()
     async with generators(agent_port=port, custom_generate_function_path=f"{__name__}.hangs") as made:
         assert made._endpoint.url == f"http://127.0.0.1:{port}"
@@ -82,7 +82,7 @@ async def test_an_external_generator_finds_the_key_of_the_endpoint_in_a_file_of_
         assert not made._agent_key_file.exists()
 
 
-async def test_a_users_generate_function_has_the_configured_time() -> None:
+async def test_a_user_defined_generate_function_has_the_configured_timeout() -> None:
     settings = {"custom_generate_function_path": f"{__name__}.hangs", "generate_timeout_seconds": 0.05}
     async with generators(**settings) as made:
         with pytest.raises(TrajectoryError, match=r"longer than 0\.05 s \(generate_timeout_seconds\)"):
@@ -110,7 +110,7 @@ async def scores(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
     return {"mine": {"rewards": [float(rollout_id)]}}
 
 
-async def test_a_users_evaluation_is_called_by_its_path(tmp_path: Path) -> None:
+async def test_a_user_defined_evaluation_is_loaded_by_its_path(tmp_path: Path) -> None:
     config = run_config(eval_function_path=f"{__name__}.scores", run_dir=str(tmp_path))
     worker = RolloutWorker(config, "train_async.py", RunFolder.create(config))
     evaluate = worker._evaluation(flat_args(config))

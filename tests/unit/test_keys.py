@@ -54,7 +54,7 @@ async def server(answer: Any, status: int = 200) -> AsyncIterator[tuple[str, lis
         await runner.cleanup()
 
 
-async def test_the_fleet_sends_each_server_its_own_key_and_tells_the_router_those_of_the_engines() -> None:
+async def test_the_fleet_sends_each_server_its_key_and_gives_the_router_the_keys_of_the_engines() -> None:
     workers = {"workers": [], "weight_version": "1"}
     async with server(workers) as (router_url, at_router), server(workers) as (engine_url, at_engine):
         fleet = SGLangFleet(router_url, router_key="key-of-the-router", timeout=0.1)
@@ -133,7 +133,7 @@ def test_the_key_of_an_external_router_comes_from_a_variable_a_file_or_the_setti
 @pytest.mark.parametrize(
     "setting, advice", [("env:NOT_SET", "set the environment variable NOT_SET"), ("file:/no/file", "cannot be read")]
 )
-def test_a_missing_source_of_the_key_is_refused_with_a_sentence(setting: str, advice: str) -> None:
+def test_a_missing_source_of_the_key_is_refused(setting: str, advice: str) -> None:
     with pytest.raises(UserError, match=advice):
         external_router_key(run_config(sglang_router_api_key=setting))
 

@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 
 def words(file: str, constant: str) -> set[str]:
-    """What one of the page's dictionaries has words or colours for."""
+    """Returns the keys of one of the page's dictionaries of texts or colours."""
     found = re.search(rf"const {constant} = {{(.*?)}};", (SOURCES / file).read_text(), re.DOTALL)
     assert found is not None
     return set(re.findall(r'"?([a-z][\w-]*)"?:\s', found[1]))
@@ -105,7 +105,7 @@ def test_one_sample_is_shown_per_interval() -> None:
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_step_of_the_wall_clock_changes_no_interval(step: float) -> None:
+def test_a_jump_of_the_wall_clock_changes_no_interval(step: float) -> None:
     sink, clock = Kept(), ManualClock()
     shown = SampleDisplay(clock, sink, 5.0)
     shown.offer(group())
@@ -122,7 +122,7 @@ def test_no_interval_shows_no_samples() -> None:
     assert sink.events == []
 
 
-def test_control_characters_become_visible_and_lone_surrogates_do_no_harm() -> None:
+def test_control_characters_become_visible_and_lone_surrogates_are_replaced() -> None:
     assert readable("a\x00b\x1b[2J\x7f\tc\nd") == "a␀b␛[2J␡\tc\nd"
     assert readable("\x9b\ud800\u202egnp.exe") == "\ufffd?<U+202E>gnp.exe"
 
@@ -197,7 +197,7 @@ def test_other_host_names_other_origins_and_other_paths_are_refused(
     connection.close()
 
 
-def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
+def test_a_scrape_during_shutdown_is_answered_completely_or_refused() -> None:
     registry = CollectorRegistry()
     gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
     for position in range(500):
@@ -226,7 +226,7 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
     assert len(answers) == 24
 
 
-def test_a_client_that_says_nothing_does_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_does_not_delay_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.observability.http_server._Handler.timeout", 0.05)
     server = HttpServer(CollectorRegistry(), LivePage(View()), 0)
     with socket.create_connection(("127.0.0.1", server.port)):

@@ -94,7 +94,7 @@ def test_a_group_is_a_slice_on_its_slot_with_its_phases_inside(tmp_path: Path) -
     assert found["waiting for its version to go live"] == (6_000_000, 7_000_000)
 
 
-def test_a_group_that_was_dropped_says_why(tmp_path: Path) -> None:
+def test_the_slice_of_a_dropped_group_has_the_reason(tmp_path: Path) -> None:
     entries = traced(tmp_path, *life(7, 101.0, end="dropped", reason="filtered"))
     [group] = [entry for entry in entries if entry["name"] == "group 7"]
     assert group["args"]["outcome"] == "filtered"
@@ -109,7 +109,7 @@ def test_groups_take_the_smallest_free_slot(tmp_path: Path) -> None:
     assert [e["args"]["outcome"] for e in entries if e["name"] == "group 2"] == ["unfinished at the end of the run"]
 
 
-def test_slices_of_one_lane_never_overlap_but_by_lying_inside_each_other(tmp_path: Path) -> None:
+def test_slices_of_one_lane_are_nested_or_disjoint(tmp_path: Path) -> None:
     events = sorted((event for n in range(40) for event in life(n, 101.0 + 0.37 * n)), key=lambda event: event.time)
     requests = [
         RequestEnded(time=102.0 + n / 7, seconds=1.0 + n / 7 - n / 9, sequence=n, samples=4, response_tokens=9)
@@ -127,7 +127,7 @@ def test_slices_of_one_lane_never_overlap_but_by_lying_inside_each_other(tmp_pat
                 inside.append(entry["ts"] + entry["dur"])
 
 
-def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) -> None:
+def test_steps_publishes_and_pauses_have_separate_lanes(tmp_path: Path) -> None:
     entries = traced(
         tmp_path,
         TrainerPhaseChanged(time=101.0, to="batch"),

@@ -58,7 +58,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize("fields, complaint", INVALID)
-def test_an_invalid_sample_is_refused_by_the_name_of_its_field(fields: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_sample_is_refused_with_the_name_of_the_field(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(TrajectoryError) as error:
         check_sample(finished(**fields), LIMITS, NEWEST)
     assert str(error.value).startswith("sample 6: ")
@@ -96,7 +96,7 @@ def test_a_generated_group_of_a_future_version_or_of_too_many_tokens_is_refused(
         ),
     ],
 )
-def test_the_longest_sequence_is_what_a_micro_batch_holds(learner: Learner, longest: int) -> None:
+def test_the_longest_sequence_is_the_capacity_of_a_micro_batch(learner: Learner, longest: int) -> None:
     assert longest_sequence(learner) == longest
 
 
@@ -124,14 +124,14 @@ def reported(**meta: Any) -> dict[str, Any]:
         ("no", "expected object, got str"),
     ],
 )
-def test_an_invalid_answer_of_an_engine_fails_its_group_only(answer: Any, complaint: str) -> None:
+def test_an_invalid_answer_of_an_engine_fails_only_its_group(answer: Any, complaint: str) -> None:
     sample = Sample(index=6, tokens=[1])
     with pytest.raises(TrajectoryError, match=f"sample 6: the engine's answer: .*{complaint}"):
         extend(sample, answer, lambda ids: "")
     assert sample == Sample(index=6, tokens=[1])
 
 
-def test_an_answer_is_read_in_one_pass_as_it_is_in_two() -> None:
+def test_reading_an_answer_in_one_pass_or_in_two_gives_the_same_sample() -> None:
     answer = reported(output_token_logprobs=[[-0.5, 7, None], [-1, 8, "b"]])
     in_one_pass = decode_answers(orjson.dumps([answer]))
     assert in_one_pass is not None
@@ -191,7 +191,7 @@ def with_engine(answer: Any, use: Any, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [{"error": "no"}, [], [reported(), reported()]])
-def test_an_answer_with_another_number_of_samples_fails_its_group_only(answer: Any) -> None:
+def test_an_answer_with_another_number_of_samples_fails_only_its_group(answer: Any) -> None:
     async def use(engine: SGLangGenerator) -> None:
         with pytest.raises(TrajectoryError, match="did not answer with a list of 1 samples"):
             await engine.generate(Group([Sample(index=6, prompt="Q")]))
@@ -237,7 +237,7 @@ POSTED: dict[str, Any] = {
         ({"session": [1]}, "session: expected str | null, got array"),
     ],
 )
-def test_an_invalid_post_is_answered_with_its_fault_and_changes_nothing(fields: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_post_is_answered_with_an_error_and_changes_nothing(fields: dict[str, Any], complaint: str) -> None:
     async def story() -> None:
         buffer = TrajectoryBuffer(2, 1, limits=LIMITS, newest_version=lambda: NEWEST)
         endpoint = AgentEndpoint(buffer)
@@ -301,7 +301,7 @@ def test_an_invalid_group_of_a_rollout_function_is_replaced(fields: dict[str, An
     assert complaint in refused
 
 
-def test_a_function_that_only_returns_invalid_groups_is_the_users_error() -> None:
+def test_a_function_that_only_returns_invalid_groups_ends_the_run_with_a_user_error() -> None:
     async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
         return [[finished(response_length=HUGE)]] * args.rollout_batch_size
 

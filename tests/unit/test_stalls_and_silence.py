@@ -92,7 +92,7 @@ def test_the_driver_counts_the_seconds_without_progress_that_the_rollout_worker_
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_step_of_the_wall_clock_is_no_stall(step: float) -> None:
+def test_a_jump_of_the_wall_clock_is_no_stall(step: float) -> None:
     report = StallReport(warn_seconds=5.0)
     report.observe(READY, now=0.0)
     report.observe(replace(PULSE, time=PULSE.time + step, idle_seconds=1.0), now=10.0)
@@ -179,7 +179,7 @@ async def looks(process: Probe, *times: float) -> tuple[Heartbeats, list[tuple[f
     return beats, silences
 
 
-async def test_a_process_that_answers_is_never_silent_and_says_where_its_metrics_are() -> None:
+async def test_a_process_that_answers_is_never_silent_and_reports_its_metrics_address() -> None:
     beats, silences = await looks(Process("127.0.0.1:8").ask, *[100.0 + i / 4 for i in range(40)])
     assert silences == [(100.0, 0.0)]  # so that its series is there from the start
     assert beats.addresses == {"p": "127.0.0.1:8"}
@@ -210,7 +210,7 @@ async def test_a_process_that_hangs_is_found_although_the_driver_was_stopped_too
     assert silences == [(100.0, 0.0), (702.0, 2.0)]
 
 
-async def test_an_engine_that_was_removed_is_not_silent() -> None:
+async def test_a_removed_engine_is_not_reported_as_unresponsive() -> None:
     probes: dict[str, Probe] = {"engine-1": Process(False).ask}
     beats = Heartbeats(probes)
 
@@ -220,7 +220,7 @@ async def test_an_engine_that_was_removed_is_not_silent() -> None:
     assert silences == [0.0, 3.0, 0.0]
 
 
-async def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
+async def test_servers_that_return_errors_and_dead_actors_are_unresponsive() -> None:
     async def died() -> None:
         raise OSError("gone")
 

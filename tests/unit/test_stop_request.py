@@ -62,7 +62,7 @@ def test_a_step_that_outlives_its_time_after_sigterm_is_abandoned() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_the_time_after_sigterm_is_that_of_the_setting() -> None:
+async def test_the_time_after_sigterm_is_configurable() -> None:
     config = run_config(termination_grace_seconds=1800.0)
     stop = stop_request(config.learner.termination_grace_seconds)
     now = asyncio.get_running_loop().time

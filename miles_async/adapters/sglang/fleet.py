@@ -233,7 +233,7 @@ class SGLangFleet:
             await self._load_of(info)
             return
         try:
-            await self._client.get(f"{info.url}/health_generate", within=self._health_timeout)
+            await self._client.get(f"{info.url}/health_generate", key=info.key, within=self._health_timeout)
         except EngineLostError as lost:
             if not self._paused and pauses == self._pauses:
                 raise EngineLostError(f"it generated no token: {lost}") from lost

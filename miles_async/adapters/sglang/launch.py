@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
 from miles_async.adapters.sglang.server_key import new_key
-from miles_async.adapters.system.listeners import interface_variables
+from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
 
@@ -189,8 +189,10 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
         # evaluation requests are retracted first.
         arguments |= {"enable-priority-scheduling": True, "default-priority-value": 0, "retraction-policy": "priority"}
     if spec.nodes > 1:
-        address = f"{rendezvous.host}:{rendezvous.port}"
-        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank, "dist-init-addr": address}
+        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank}
+    if spec.nodes > 1 or spec.host != LOOPBACK:
+        # Without this address, SGLang's ranks look for the servers of this engine on loopback.
+        arguments["dist-init-addr"] = f"{rendezvous.host}:{rendezvous.port}"
     else:
         arguments["nccl-port"] = rendezvous.port
     if spec.p2p:

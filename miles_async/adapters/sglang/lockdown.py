@@ -6,10 +6,11 @@ Runs inside SGLang's processes, hooked in by `plugin.py`.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from miles_async.adapters.system.listeners import confine_listeners
+from miles_async.adapters.system.listeners import confined_listeners
 
 BootstrapServer = Any
 """`sglang.srt.entrypoints.engine_info_bootstrap_server.EngineInfoBootstrapServer`."""
@@ -43,6 +44,7 @@ def hide_keys(arguments: dict[str, Any], *_: Any) -> dict[str, Any]:
     return arguments | {"api_key": None, "admin_api_key": None}
 
 
-def confine_scheduler(*_: Any, **__: Any) -> None:
-    """Confine the ports of Mooncake and torch.distributed to the address of the engine."""
-    confine_listeners(os.environ["SGLANG_HOST_IP"])
+def confine_scheduler(original: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    """Wrap `Scheduler.__init__`: confine the ports of Mooncake and torch.distributed to the address of the engine."""
+    with confined_listeners(os.environ["SGLANG_HOST_IP"]):
+        original(*arguments, **keywords)

@@ -37,7 +37,7 @@ def register() -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", lockdown.hide_keys, HookType.AFTER)
     bootstrap = "sglang.srt.entrypoints.engine_info_bootstrap_server.EngineInfoBootstrapServer"
     HookRegistry.register(f"{bootstrap}.__init__", lockdown.remember_bootstrap_server, HookType.AFTER)
-    HookRegistry.register(f"{scheduler}.__init__", lockdown.confine_scheduler, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.__init__", lockdown.confine_scheduler, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._add_request_to_queue", tag_prefix, HookType.BEFORE)
     HookRegistry.register(

@@ -11,7 +11,9 @@ import ctypes
 import os
 import socket
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import psutil
 
@@ -35,24 +37,44 @@ def local_address(host: str) -> str:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Return the environment variables that let Gloo and NCCL listen only on the interface with this address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return dict.fromkeys(INTERFACE_VARIABLES, name)
+    """Return the environment variables that let Gloo and NCCL listen only on the interface with this address.
+
+    Variables that the user has set are left out.
+    """
+    unset = [name for name in INTERFACE_VARIABLES if name not in os.environ]
+    wanted = LOOPBACK if address.startswith("127.") else address
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == wanted for entry in addresses):
+            return dict.fromkeys(unset, interface)
     return {}
 
 
-def confine_listeners(address: str) -> None:
-    """Let the sockets of this process that listen at all addresses accept packets for `address` and 127.0.0.1 only.
+@contextmanager
+def confined_listeners(address: str) -> Iterator[None]:
+    """Confine the sockets that start to listen at all addresses inside this block to `address` and 127.0.0.1.
 
-    Applies to the sockets that listen now. `address` is an IPv4 address; with an IPv6 address nothing changes.
+    Older sockets of the process stay as they are, such as the port where other Ray processes reach an actor. `address`
+    is an IPv4 address; with an IPv6 address nothing changes.
     """
-    with suppress(OSError):
-        allowed = {struct.unpack("!I", socket.inet_aton(name))[0] for name in (address, LOOPBACK)}
-        for connection in psutil.Process().net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in ("0.0.0.0", "::"):
-                with socket.socket(fileno=os.dup(connection.fd)) as listener:
-                    _attach(listener, _program(sorted(allowed)))
+    older = {connection.laddr for connection in _open_listeners()}
+    yield
+    if ":" in address:
+        return
+    program = _program(sorted({struct.unpack("!I", socket.inet_aton(name))[0] for name in (address, LOOPBACK)}))
+    for connection in _open_listeners():
+        if connection.laddr not in older:
+            # Another thread may close the socket meanwhile.
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as listener:
+                _attach(listener, program)
+
+
+def _open_listeners() -> list[Any]:
+    """The sockets of this process that listen at all addresses."""
+    return [
+        connection
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in ("0.0.0.0", "::")
+    ]
 
 
 def _program(allowed: list[int]) -> list[tuple[int, int, int, int]]:

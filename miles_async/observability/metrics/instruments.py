@@ -190,6 +190,15 @@ class Instruments:
         self.eval_truncated = BoundedLabels(
             gauge("eval_truncated_ratio", "Fraction of truncated samples on a data set.", "name")
         )
+        self.eval_oldest_version = BoundedLabels(
+            gauge("eval_oldest_weight_version", "Oldest weight version of the last evaluation of a data set.", "name")
+        )
+        self.eval_newest_version = BoundedLabels(
+            gauge("eval_newest_weight_version", "Newest weight version of the last evaluation of a data set.", "name")
+        )
+        self.skipped_evaluations = counter(
+            "skipped_evaluations", "Evaluations that were skipped because a newer one was due before they could start."
+        )
 
     def _declare_weights_and_engines(self) -> None:
         gauge, counter = self._gauge, self._counter

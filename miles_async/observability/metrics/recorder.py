@@ -22,6 +22,7 @@ from miles_async.events import (
     EngineBusy,
     EngineChanged,
     Evaluated,
+    EvaluationSkipped,
     Event,
     GroupFiltered,
     GroupGenerated,
@@ -178,6 +179,8 @@ class MetricsRecorder:
                 self._metrics.router_up.set(event.up)
                 self._metrics.router_engines.labels("healthy").set(event.healthy)
                 self._metrics.router_engines.labels("unhealthy").set(event.engines - event.healthy)
+            case EvaluationSkipped():
+                self._metrics.skipped_evaluations.inc()
             case Stalled():
                 self._metrics.stalls.inc()
             case _:
@@ -333,4 +336,7 @@ class MetricsRecorder:
         self._metrics.eval_accuracy.labels(event.name).set(event.accuracy)
         self._metrics.eval_reward.labels(event.name).set(event.reward)
         self._metrics.eval_truncated.labels(event.name).set(event.truncated)
+        oldest, newest = event.versions
+        self._metrics.eval_oldest_version.labels(event.name).set(oldest)
+        self._metrics.eval_newest_version.labels(event.name).set(newest)
         self._record_progress("evaluation", event.time)

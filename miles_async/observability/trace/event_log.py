@@ -98,7 +98,7 @@ class EventLogWriter:
             self._fail(error)
         if self._archiver is not None:
             self._archiver.join(CLOSE_SECONDS)
-            # The archiver has not seen parts that were rotated while it ran.
+            # It may have ended without the part of the last rotation.
             self._start_archiver().join(CLOSE_SECONDS)
 
     def _fail(self, error: OSError) -> None:
@@ -114,22 +114,28 @@ class EventLogWriter:
         self._path.rename(_part(self._path, self._parts))
         self._file = self._path.open("ab", buffering=_BUFFER_BYTES)
         self._size = 0
-        if self._archiver is None or not self._archiver.is_alive():
-            self._archiver = self._start_archiver()
+        self._start_archiver()
 
     def _start_archiver(self) -> Thread:
-        archiver = Thread(target=self._archive, name="event log", daemon=True)
-        archiver.start()
-        return archiver
+        """Return the thread that compresses parts; start it unless it is running."""
+        if self._archiver is None or not self._archiver.is_alive():
+            self._archiver = Thread(target=self._archive, name="event log", daemon=True)
+            self._archiver.start()
+        return self._archiver
 
     def _archive(self) -> None:
-        """Compress all parts and delete the oldest parts of a log that is too large."""
-        for number in _part_numbers(self._path):
-            # A part that cannot be compressed now stays readable, and the next rotation tries again.
-            with suppress(OSError):
-                _compress(_part(self._path, number))
+        """Compress all parts, and delete the oldest parts of a log that is too large."""
+        # A part that cannot be compressed now stays readable, and the next rotation tries again.
         with suppress(OSError):
             self._delete_oldest()
+            while (part := self._uncompressed()) is not None:
+                _compress(part)
+                self._delete_oldest()
+
+    def _uncompressed(self) -> Path | None:
+        """Return the oldest part that is not compressed."""
+        parts = (_part(self._path, number) for number in _part_numbers(self._path))
+        return next((part for part in parts if part.exists()), None)
 
     def _delete_oldest(self) -> None:
         sizes = {
@@ -225,9 +231,7 @@ def _events(stream: IO[bytes], file: Path) -> Iterator[Event]:
 
 
 def _compress(part: Path) -> None:
-    """Replace a part by a compressed file; do nothing if it is compressed already."""
-    if not part.exists():
-        return
+    """Replace a part by a compressed file."""
     with atomic_file(_compressed(part)) as temporary, part.open("rb") as plain, gzip.open(temporary, "wb") as target:
         shutil.copyfileobj(plain, target, _BUFFER_BYTES)
     part.unlink()

@@ -144,7 +144,12 @@ class PerfettoTrace:
                     ADMISSION, 0, f"blocked: {event.cause}", event.time - event.seconds, event.time, detail=True
                 )
             case Evaluated():
-                self._slice(EVALUATION, 0, event.name, event.time - event.seconds, event.time, accuracy=event.accuracy)
+                facts: dict[str, Any] = {
+                    "accuracy": event.accuracy,
+                    "rollout": event.rollout,
+                    "versions": list(event.versions),
+                }
+                self._slice(EVALUATION, 0, event.name, event.time - event.seconds, event.time, **facts)
             case _:
                 pass
 

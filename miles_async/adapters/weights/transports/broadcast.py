@@ -17,7 +17,7 @@ from torch.distributed import Backend, BroadcastOptions, PrefixStore, ProcessGro
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.system.listeners import confine_listeners, local_address
+from miles_async.adapters.system.listeners import confined_listeners, local_address
 from miles_async.adapters.weights.engine import EngineMemory, call_engine
 from miles_async.adapters.weights.layout import TensorPlan
 from miles_async.adapters.weights.staging import Staging
@@ -57,8 +57,8 @@ class BroadcastTransport:
         size, host = 1 + engine.info.tp, local_address(engine.info.host)
         name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self._source}-{next(_group_numbers)}")
         timeout = timedelta(seconds=self._timeout)
-        store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        confine_listeners(host)
+        with confined_listeners(host):
+            store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         request = {
             "master_address": host,
             "master_port": store.port,

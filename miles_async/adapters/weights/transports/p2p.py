@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from miles_async.adapters.system.listeners import confine_listeners, local_address
+from miles_async.adapters.system.listeners import confined_listeners, local_address
 from miles_async.adapters.weights.engine import EngineMemory, call_engine
 from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.transport import segments
@@ -85,9 +85,10 @@ class P2PTransport:
     def _initialize(self, host: str) -> None:
         # The default of SGLang with CUDA, and the value that engines get without CUDA (`launch.environment`).
         protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma" if torch.cuda.is_available() else "tcp")
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+        with confined_listeners(host):
+            status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        if status != 0:
             raise EngineLostError(f"Mooncake could not start on {host} with protocol {protocol}")
-        confine_listeners(host)
         self._initialized = True
 
     def _unregister(self) -> None:

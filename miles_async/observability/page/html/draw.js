@@ -103,8 +103,8 @@ function drawTables(now) {
     return [age, n, el("div", { className: "histogram", title: percent(n / sum) }, bar)];
   }), "Nothing has been trained yet."));
   $("outcomes").replaceChildren(table(["outcome", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
-  $("scores").replaceChildren(table(["data set", "first", "last", "after rollout"],
-    Object.entries(now.scores).map(([name, of]) => [name, percent(of[0].accuracy), percent(of.at(-1).accuracy), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout)]), "Nothing has been evaluated yet."));
+  $("scores").replaceChildren(table(["data set", "first", "last", "after rollout", "weights"],
+    Object.entries(now.scores).map(([name, of]) => [name, percent(of[0].accuracy), percent(of.at(-1).accuracy), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout), weights(of.at(-1))]), "Nothing has been evaluated yet."));
   $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));
   $("notices-box").hidden = !now.notices.length;
 }
