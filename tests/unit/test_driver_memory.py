@@ -76,8 +76,8 @@ def rollout(number: int) -> Iterator[Event]:
         )  # fmt: skip
     if number % 100 == 0:
         yield Evaluated(
-            time=start + 1.8, name="heldout", rollout=number, accuracy=0.5, reward=0.5, problems=10, seconds=9.0,
-            truncated=0.0,
+            time=start + 1.8, name="heldout", rollout=number, versions=(number, number), accuracy=0.5, reward=0.5,
+            problems=10, seconds=9.0, truncated=0.0,
         )  # fmt: skip
 
 
