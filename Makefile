@@ -3,6 +3,9 @@ PYTHON := .venv/bin/python
 READY := .venv/ready
 ARGS ?=
 
+# Container images often disable byte code. Each of the many processes of a run would then compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two test processes. All tests of a file, and all tests that share a cluster, run in the same one (tests/conftest.py).
 BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
@@ -32,10 +35,10 @@ run: $(READY) ## Train: a tiny model learns arithmetic under fully asynchronous 
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## Run all tests: on the real engines, simulated and unit tests (about 16 minutes on two cores)
-	@$(PYTHON) -m pytest tests/stack tests/sim tests/unit $(BOTH_CORES) $(ARGS)
+test: $(READY) browser ## Run all tests (about 15 minutes on two cores)
+	@$(PYTHON) -m pytest tests/stack tests/sim tests/packaging tests/unit $(BOTH_CORES) $(ARGS)
 
-test-unit: $(READY) ## Run the unit tests (under half a minute)
+test-unit: $(READY) ## Run the unit tests (about 10 seconds on two cores)
 	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) browser ## Run the tests on the real engines

@@ -92,7 +92,7 @@ def run_driver(rollout_worker: Connection) -> None:
                 if events is None:
                     return
                 subscribers.emit(*events)
-            subscribers.tick(time.time())
+            subscribers.tick(time.monotonic())
 
 
 @contextmanager
@@ -114,7 +114,7 @@ async def same_process() -> AsyncIterator[EventSink]:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(0.25)
-                subscribers.tick(time.time())
+                subscribers.tick(time.monotonic())
 
         ticking = asyncio.create_task(tick())
         try:

@@ -42,10 +42,10 @@ def run(entry: str, flags: list[str], rollouts: int) -> dict[str, float]:
     waits = {event.rollout: event.waited for event in events if isinstance(event, BatchDrained)}
     steps = [event for event in events if isinstance(event, StepEnded)]
     groups = sum(len(event.groups) for event in events if isinstance(event, StepStarted) and event.rollout > 0)
-    wall = steps[-1].ended - steps[0].ended
+    wall = steps[-1].time - steps[0].time
     return {
         "waiting for rollout": sum(wait for rollout, wait in waits.items() if rollout > 0),
-        "training": sum(step.ended - step.started for step in steps[1:]),
+        "training": sum(step.seconds for step in steps[1:]),
         "wall": wall,
         "groups per second": groups / wall,
     }

@@ -45,7 +45,7 @@ class EventRecorder:
     """An event sink that writes the event log of a run."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = EventLogWriter(path)
+        self._writer = EventLogWriter(path, rotate_bytes=64 * 2**20, max_bytes=10 * 2**30, on_error=fail)
         self.last = 0.0
 
     def emit(self, event: Event) -> None:
@@ -140,11 +140,15 @@ def measure(hours: float) -> dict[str, float]:
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
         last_hour = list(events_of_last_hour(folder, hours))
-        view, trace = View(), PerfettoTrace(folder.trace, 64 * 2**20)
+        view, trace = View(), PerfettoTrace(folder.trace, 64 * 2**20, fail)
         figures |= time_events("view", view, last_hour) | time_events("trace", trace, last_hour)
         trace.close()
         figures["trace_mb_per_hour"] = folder.trace.stat().st_size / 1e6
         return figures | time_paint(view)
+
+
+def fail(file: Path, error: OSError) -> None:
+    raise SystemExit(f"{file} cannot be written: {error.strerror}")
 
 
 def events_of_last_hour(folder: RunFolder, hours: float) -> Iterator[Event]:

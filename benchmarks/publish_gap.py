@@ -30,6 +30,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.config.schema import TinyModel
 
@@ -48,11 +49,11 @@ class Load:
 class Bench:
     """An engine that serves streaming requests while weights are published. Create it inside a running event loop."""
 
-    def __init__(self, engine: EngineInfo, router_url: str, checkpoint: Path, folder: Path, load: Load) -> None:
+    def __init__(self, engine: EngineInfo, router: RouterServer, checkpoint: Path, folder: Path, load: Load) -> None:
         self._engine = engine
-        self._router_url = router_url
+        self._router = router
         self._load = load
-        self._fleet = SGLangFleet(router_url)
+        self._fleet = SGLangFleet(router.url, router_key=router.spec.key)
         model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
         self._source = WeightSource([(name, tuple(tensor.shape)) for name, tensor in self._weights], folder)
@@ -115,10 +116,10 @@ class Bench:
             "return_logprob": True,
             "stream": True,
         }
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **authorization(self._router.spec.key)}
         while not over.is_set():
             last = None
-            url = f"{self._router_url}/generate"
+            url = f"{self._router.url}/generate"
             async with session.post(url, data=orjson.dumps(request), headers=headers) as response:
                 async for line in response.content:
                     if line.startswith(b"data: {"):
@@ -161,8 +162,8 @@ def main() -> None:
         engine = EngineServer(EngineSpec(name="engine-0", model_path=str(checkpoint), log_path=logs / "engine.log"))
         router = RouterServer(RouterSpec(log_path=logs / "router.log"))
         try:
-            router_url, info = router.start(), engine.start()
-            make_bench = partial(Bench, info, router_url, checkpoint, logs / "weights", load)
+            router.start()
+            make_bench = partial(Bench, engine.start(), router, checkpoint, logs / "weights", load)
             results = asyncio.run(measure(make_bench, arguments.transports, arguments.publishes))
         finally:
             engine.stop()

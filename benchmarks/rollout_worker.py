@@ -32,6 +32,7 @@ from benchmarks.fake_engine import TOKENS
 from benchmarks.records import record
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.system.network_ports import free_port
@@ -59,7 +60,7 @@ class FixedTokenizer:
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         return list(PROMPT)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode()
 
 
@@ -94,8 +95,10 @@ class Instant:
     name = "instant"
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
-        now = time.time()
-        return StepReport(started=now, ended=now, tokens=0, finite=True)
+        return StepReport(seconds=0.0, tokens=0, finite=True)
+
+    async def work_seconds(self) -> float:
+        return 0.0
 
     async def stage(self, version: int) -> None: ...
 
@@ -175,8 +178,11 @@ async def measure(
     await client.post(f"{url}/latency", {"seconds": latency, "spread": spread}, within=10)
     await client.close()
     sampling = SamplingParams(max_new_tokens=TOKENS)
-    generator = SGLangGenerator(url, FixedTokenizer(), sampling, limit=lambda: in_flight, engine_urls=lambda: [url])
-    instant, finished = Instant(), GroupTimes(sink)
+    generator = SGLangGenerator(
+        url, FixedTokenizer(), sampling, limit=lambda: in_flight, engines=lambda: [EngineInfo("stand-in", url, 0, 1)]
+    )
+    instant: Any = Instant()  # it has only those calls of the ports that this run makes
+    finished = GroupTimes(sink)
     ports = Ports(
         clock=SystemClock(),
         events=finished,

@@ -102,7 +102,7 @@ def main() -> None:
                 starting = pool.submit(router.start)
                 infos.update(zip(servers, pool.map(EngineServer.start, servers.values()), strict=True))
             model = Qwen3ForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
-            stack = Stack(infos["e0"], starting.result(), folder / "tiny", model)
+            stack = Stack(infos["e0"], starting.result(), router.spec.key, folder, folder / "tiny", model)
             outcome = asyncio.run(publish())
         finally:
             router.stop()

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,8 +35,10 @@ from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import by_preference
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.p2p import P2PTransport
 from miles_async.adapters.weights.transports.transport import segments
 
@@ -89,7 +92,12 @@ class Bench:
         for transport in TRANSPORTS:
             self._source.connect(engines, {engine.name: transport for engine in engines})
         self._stage()
-        self.bytes = self._source._staging.buffer.numel()
+        self.bytes = self._staging.buffer.numel()
+
+    @property
+    def _staging(self) -> Staging:
+        assert self._source._staging is not None, "the first version was staged"
+        return self._source._staging
 
     def _stage(self) -> None:
         self._version += 1
@@ -107,7 +115,7 @@ class Bench:
         """Return GB/s to one engine for Mooncake's own call, the p2p transport, and p2p with verification."""
         transport = self._source._transports["p2p"]
         assert isinstance(transport, P2PTransport)
-        staging, engine = self._source._staging, self._source._engines[self._engines[0].name]
+        staging, engine = self._staging, self._source._engines[self._engines[0].name]
         pieces = list(segments(staging, staging.plans, 0))
         regions, here = engine.ranks[0].regions, staging.buffer.data_ptr()
         arguments = (
@@ -133,13 +141,13 @@ class Bench:
         tried = {}
         for transport in TRANSPORTS:
             self._write(transport, engines)
-            tried[transport] = seconds(lambda transport=transport: self._write(transport, engines))
+            tried[transport] = seconds(partial(self._write, transport, engines))
         chosen = by_preference(tried)[0]
         without_memory = min(("p2p", "broadcast"), key=tried.__getitem__)
         took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
         for _ in range(self._rounds):
             for transport in TRANSPORTS:
-                took[transport].append(seconds(lambda transport=transport: self._write(transport, engines)))
+                took[transport].append(seconds(partial(self._write, transport, engines)))
         medians = {transport: 1e3 * median(values) for transport, values in took.items()}
         return {
             "engines": len(engines),
@@ -150,8 +158,8 @@ class Bench:
             "auto of two / better": medians[without_memory] / min(medians["p2p"], medians["broadcast"]),
         }
 
-    async def pauses(self, router_url: str) -> list[dict[str, Any]]:
-        fleet = SGLangFleet(router_url)
+    async def pauses(self, router_url: str, router_key: str) -> list[dict[str, Any]]:
+        fleet = SGLangFleet(router_url, router_key=router_key)
         engine = self._engines[0]
         fleet.register_engine(engine)
         await fleet.commit(engine.name, self._version)
@@ -160,7 +168,7 @@ class Bench:
         async with aiohttp.ClientSession() as session:
             over = asyncio.Event()
             gaps: asyncio.Queue[float] = asyncio.Queue()
-            streams = [asyncio.create_task(stream(session, engine.url, k, gaps, over)) for k in range(STREAMS)]
+            streams = [asyncio.create_task(stream(session, engine, k, gaps, over)) for k in range(STREAMS)]
             step = median([await gaps.get() for _ in range(20 * STREAMS)])
             paused: dict[str, list[tuple[float, ...]]] = {transport: [] for transport in TRANSPORTS}
             for _ in range(self._rounds):
@@ -209,7 +217,7 @@ class Bench:
 
 
 async def stream(
-    session: aiohttp.ClientSession, url: str, k: int, gaps: asyncio.Queue[float], over: asyncio.Event
+    session: aiohttp.ClientSession, engine: EngineInfo, k: int, gaps: asyncio.Queue[float], over: asyncio.Event
 ) -> None:
     """Send one streaming request after the other, and put the seconds between any two tokens into `gaps`."""
     request = {
@@ -219,7 +227,8 @@ async def stream(
     }
     while not over.is_set():
         last = None
-        async with session.post(f"{url}/generate", json=request) as response:
+        url, headers = f"{engine.url}/generate", authorization(engine.key)
+        async with session.post(url, json=request, headers=headers) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     now = time.perf_counter()
@@ -261,7 +270,7 @@ def main() -> None:
             measurements: dict[str, Callable[[], list[dict[str, Any]]]] = {
                 "bare": lambda: [bench.against_bare()],
                 "transports": lambda: [bench.transports(engines[:1]), bench.transports(engines)],
-                "pause": lambda: asyncio.run(bench.pauses(starting.result())),
+                "pause": lambda: asyncio.run(bench.pauses(starting.result(), router.spec.key)),
             }
             result = {name: run() for name, run in measurements.items() if arguments.only in (None, name)}
         finally:

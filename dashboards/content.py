@@ -138,7 +138,7 @@ OVERVIEW = Dashboard(
             (
                 Panel(
                     "Seconds without progress",
-                    "Progress means that a group is queued, or that a step, a publish or an evaluation ends.",
+                    "Progress: a group is queued, a step or publish ends, the learner works, or an evaluation runs.",
                     "s",
                     {"since": of("since_progress_seconds")},
                 ),

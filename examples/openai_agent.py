@@ -35,7 +35,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         # The endpoint uses plain HTTP on this machine. Loading certificates would take longer than a short
         # conversation.
         openai.DefaultAsyncHttpxClient(verify=False, trust_env=False) as http,
-        openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=http) as client,
+        openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0, http_client=http) as client,
     ):
         sample.metadata["answer"] = await solve(client, str(sample.prompt))
     return sample

@@ -3,7 +3,8 @@
 The pipeline emits events; the trace file, the metrics, the log lines, the progress bar, the status page and the summary
 are computed from this one stream. The pipeline never waits for a subscriber, so observing a run cannot slow it down.
 
-On disk (`events.jsonl`) an event is one JSON object per line with its class name as `type`. Durations are in seconds.
+On disk (`observability/trace/event_log.py`) an event is one JSON object per line with its class name as `type`.
+Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=Tru
     """The base class of all events."""
 
     time: float
-    """Wall-clock seconds (`time.time`), so that events of several processes can be compared."""
+    """Wall-clock seconds (`time.time`), so that events of several processes can be compared.
+
+    The system may set this clock during a run, so the durations of events are measured with a monotonic clock.
+    """
 
 
 class RunStarted(Event, frozen=True):
@@ -69,10 +73,10 @@ class GroupGenerated(Event, frozen=True):
     """Generation and reward of a group are complete."""
 
     sequence: int
-    started: float
-    """When generation began."""
-    generated: float
-    """When the last sample ended. The reward was complete at `time`."""
+    generation_seconds: float
+    """From the first request until the last sample ended."""
+    reward_seconds: float
+    """From then until the rewards were complete, at `time`."""
     versions: tuple[int, int]
     """Oldest and newest weight version of the group's tokens."""
     response_tokens: int
@@ -81,6 +85,16 @@ class GroupGenerated(Event, frozen=True):
     """Mean over the samples."""
     truncated: int
     """Number of samples that reached the length limit."""
+
+    @property
+    def generated(self) -> float:
+        """When the last sample ended."""
+        return self.time - self.reward_seconds
+
+    @property
+    def started(self) -> float:
+        """When generation began."""
+        return self.generated - self.generation_seconds
 
 
 class GroupReplayed(Event, frozen=True):
@@ -115,9 +129,15 @@ class RequestEnded(Event, frozen=True):
 
     sequence: int | None
     """Sequence number of the group; None in evaluations and for single chat turns."""
-    started: float
+    seconds: float
+    """Time from the request to the answer."""
     samples: int
     response_tokens: int
+
+    @property
+    def started(self) -> float:
+        """When the request was sent."""
+        return self.time - self.seconds
 
 
 class GroupFiltered(Event, frozen=True):
@@ -188,10 +208,8 @@ class StepEnded(Event, frozen=True):
     """The optimizer steps of one batch ended."""
 
     rollout: int
-    started: float
-    """When the first optimizer step began, on the learner's clock."""
-    ended: float
-    """When the last optimizer step ended, on the learner's clock."""
+    seconds: float
+    """From the beginning of the first optimizer step to the end of the last one, on the slowest rank."""
     tokens: int
     """Prompt and response tokens that the model processed."""
     finite: bool
@@ -202,6 +220,11 @@ class StepEnded(Event, frozen=True):
     """Mean over the samples, in tokens."""
     metrics: dict[str, float]
     """The learner's metrics that are finite, by name."""
+
+    @property
+    def started(self) -> float:
+        """When the first optimizer step began. The last one ended at `time`."""
+        return self.time - self.seconds
 
 
 class PublishStarted(Event, frozen=True):
@@ -269,6 +292,18 @@ class Evaluated(Event, frozen=True):
     seconds: float
     truncated: float
     """Fraction of samples that reached the length limit."""
+    versions: tuple[int, int]
+    """Oldest and newest weight version of the tokens. If a user's function evaluated and reports no versions: the live
+    versions at its start and its end."""
+
+
+class EvaluationSkipped(Event, frozen=True):
+    """An evaluation was not made, because a newer one was due before it could start."""
+
+    rollout: int
+    """The rollout after which it was due."""
+    overtaken_by: int
+    """The rollout after which the newer one was due."""
 
 
 class EngineChanged(Event, frozen=True):
@@ -357,6 +392,8 @@ class Pulse(Event, frozen=True):
     """Groups that the trainer waits for; 0 while it does not wait."""
     trainer_version: int
     live_version: int
+    idle_seconds: float
+    """Seconds since the last progress; 0 while an evaluation runs."""
 
 
 class ProcessSilent(Event, frozen=True):
@@ -383,6 +420,24 @@ class WarningRaised(Event, frozen=True):
     """A problem that the user should know about; the run continues."""
 
     text: str
+
+
+class DeadLettersUnwritten(Event, frozen=True):
+    """The number of dead letters that could not be written to `dead_letters.jsonl` changed. They are in memory."""
+
+    letters: int
+    """Number of letters in memory; 0 if all are written."""
+    prompts: list[str]
+    """Feed indices of the oldest of these letters."""
+    error: str | None
+    """Why the last write failed; None if it did not fail."""
+
+
+class EventsMissing(Event, frozen=True):
+    """Parts of the event log were deleted because it reached its maximum size. Only readers of the log emit it."""
+
+    parts: int
+    """Number of deleted parts."""
 
 
 class RunEnded(Event, frozen=True):
@@ -412,6 +467,7 @@ AnyEvent = (
     | PublishEnded
     | WriteFailed
     | Evaluated
+    | EvaluationSkipped
     | EngineChanged
     | RouterChanged
     | EngineBusy
@@ -422,6 +478,8 @@ AnyEvent = (
     | ProcessSilent
     | VerdictChanged
     | WarningRaised
+    | DeadLettersUnwritten
+    | EventsMissing
     | RunEnded
 )
 

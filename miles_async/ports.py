@@ -13,10 +13,17 @@ from miles_async.types import DropReason, EngineLoad, Group, SendOutcome, StepRe
 
 
 class Clock(Protocol):
-    """The time, in seconds."""
+    """The time of day, a clock for durations, and a sleep; all in seconds."""
 
-    def now(self) -> float:
-        """Wall-clock seconds (`time.time`), so that events of several processes can be compared."""
+    def time(self) -> float:
+        """Wall-clock seconds (`time.time`), for the time stamps of events only: the system may set this clock."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never jumps (`time.monotonic`), for durations, deadlines and ages in this process.
+
+        It stops while the machine is suspended.
+        """
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -103,6 +110,14 @@ class Learner(Protocol):
 
     async def onload(self) -> None:
         """Move model and optimizer back to the devices."""
+        ...
+
+    async def work_seconds(self) -> float:
+        """Return the seconds that the ranks have worked so far, added up: the sum grows while a rank works.
+
+        It does not grow while all ranks wait for a call or for each other. Does not return while a rank is frozen.
+        Raises FatalError if a rank is lost.
+        """
         ...
 
     async def copy_state(self, rollout_id: int) -> None:

@@ -6,7 +6,7 @@ Lengths are compared before anything of that length is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from miles_async.errors import TrajectoryError
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Sample, SampleStatus
 
 T = TypeVar("T")
 _Natural = Annotated[int, Meta(ge=0)]
@@ -50,12 +50,17 @@ class ReportedSpan(Struct):
     end: _Natural
 
 
+class OutputToken(Struct, array_like=True, gc=False):
+    """An output token, which SGLang reports as `[log-probability, token id, text]`. Only the first entry is read."""
+
+    log_prob: float
+
+
 class AnswerMeta(Struct):
     """The part of `meta_info` that is read."""
 
     finish_reason: FinishReason
-    output_token_logprobs: list[tuple[float, _Natural, str | None]]
-    """(log-probability, token id, text) of each output token."""
+    output_token_logprobs: list[OutputToken]
     weight_versions: list[ReportedSpan] | None = None
 
 
@@ -65,6 +70,9 @@ class EngineAnswer(Struct):
     output_ids: list[_Natural]
     meta_info: AnswerMeta
     text: str = ""
+
+
+_ANSWERS = msgspec.json.Decoder(list[EngineAnswer])
 
 
 class PromptMeta(Struct):
@@ -102,6 +110,17 @@ class PostedSample(Struct, kw_only=True):
     weight_versions: list[PostedSpan] = []
 
 
+class StoredSample(Struct):
+    """The fields of a sample that was read from a file, without its columns (see `check_sample`)."""
+
+    index: int | None
+    prompt: str | list[dict[str, Any]]
+    metadata: dict[str, Any]
+    response: str
+    reward: float | bool | dict[str, Any] | None
+    status: SampleStatus
+
+
 class _Span(Struct):
     version: _Natural
     start: _Natural
@@ -116,6 +135,17 @@ class _Columns(Struct):
     rollout_log_probs: list[float]
     loss_mask: list[int | float | bool] | None
     spans: list[_Span]
+
+
+def decode_answers(content: bytes) -> list[EngineAnswer] | None:
+    """Decode and check SGLang's answers to one request in one pass; None if an answer is invalid.
+
+    This takes half the time of decoding to Python objects and calling `parse`.
+    """
+    try:
+        return _ANSWERS.decode(content)
+    except msgspec.MsgspecError:
+        return None
 
 
 def parse(value: Any, schema: type[T], name: str) -> T:
@@ -174,6 +204,13 @@ def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | Non
         end = span.end
         if newest_version is not None:
             check_version(span.version, newest_version, name)
+
+
+def check_stored(samples: Sequence[Sample], limits: SampleLimits, newest_version: int | None) -> None:
+    """Check the samples of a group that was read from a file: a recording or a saved rollout."""
+    for sample in samples:
+        parse(sample, StoredSample, f"sample {sample.index}")
+        check_sample(sample, limits, newest_version)
 
 
 def check_group(group: Group, limits: SampleLimits, newest_version: int) -> None:

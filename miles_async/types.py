@@ -310,10 +310,8 @@ class DropReason(StrEnum):
 class StepReport:
     """The learner's report on one batch, which takes `num_steps_per_rollout` optimizer steps."""
 
-    started: float
-    """Wall-clock seconds (`time.time`) at which the first optimizer step began."""
-    ended: float
-    """Wall-clock seconds at which the last optimizer step ended."""
+    seconds: float
+    """From the beginning of the first optimizer step to the end of the last one."""
     tokens: int
     """Prompt and response tokens that the model processed."""
     finite: bool

@@ -12,7 +12,7 @@ from tests.configuration import run_config
 async def scored(
     *responses: str, label: Any = None, metadata: dict[str, Any] | None = None, **rollout: Any
 ) -> list[Any]:
-    """What the reward that is configured gives these responses."""
+    """Returns the rewards of these responses under the configured reward."""
     samples = [Sample(index=i, response=text, label=label, metadata=metadata or {}) for i, text in enumerate(responses)]
     group = Group(samples, feed_index="sample_0_0")
     rewarder = open_rewarder(run_config(**rollout), args=None)

@@ -1,4 +1,4 @@
-"""Waiting for real processes: as long as a loaded machine may need, and no longer than the thing takes."""
+"""Waiting for real processes, with a time limit that is long enough for a loaded machine."""
 
 from __future__ import annotations
 

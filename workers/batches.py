@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
-from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import FatalError, TrajectoryError, UserError
-from miles_async.events import EventSink, SamplesRemoved
+from miles_async.errors import TrajectoryError, UserError
+from miles_async.events import EventSink, SamplesRemoved, WarningRaised
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
-from miles_async.sample_schema import SampleLimits, check_sample
+from miles_async.sample_schema import SampleLimits, check_stored
 from miles_async.types import Group
 
 
@@ -35,6 +34,7 @@ class BatchPreparation:
         self._events = events
         self._reward_key = config.rollout.reward_key
         self._template = rollout_file(config)
+        self._save_has_failed = False
         self._filter_path = config.rollout.rollout_sample_filter_path
         self._filter: Callable[..., Any] | None = None
         if self._filter_path is not None:
@@ -43,7 +43,7 @@ class BatchPreparation:
     async def __call__(self, rollout_id: int, groups: list[Group]) -> None:
         """Prepare the groups in place.
 
-        Raises UserError if the sample filter raises, and FatalError if the batch cannot be saved.
+        Raises UserError if the sample filter raises. A batch that cannot be saved is trained all the same.
         """
         for group in groups:
             for sample in group:
@@ -70,24 +70,31 @@ class BatchPreparation:
         try:
             save_groups(path, rollout_id, groups)
         except OSError as error:
-            raise FatalError(f"rollout data cannot be written to {path}: {error} (save_debug_rollout_data)") from error
+            if not self._save_has_failed:
+                self._save_has_failed = True
+                text = f"rollout data cannot be written to {path} ({error}); the run continues without it"
+                self._events.emit(WarningRaised(time=time.time(), text=text))
 
 
 class SavedBatches:
     """Implements `pipeline.rollout_source.RolloutFunction` with the batches that an earlier run saved."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, limits: SampleLimits) -> None:
         self._config = config
+        self._limits = limits
 
     async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         """Load the batch of `rollout_id`. Raises UserError if it is missing or has another size."""
-        groups = await asyncio.to_thread(saved_batch, self._config, rollout_id)
+        groups = await asyncio.to_thread(saved_batch, self._config, rollout_id, self._limits)
         limit_versions(groups, source.trainer_version)
         return groups
 
 
-def saved_batch(config: RunConfig, rollout_id: int) -> list[Group]:
-    """Load a batch that an earlier run saved. Raises UserError if it is missing or has another size."""
+def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> list[Group]:
+    """Load a batch that an earlier run saved.
+
+    Raises UserError if it is missing, has another size or has a sample that cannot be trained.
+    """
     template = config.debug.load_debug_rollout_data
     if template is None:
         raise UserError("debug_train_only has no batches: set load_debug_rollout_data to the files that a run saved")
@@ -97,8 +104,7 @@ def saved_batch(config: RunConfig, rollout_id: int) -> list[Group]:
         raise UserError(f"rollout data {path} holds {len(groups)} groups: set rollout_batch_size to {len(groups)}")
     try:
         for group in groups:
-            for sample in group:
-                check_sample(sample, SampleLimits(longest=longest_sequence(config.learner)), None)
+            check_stored(group, limits, None)
     except TrajectoryError as error:
         raise UserError(f"rollout data {path} cannot be trained: {error}") from error
     return as_groups(groups, rollout.n_samples_per_prompt)

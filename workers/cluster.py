@@ -31,6 +31,7 @@ from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
+from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.storage.warm_starts import find_warm_start
 from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
@@ -45,10 +46,10 @@ from .engine import Engine
 from .heartbeats import Probe
 from .learner import LearnerRank
 from .placement import Placement, on_driver_node, reserve
-from .preflight import SftExamples, check_ray, checkpoint_to_resume
+from .preflight import Checked, check_ray
 from .rollout import RolloutWorker, Surroundings
 from .router import Router
-from .specs import ENVIRONMENT, engine_spec, external_router, ray_arguments, router_spec
+from .specs import ENVIRONMENT, engine_spec, external_router, external_router_key, ray_arguments, router_spec
 
 LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
@@ -78,20 +79,22 @@ class Cluster:
         self._config = config
         self._folder = folder
         self._entry = entry
-        self._resume_from = checkpoint_to_resume(config)
         self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
         """The actors of each engine, one per node. The server of the first actor receives the requests."""
         self._router_actor: ActorHandle[Any] | None = None
+        self._key = new_key()
+        """API key of the engines and of the router that this run starts."""
+        self._router_key = self._key if external_router(config) is None else external_router_key(config)
         self._reaper: SessionReaper
         """Kills the processes of a Ray that this run started, also if this process is killed."""
         self._ray_is_lost = False
         self.probes: dict[str, Probe] = {}
         """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
         self._placements: list[Placement] = []
-        """The placement of the run, and one for each engine that was added later and still runs."""
+        """The placement of the run, and one for each engine that was added later."""
         self._engine_devices: dict[str, EngineDevices] = {}
         self._free_devices: list[EngineDevices] = []
-        """Devices of removed engines in the placement of the run, which can be released only as a whole."""
+        """Devices of removed engines that the learner shares, for engines that are added later."""
         self._worker: ActorHandle[Any]
         self.surroundings: Surroundings
         """The processes that `start` started, for the rollout worker."""
@@ -148,8 +151,9 @@ class Cluster:
             # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
             self._reaper.close(SHUTDOWN_SECONDS)
 
-    async def start(self, sft_examples: SftExamples) -> ClusterReady:
+    async def start(self, checked: Checked) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
+        sft_examples = checked.sft_examples
         debug, idle = self._config.debug, not derived.generates(self._config)
         placement = await asyncio.to_thread(reserve, derived.demand_of(self._config))
         self._placements.append(placement)
@@ -184,18 +188,21 @@ class Cluster:
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),
-            _constant(None) if debug.debug_rollout_only else self._start_learner(placement, ranks, started.path),
+            _constant(None)
+            if debug.debug_rollout_only
+            else self._start_learner(placement, ranks, started.path, checked),
         )
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
         self.surroundings = Surroundings(
             checkpoint=started.path,
             router_url=router_url,
+            router_key=self._router_key,
             engines=engines,
             engine_actors=self._engine_actors,
             router_actor=self._router_actor,
             learner_ranks=ranks,
             weight_transports=transports,
-            resume_from=self._resume_from,
+            resume_from=checked.resume_from,
         )
         return ClusterReady(
             time=time.time(),
@@ -260,16 +267,18 @@ class Cluster:
         """Reserve the devices of another engine. Raises UserError if the Ray cluster has none that are free."""
         one_engine = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
         placement = await asyncio.to_thread(reserve, one_engine)
+        if not self._placements[0].local:
+            # The learner on another node must reach the engine, so the engine must not listen on loopback.
+            placement = replace(placement, local=False)
         self._placements.append(placement)
         return EngineDevices(placement, placement.plan.engines[0])
 
     def _return_devices(self, devices: EngineDevices) -> None:
-        """Give the devices of a removed engine back to Ray, or keep them for the next engine that is added."""
-        if devices.placement is self._placements[0]:
+        """Give the devices of a removed engine back to Ray. Devices that the learner shares are kept."""
+        if derived.demand_of(self._config).colocated and devices.placement is self._placements[0]:
             self._free_devices.append(devices)
         else:
-            self._placements.remove(devices.placement)
-            devices.placement.release()
+            devices.placement.release_engine(devices.bundles)
 
     @property
     def _world_size(self) -> int:
@@ -289,22 +298,24 @@ class Cluster:
         self.probes[name] = server.answers.remote
         return server
 
-    async def _start_learner(self, placement: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str) -> None:
+    async def _start_learner(
+        self, placement: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str, checked: Checked
+    ) -> None:
         # torch.distributed connects all ranks through a port on the node of the first rank.
         host = placement.host(placement.plan.learner[0])
         port = await _call(ranks[0].claim_port, host)
         await _gather(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
-        if self._resume_from is not None:
-            await _gather(*(_call(rank.load_state, str(self._resume_from)) for rank in ranks))
-            log.info("learner resumes", checkpoint=str(self._resume_from))
+        if checked.resume_from is not None:
+            await _gather(*(_call(rank.load_state, str(checked.resume_from)) for rank in ranks))
+            log.info("learner resumes", checkpoint=str(checked.resume_from))
         log.info("learner is up", ranks=len(ranks))
 
     async def _start_router(self) -> str:
         if (url := external_router(self._config)) is not None:
-            await asyncio.to_thread(require_router, url)
+            await asyncio.to_thread(require_router, url, self._router_key)
             log.info("using an external router", url=url)
             return url
-        spec = router_spec(self._config, self.logs)
+        spec = router_spec(self._config, self.logs, self._router_key)
         self._router_actor = self._server(Router, "router", spec, on_driver_node())
         url = await _call(self._router_actor.start)
         log.info("router is up", url=url, metrics=await _call(self._router_actor.metrics_url))
@@ -331,6 +342,7 @@ class Cluster:
                 devices=placement.devices(node_bundles),
                 nodes=len(nodes),
                 node_rank=rank,
+                key=self._key,
             )
             options = placement.actor_options(node_bundles[0], ENGINE_GPU_FRACTION)
             actors.append(self._server(Engine, _actor_name(name, rank), spec, options))

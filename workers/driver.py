@@ -29,7 +29,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
 
-from .preflight import SftExamples, lock_checkpoints, preflight
+from .preflight import Checked, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -42,9 +42,6 @@ DONE, FAILED, REFUSED = 0, 1, 2
 the exit code of `StopRequest`."""
 TICK_SECONDS = 0.25
 """Longest time between two updates of console, metrics and heartbeats."""
-TERMINATION_SECONDS = 8.0
-"""Time after a SIGTERM in which the current step may end; then the step is abandoned. Kubernetes and Slurm send SIGKILL
-30 seconds after SIGTERM, and ending all processes takes a few seconds too."""
 
 log = structlog.get_logger(__name__)
 
@@ -61,23 +58,21 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     survive_lost_output()
     configure_logging(config.observability.log_format)
     try:
-        sft_examples = preflight(config, entry)
+        checked = preflight(config, entry)
         with lock_checkpoints(config):
             folder = RunFolder.create(config)
-            return asyncio.run(_drive(config, argv, folder, entry, sft_examples))
+            return asyncio.run(_drive(config, argv, folder, entry, checked))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
-async def _drive(
-    config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, sft_examples: SftExamples
-) -> int:
+async def _drive(config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, checked: Checked) -> int:
     _ignore_hangup()
     print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
-        stop = StopRequest(subscribers)
+        stop = StopRequest(subscribers, config.learner.termination_grace_seconds)
         stop.handle_signals()
         # Importing Ray takes seconds, so it is imported after all fast checks have passed.
         from .cluster import Cluster
@@ -91,7 +86,7 @@ async def _drive(
             async with Cluster(config, folder, entry) as cluster:
                 # The native code of Ray has installed its own handler of SIGTERM.
                 stop.handle_signals()
-                ready = await _guard(cluster.start(sft_examples), stop.wait(), cluster.watch_ray())
+                ready = await _guard(cluster.start(checked), stop.wait(), cluster.watch_ray())
                 subscribers.emit(ready)
                 with Watchdog(cluster, subscribers, config.observability) as watchdog:
                     run = _follow(cluster, subscribers, watchdog, stop, partial(load_config, argv, entry=entry))
@@ -113,15 +108,16 @@ class StopRequest:
     """The user's request to end the run: Ctrl-C (SIGINT) or SIGTERM.
 
     The first signal ends the run after the current step, the second one immediately. Batch systems send SIGKILL some
-    time after SIGTERM, so the current step has only `TERMINATION_SECONDS` to end after a SIGTERM.
+    time after SIGTERM, so the time of the current step and of its checkpoint is limited after a SIGTERM.
     """
 
-    def __init__(self, subscribers: EventSubscribers) -> None:
+    def __init__(self, subscribers: EventSubscribers, termination_grace_seconds: float) -> None:
         """Create it in the task that the second signal cancels."""
         task = asyncio.current_task()
         assert task is not None, "created in a coroutine"
         self._task = task
         self._subscribers = subscribers
+        self._termination_grace_seconds = termination_grace_seconds
         self._arrived, self._terminated = asyncio.Event(), asyncio.Event()
         self._signal = signal.SIGINT
 
@@ -161,10 +157,13 @@ class StopRequest:
         raise RunInterruptedError
 
     async def wait_until_overdue(self) -> NoReturn:
-        """Raise RunInterruptedError when the current step has used up its time after a SIGTERM."""
+        """Raise RunInterruptedError when the step and its checkpoint have used up their time after a SIGTERM."""
         await self._terminated.wait()
-        await asyncio.sleep(TERMINATION_SECONDS)
-        log.warning("the current step was abandoned", seconds_after_sigterm=TERMINATION_SECONDS)
+        await asyncio.sleep(self._termination_grace_seconds)
+        log.warning(
+            "the current step or its checkpoint was abandoned: if they need more time, raise termination_grace_seconds",
+            seconds_after_sigterm=self._termination_grace_seconds,
+        )
         raise RunInterruptedError
 
 
@@ -220,7 +219,7 @@ async def _follow(
             if stop.requested and not stop_was_sent:
                 stop_was_sent = True
                 cluster.stop()
-            watchdog.look(time.time())
+            watchdog.look(time.monotonic())
     finally:
         _ignore_hangup()
         resizer.cancel()

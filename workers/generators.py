@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
@@ -38,6 +39,7 @@ class Generators:
         self,
         config: RunConfig,
         router_url: str,
+        router_key: str,
         fleet: SGLangFleet,
         tokenizer: CheckpointTokenizer,
         args: Arguments,
@@ -45,7 +47,9 @@ class Generators:
         events: EventSink,
         live_version: Callable[[], int],
         limits: SampleLimits,
+        agent_key_file: Path,
     ) -> None:
+        """External generators read the key of the endpoint from `agent_key_file`."""
         self._config = config
         self._limits = limits
         self._fleet = fleet
@@ -57,7 +61,9 @@ class Generators:
             limits=limits,
             newest_version=live_version,
         )
-        self._endpoint = AgentEndpoint(trajectories)
+        self._external = config.rollout.rollout_function_path == EXTERNAL_FUNCTION
+        self._endpoint = AgentEndpoint(trajectories if self._external else None)
+        self._agent_key_file = agent_key_file
         self.args = args.with_values(tokenizer=tokenizer, trajectories=trajectories)
         """The arguments of user functions."""
         engines = partial(
@@ -65,7 +71,8 @@ class Generators:
             router_url,
             tokenizer,
             limit=partial(self._max_requests, config.engine.sglang_server_concurrency),
-            engine_urls=fleet.urls,
+            engines=fleet.engines,
+            router_key=router_key,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=events.emit if config.observability.trace else None,
         )
@@ -82,9 +89,12 @@ class Generators:
             self._evaluation = engines(greedy_of(config), limit=limit, priority=EVALUATION_PRIORITY)
 
     async def __aenter__(self) -> Self:
-        """Start the endpoint for agents. Raises UserError if `agent_port` is already in use."""
-        await self._endpoint.start(self._config.rollout.agent_port)
-        if self._config.rollout.rollout_function_path == EXTERNAL_FUNCTION:
+        """Start the endpoint if the run uses it. Raises UserError if `agent_port` is already in use."""
+        if self._external or self._config.rollout.custom_generate_function_path is not None:
+            await self._endpoint.start(self._config.rollout.agent_port)
+        if self._external:
+            self._agent_key_file.touch(mode=0o600)
+            self._agent_key_file.write_text(self._endpoint.key)
             sampling = self.frontend.sampling
             turns = MultiTurnSampler(self.frontend, self._tokenizer)
             self._endpoint.accept_external(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)

@@ -8,6 +8,7 @@ probes are answered in a separate thread.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ PROBE_SECONDS = 1.0
 """Interval between probes of a process, and between events about a silent process."""
 SILENT_AFTER_SECONDS = 2.0
 """Shorter silences are not reported."""
+STOPPED_AFTER_SECONDS = 10.0
+"""A longer time between two looks means that this process itself was stopped."""
 
 Probe = Callable[[], Awaitable[Any]]
 """Returns the `host:port` of the metrics of a process, None if it has none, or False if its server does not answer."""
@@ -25,14 +28,16 @@ Probe = Callable[[], Awaitable[Any]]
 
 @dataclass(slots=True)
 class _Heartbeat:
-    """The state of one process; times are in seconds since the epoch."""
+    """The state of one process; times are in seconds of the monotonic clock."""
 
     answered: float
     """Time of the last answer."""
-    probed: float = 0.0
-    """Time of the last probe."""
-    reported: float = -1.0
-    """Time of the last report of a silence; 0 if the last report was an answer, negative if there was no report."""
+    probed: float | None = None
+    """Time of the last probe; None before the first."""
+    is_known: bool = False
+    """Whether the process has been reported, as silent or not."""
+    silent_at: float | None = None
+    """Time of the last report of the current silence; None while the process is not reported as silent."""
     pending: asyncio.Future[Any] | None = None
 
 
@@ -43,17 +48,24 @@ class Heartbeats:
         """`probes` maps process names to probes. It may change later, as processes are started and removed."""
         self._probes = probes
         self._beats: dict[str, _Heartbeat] = {}
+        self._looked: float | None = None
         self.addresses: dict[str, str] = {}
         """`host:port` of the metrics of each process that has answered."""
 
     def look(self, now: float) -> list[ProcessSilent]:
-        """Collect answers and send new probes. Call it a few times per second.
+        """Collect answers and send new probes. Call it a few times per second, with the time of the monotonic clock.
 
         Returns one event per second for each silent process, and one with `seconds` 0 when a silence has ended.
         """
+        gap = now - self._looked if self._looked is not None else 0.0
+        self._looked = now
+        if gap >= STOPPED_AFTER_SECONDS:
+            # Answers may have arrived that this process could not read.
+            for beat in self._beats.values():
+                beat.answered += gap
         for process in self._probes.keys() - self._beats.keys():
             self._beats[process] = _Heartbeat(answered=now)
-        gone = [self._forget(process, now) for process in self._beats.keys() - self._probes.keys()]
+        gone = [self._forget(process) for process in self._beats.keys() - self._probes.keys()]
         return gone + [silent for process in self._probes for silent in self._check(process, self._beats[process], now)]
 
     def silence(self, process: str, now: float) -> float:
@@ -66,29 +78,30 @@ class Heartbeats:
             if beat.pending is not None:
                 beat.pending.cancel()
 
-    def _forget(self, process: str, now: float) -> ProcessSilent:
+    def _forget(self, process: str) -> ProcessSilent:
         """Stop watching a process that was removed from the run; the event ends any reported silence."""
         beat = self._beats.pop(process)
         if beat.pending is not None:
             beat.pending.cancel()
         self.addresses.pop(process, None)
-        return ProcessSilent(time=now, process=process, seconds=0.0)
+        return _report(process, 0.0)
 
     def _check(self, process: str, beat: _Heartbeat, now: float) -> list[ProcessSilent]:
         if beat.pending is not None and beat.pending.done():
             self._take_answer(process, beat, now)
-        if beat.pending is None and now - beat.probed >= PROBE_SECONDS:
+        if beat.pending is None and (beat.probed is None or now - beat.probed >= PROBE_SECONDS):
             beat.probed = now
             beat.pending = asyncio.ensure_future(self._probe(process))
         silence = now - beat.answered
         if silence < SILENT_AFTER_SECONDS:
             # Also reported once for a process that was never silent, so that every process of the run is known.
-            is_new, beat.reported = beat.reported != 0, 0.0
-            return [ProcessSilent(time=now, process=process, seconds=0.0)] if is_new else []
-        if now - beat.reported < PROBE_SECONDS:
+            is_news = beat.silent_at is not None or not beat.is_known
+            beat.is_known, beat.silent_at = True, None
+            return [_report(process, 0.0)] if is_news else []
+        if beat.silent_at is not None and now - beat.silent_at < PROBE_SECONDS:
             return []
-        beat.reported = now
-        return [ProcessSilent(time=now, process=process, seconds=silence)]
+        beat.is_known, beat.silent_at = True, now
+        return [_report(process, silence)]
 
     async def _probe(self, process: str) -> Any:
         return await self._probes[process]()
@@ -104,3 +117,7 @@ class Heartbeats:
         beat.answered = now
         if isinstance(answer, str):
             self.addresses[process] = answer
+
+
+def _report(process: str, seconds: float) -> ProcessSilent:
+    return ProcessSilent(time=time.time(), process=process, seconds=seconds)

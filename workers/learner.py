@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,7 +57,13 @@ class LearnerRank:
         _pin_to_cpus(config.learner.learner_cpus, rank, world_size)
         threads = config.learner.learner_threads or len(os.sched_getaffinity(0))
         # OpenMP keeps the number of threads per calling thread, so the thread that runs the model has to set it.
-        self._model_thread = ThreadPoolExecutor(1, "step", initializer=_limit_threads, initargs=(threads,))
+        self._work_time = WorkTime()
+
+        def prepare_thread() -> None:
+            _limit_threads(threads)
+            self._work_time.count_this_thread()
+
+        self._model_thread = ThreadPoolExecutor(1, "step", initializer=prepare_thread)
         self._send_threads = ThreadPoolExecutor(MAX_PARALLEL_SENDS, "weights")
         self._checkpoint_thread = ThreadPoolExecutor(1, "checkpoint")
         self._learner: MegatronLearner
@@ -138,11 +146,17 @@ class LearnerRank:
 
     async def write_state(self) -> Any:
         """Write the copied state while steps are taken; return what `finish_state` needs from this rank."""
-        return await self._run(self._checkpoint_thread, self._copy.write)
+        with self._work_time.writing():
+            return await self._run(self._checkpoint_thread, self._copy.write)
 
     async def finish_state(self, written: list[Any]) -> None:
         """Complete a checkpoint from the results of `write_state` of all ranks. On rank 0 only."""
-        await self._run(self._checkpoint_thread, lambda: self._copy.finish(written))
+        with self._work_time.writing():
+            await self._run(self._checkpoint_thread, lambda: self._copy.finish(written))
+
+    async def work_seconds(self) -> float:
+        """Return the seconds that this rank has worked so far; see `WorkTime`."""
+        return self._work_time.seconds
 
     async def load_state(self, folder: str) -> None:
         """Resume from this rank's part of a checkpoint, after `start` and before `connect`. All ranks."""
@@ -164,6 +178,39 @@ class LearnerRank:
 
     async def _run(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+class WorkTime:
+    """The seconds that a rank has worked: they do not grow while the rank waits for a call or for another rank.
+
+    Work is CPU time of the thread that runs the model, and the time in which checkpoints are written, because a thread
+    that waits for a disk uses no CPU time.
+    """
+
+    def __init__(self) -> None:
+        self._cpu_clock: int | None = None
+        self._written_seconds = 0.0
+        self._writing_since: float | None = None
+
+    def count_this_thread(self) -> None:
+        """Count the CPU time of the calling thread from now on."""
+        self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Count the time inside the block."""
+        self._writing_since = started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._writing_since = None
+            self._written_seconds += time.monotonic() - started
+
+    @property
+    def seconds(self) -> float:
+        cpu_seconds = 0.0 if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
+        now_writing = 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
+        return cpu_seconds + self._written_seconds + now_writing
 
 
 def weight_source(

@@ -1,22 +1,30 @@
-"""Reserves devices from Ray as a placement group. `config/device_plan.py` assigns them to processes."""
+"""Reserves devices from Ray as placement groups. `config/device_plan.py` assigns them to processes.
+
+The learner has a placement group, and so has each engine, because Ray takes back only whole groups: a removed engine
+gives its devices back while the run goes on. Ray would spread separate groups over the nodes, so the devices of all are
+reserved as one group first. The groups of learner and engines are then bound to the nodes that Ray chose for it.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from miles_async.config.device_plan import Bundle, Demand, Plan, plan
+from miles_async.config.device_plan import Bundle, Demand, Plan, plan, sort_key
 from miles_async.errors import UserError
 
 RESERVE_SECONDS = 60.0
 """How long to wait for devices that are in use by others."""
 LOOPBACK = "127.0.0.1"
+NODE_SHARE = 0.001
+"""Ray gives each node a resource of size 1 with the node's name. A bundle that takes a share of it is bound to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +32,8 @@ class Placement:
     """Reserved devices, and the process that each device is for."""
 
     plan: Plan
-    group: PlacementGroup
+    groups: tuple[PlacementGroup, ...]
+    """`Bundle.group` is an index into this tuple. Colocated engines are in the group of the learner."""
     unit: str
     """`GPU`, or `CPU` on machines without GPUs. A CPU bundle is one core; processes may use further cores together."""
     local: bool
@@ -36,7 +45,9 @@ class Placement:
         On a GPU, the actor reserves `gpu_fraction` of it, so that a learner rank and an engine can share the GPU.
         """
         strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=bundle.index, placement_group_capture_child_tasks=False
+            self.groups[bundle.group],
+            placement_group_bundle_index=bundle.index,
+            placement_group_capture_child_tasks=False,
         )
         return {"scheduling_strategy": strategy, "num_cpus": 0, "num_gpus": gpu_fraction if self.unit == "GPU" else 0}
 
@@ -49,8 +60,13 @@ class Placement:
         return tuple(bundle.device for bundle in bundles) if self.unit == "GPU" else ()
 
     def release(self) -> None:
-        """Give the devices back to Ray."""
-        remove_placement_group(self.group)
+        """Give all devices back to Ray."""
+        for group in self.groups:
+            remove_placement_group(group)
+
+    def release_engine(self, bundles: Sequence[Bundle]) -> None:
+        """Give the devices of one engine back to Ray. Not for colocated engines, whose devices the learner needs."""
+        remove_placement_group(self.groups[bundles[0].group])
 
 
 def on_driver_node() -> dict[str, Any]:
@@ -68,22 +84,46 @@ def reserve(demand: Demand, within: float = RESERVE_SECONDS) -> Placement:
     unit = "GPU" if total.get("GPU", 0) else "CPU"
     if demand.bundles > total.get(unit, 0):
         raise UserError(f"{_describe(demand, unit)}, but the Ray cluster has {total.get(unit, 0):.0f}: {_ADVICE}")
-    bundle = {"GPU": 1.0, "CPU": 1.0} if unit == "GPU" else {"CPU": 1.0}
-    group = placement_group([bundle] * demand.bundles, strategy="PACK")
-    if not group.wait(within):
-        remove_placement_group(group)
-        free = ray.available_resources().get(unit, 0)
-        raise UserError(
-            f"{_describe(demand, unit)}, but only {free:.0f} became free within {within:.0f} s: wait until other jobs "
-            f"have ended, or {_ADVICE}"
-        )
-    bundles = _locate(group, unit)
+    device = {"GPU": 1.0, "CPU": 1.0} if unit == "GPU" else {"CPU": 1.0}
+    separate = not demand.colocated and bool(demand.learner) + demand.engines > 1
+    group = _reserve_group([device] * demand.bundles, demand, unit, within)
     try:
-        planned = plan(bundles, demand)
+        # The numbers of GPUs are not needed yet if other groups will hold the devices.
+        planned = plan(_locate(group, "CPU" if separate else unit), demand)
     except UserError:
         remove_placement_group(group)
         raise
-    return Placement(planned, group, unit, local=planned.nodes == (_node_addresses()[_driver_node()],))
+    local = planned.nodes == (_node_addresses()[_driver_node()],)
+    if not separate:
+        return Placement(planned, (group,), unit, local)
+    remove_placement_group(group)
+    groups: list[PlacementGroup] = []
+    shares: list[tuple[Bundle, ...]] = []
+    try:
+        for share in filter(None, (planned.learner, *planned.engines)):
+            bundles = [{**device, _node_resource(bundle.node): NODE_SHARE} for bundle in share]
+            groups.append(_reserve_group(bundles, demand, unit, within))
+            located = [replace(bundle, group=len(shares)) for bundle in _locate(groups[-1], unit)]
+            shares.append(tuple(sorted(located, key=sort_key)))
+    except UserError:
+        for group in groups:
+            remove_placement_group(group)
+        raise
+    learner = shares.pop(0) if demand.learner else ()
+    return Placement(Plan(learner, tuple(shares)), tuple(groups), unit, local)
+
+
+def _reserve_group(bundles: list[dict[str, float]], demand: Demand, unit: str, within: float) -> PlacementGroup:
+    """Reserve one placement group. Raises UserError if its devices are not free `within` seconds."""
+    group = placement_group(bundles, strategy="PACK")
+    if group.wait(within):
+        return group
+    remove_placement_group(group)
+    free = ray.available_resources().get(unit, 0)
+    raise UserError(
+        f"{_describe(demand, unit)}, but only {free:.0f} became free within {within:.0f} s: wait until other jobs "
+        f"have ended, or {_ADVICE}"
+    )
 
 
 _ADVICE = "set actor_num_nodes, actor_num_gpus_per_node or rollout_num_gpus lower, or join a larger cluster"
@@ -118,6 +158,12 @@ def _inside(group: PlacementGroup, index: int) -> dict[str, Any]:
 @ray.remote(num_gpus=1, num_cpus=0)
 def _gpu_of_bundle() -> int:
     return int(ray.get_gpu_ids()[0])
+
+
+def _node_resource(address: str) -> str:
+    """Return the name of the resource that only the node with this address has."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == address]
+    return next(name for name in nodes[0]["Resources"] if name.startswith("node:") and not name.startswith("node:__"))
 
 
 def _node_addresses() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Checks that run before any process starts: data, rewards, user functions, checkpoints and ports.
 
-The checks take one to two seconds, instead of the minute that it takes to start all processes.
+The checks take one to two seconds, instead of the minute that it takes to start all processes. A large checkpoint to
+resume from takes longer, because its checksums are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import structlog
 from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
+from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
+from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, GREEDY_FUNCTION, save_folder, schedule_of, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -26,11 +29,13 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import load_generate_function
+from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
 
 from .batches import saved_batch
+from .specs import external_router_key
 
 WARM_START_EXAMPLES = 8192
 """Problems that a warm start trains on."""
@@ -53,13 +58,23 @@ class SftExamples:
     """Examples to measure the accuracy on."""
 
 
-def preflight(config: RunConfig, entry: str) -> SftExamples:
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What the checks have read and the run needs again."""
+
+    sft_examples: SftExamples
+    resume_from: Path | None
+    """The newest intact checkpoint in the folder `load`."""
+
+
+def preflight(config: RunConfig, entry: str) -> Checked:
     """Open all files and import all functions that the run will use. Raises UserError for the first problem."""
     args = flat_args(config)
     if config.model.hf_checkpoint is not None:
         check_weights(Path(config.model.hf_checkpoint).expanduser())
-    checkpoint_to_resume(config, warn=True)
+    resume_from = checkpoint_to_resume(config)
     check_ray(config.cluster.ray_address)
+    external_router_key(config)
     check_port("agent_port", config.rollout.agent_port)
     check_port("metrics_port", config.observability.metrics_port)
     rollout_function(config, entry)
@@ -71,7 +86,7 @@ def preflight(config: RunConfig, entry: str) -> SftExamples:
         if path is not None:
             load_function(path, setting=setting, plain=True)
     if trains_only(config):
-        saved_batch(config, 0)
+        saved_batch(config, 0, SampleLimits(longest=longest_sequence(config.learner)))
     if config.rollout.custom_generate_function_path is not None:
         load_generate_function(config.rollout.custom_generate_function_path)
     if config.rollout.eval_function_path is not None:
@@ -83,6 +98,10 @@ def preflight(config: RunConfig, entry: str) -> SftExamples:
     open_rewarder(config, args)
     # Last, because the user modules imported above may register skip roles.
     SkipManager(SkipContext(config=config))
+    return Checked(sft_examples=_sft_examples(config, data), resume_from=resume_from)
+
+
+def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
     if not config.warm_start.warm_start_max_steps:
         return SftExamples(problems=[], check=[])
     template = config.warm_start.warm_start_template
@@ -154,18 +173,18 @@ def lock_checkpoints(config: RunConfig) -> AbstractContextManager[None]:
     return CheckpointFolder(folder).lock()
 
 
-def checkpoint_to_resume(config: RunConfig, *, warn: bool = False) -> Path | None:
+def checkpoint_to_resume(config: RunConfig) -> Path | None:
     """Return the newest intact checkpoint in the folder `load`, or None if `load` is unset.
 
-    With `warn`, the log names newer checkpoints that are damaged. Raises UserError if the folder has no intact
-    checkpoint, or if the checkpoint was written after the last rollout.
+    Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged. Raises
+    UserError if the folder has no intact checkpoint, or if the checkpoint was written after the last rollout.
     """
     if config.learner.load is None:
         return None
-    checkpoint, damage = CheckpointFolder(Path(config.learner.load).expanduser().absolute()).latest()
-    if warn:
-        for sentence in damage:
-            log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.name)
+    folder = Path(config.learner.load).expanduser().absolute()
+    checkpoint, damage = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums).latest()
+    for sentence in damage:
+        log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.name)
     done = read_progress(checkpoint)["rollout"] + 1
     if done >= config.rollout.num_rollout:
         raise UserError(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class Surroundings:
     """The model folder that learner and engines were started from."""
     router_url: str
     """Empty if the run generates nothing."""
+    router_key: str = field(repr=False)
+    """API key of the router; empty if it has none."""
     engines: Sequence[EngineInfo]
     engine_actors: Mapping[str, Sequence[Any]]
     """Handles of the engines' actors, by engine name: one per node that the engine spans."""
@@ -122,12 +124,14 @@ class RolloutWorker:
                 Generators(
                     config,
                     surroundings.router_url,
+                    surroundings.router_key,
                     fleet,
                     CheckpointTokenizer(surroundings.checkpoint),
-                    self._arguments(surroundings.router_url),
+                    self._arguments(surroundings.router_url, surroundings.router_key),
                     events=self._outbox,
                     live_version=self._live_version,
                     limits=limits,
+                    agent_key_file=self._folder.agent_key,
                 )
             )
             args = generators.args
@@ -136,8 +140,12 @@ class RolloutWorker:
             first_rollout = 0 if checkpoint is None else resume(read_progress(checkpoint), data)
             rewarder = open_rewarder(config, args)
             cleanup.push_async_callback(rewarder.close)
+            dead_letters = DeadLetterFile(self._folder.dead_letters, self._outbox)
+            retries = asyncio.create_task(dead_letters.retry_forever())
+            cleanup.callback(dead_letters.retry)
+            cleanup.callback(retries.cancel)
             live = generators.training()
-            skipping = await self._skipping(live, surroundings.checkpoint)
+            skipping = await self._skipping(live, surroundings.checkpoint, limits)
             ports = Ports(
                 clock=SystemClock(),
                 events=self._outbox,
@@ -150,7 +158,7 @@ class RolloutWorker:
                     surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
                 ),
                 fleet=fleet,
-                dead_letters=DeadLetterFile(self._folder.path / "dead_letters.jsonl"),
+                dead_letters=dead_letters,
                 keep=dynamic_filter(config, args),
                 limits=limits,
                 rollout=self._rollout(args, generators, skipping, limits),
@@ -186,7 +194,7 @@ class RolloutWorker:
         """The rollout function; None if the service takes its batches directly from the queue."""
         config = self._config
         if trains_only(config):
-            return SavedBatches(config)
+            return SavedBatches(config, limits)
         if takes_from_queue(config, self._entry):
             return None
         function = rollout_function(config, self._entry)
@@ -210,6 +218,7 @@ class RolloutWorker:
         )
         self._fleet = SGLangFleet(
             surroundings.router_url,
+            router_key=surroundings.router_key,
             servers=self._servers,
             emit=self._outbox.emit,
             health_timeout=engine.engine_health_timeout_seconds,
@@ -270,7 +279,7 @@ class RolloutWorker:
         if self._service is not None:
             self._service.stop()
 
-    async def _skipping(self, live: Generator, checkpoint: str) -> SkippingGenerator | None:
+    async def _skipping(self, live: Generator, checkpoint: str, limits: SampleLimits) -> SkippingGenerator | None:
         """A generator that records or replays calls of `live`; None if no skip role is enabled."""
         config = self._config
 
@@ -278,7 +287,9 @@ class RolloutWorker:
             self._outbox.emit(WarningRaised(time=time.time(), text=text))
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
-        manager = SkipManager.init(config, SkipContext(config=config, identity=identity, warn=warn))
+        # A recording that is too long for this learner is not damaged, and its groups are generated again.
+        limits = SampleLimits(vocabulary=limits.vocabulary)
+        manager = SkipManager.init(config, SkipContext(config=config, identity=identity, limits=limits, warn=warn))
         if not manager.any_enabled:
             return None
         return SkippingGenerator(
@@ -293,8 +304,10 @@ class RolloutWorker:
     def _live_version(self) -> int:
         return self._service.run_state.live_version if self._service is not None else -1
 
-    def _arguments(self, router_url: str) -> Arguments:
+    def _arguments(self, router_url: str, router_key: str) -> Arguments:
         if not router_url:
             return flat_args(self._config)
         host, _, port = router_url.removeprefix("http://").rpartition(":")
-        return flat_args(self._config, sglang_router_ip=host, sglang_router_port=int(port))
+        return flat_args(
+            self._config, sglang_router_ip=host, sglang_router_port=int(port), sglang_router_api_key=router_key
+        )

@@ -15,10 +15,12 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
+from miles_async.adapters.sglang.server_key import new_key
 from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import evaluation_concurrency, keeps_reference, reference_batching
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import EvalDataset, RunConfig
+from miles_async.errors import UserError
 from miles_async.sample_schema import SampleLimits
 
 ENVIRONMENT = {
@@ -82,10 +84,12 @@ def engine_spec(
     devices: tuple[int, ...] = (),
     nodes: int = 1,
     node_rank: int = 0,
+    key: str | None = None,
 ) -> EngineSpec:
     """Return the specification of one server of an engine; an engine has one server per node.
 
-    `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node.
+    `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node. `key` is
+    the API key of the server; by default a random one.
     """
     engine = config.engine
     return EngineSpec(
@@ -109,6 +113,7 @@ def engine_spec(
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,
         health_timeout=engine.engine_health_timeout_seconds,
+        key=key or new_key(),
     )
 
 
@@ -118,8 +123,29 @@ def external_router(config: RunConfig) -> str | None:
     return None if ip is None else f"http://{ip}:{port}"
 
 
-def router_spec(config: RunConfig, logs: Path) -> RouterSpec:
+def external_router_key(config: RunConfig) -> str:
+    """Return the API key of an external router; empty if it has none.
+
+    Raises UserError if the environment variable or the file that `sglang_router_api_key` names does not exist.
+    """
+    value = config.engine.sglang_router_api_key or ""
+    source, _, name = value.partition(":")
+    try:
+        if source == "env":
+            return os.environ[name]
+        if source == "file":
+            return Path(name).expanduser().read_text().strip()
+    except KeyError as error:
+        raise UserError(f"sglang_router_api_key {value}: set the environment variable {name}") from error
+    except OSError as error:
+        raise UserError(f"sglang_router_api_key {value}: the file cannot be read ({error.strerror})") from error
+    return value
+
+
+def router_spec(config: RunConfig, logs: Path, key: str | None = None) -> RouterSpec:
+    """Return the specification of the router. `key` is its API key; by default a random one."""
     return RouterSpec(
+        key=key or new_key(),
         log_path=logs / "router.log",
         policy=config.engine.sglang_router_policy,
         # The router answers a request that it gives up as if the engine had failed, so the client must give up first.

@@ -63,7 +63,8 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Probe processes, update subscribers, and dump stacks once per stall.
 
-        Normally the rollout worker ends a stalled run. Raises FatalError if the rollout worker itself hangs.
+        `now` is in seconds of the monotonic clock. Normally the rollout worker ends a stalled run. Raises FatalError if
+        the rollout worker itself hangs.
         """
         self._subscribers.emit(*self._heartbeats.look(now))
         self._subscribers.update_scrape_targets(self._heartbeats.addresses)

@@ -7,7 +7,6 @@ engines: publishing weights has no effect, and generating is an error.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,10 @@ class NullLearner:
     name = "none"
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
-        now = time.time()
-        return StepReport(started=now, ended=now, tokens=0, finite=True)
+        return StepReport(seconds=0.0, tokens=0, finite=True)
+
+    async def work_seconds(self) -> float:
+        return 0.0
 
     async def copy_state(self, rollout_id: int) -> None: ...
 

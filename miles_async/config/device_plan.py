@@ -19,11 +19,13 @@ class Bundle:
     """One reserved device: a GPU, or a core on a machine without GPUs."""
 
     index: int
-    """Index of the bundle in the placement group."""
+    """Index of the bundle in its placement group."""
     node: str
     """Address of the node."""
     device: int
     """Number of the device on its node."""
+    group: int = 0
+    """Number of the placement group that the bundle belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Plan:
 
 def plan(bundles: Iterable[Bundle], demand: Demand) -> Plan:
     """Assign devices. Raises UserError if an engine would get different numbers of devices on different nodes."""
-    ordered = sorted(bundles, key=_sort_key)
+    ordered = sorted(bundles, key=sort_key)
     first = 0 if demand.colocated else demand.learner
     size = demand.per_engine
     engines = tuple(tuple(ordered[first + i * size : first + (i + 1) * size]) for i in range(demand.engines))
@@ -91,7 +93,7 @@ def _require_even(number: int, engine: Sequence[Bundle]) -> None:
         )
 
 
-def _sort_key(bundle: Bundle) -> tuple[tuple[int, ...], str, int]:
+def sort_key(bundle: Bundle) -> tuple[tuple[int, ...], str, int]:
     """Sort IPv4 addresses numerically (10.0.0.9 before 10.0.0.10), and host names after them alphabetically."""
     parts = bundle.node.split(".")
     numeric = len(parts) == 4 and all(part.isdigit() for part in parts)

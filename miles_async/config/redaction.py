@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.section import Section
 
 REDACTED = "<redacted>"
+MIN_SECRET_LENGTH = 8
 
+_SECRET_SETTINGS = frozenset({"sglang_router_api_key"})
+_SECRET_SOURCES = ("env:", "file:")
+"""A secret setting that begins with one of these names the place of the secret instead of the secret."""
 _SECRET_WORDS = frozenset("key apikey token secret password passwd passphrase credential credentials auth".split())
 _USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=[^&\s'\"#]+")
@@ -20,13 +26,18 @@ def redacted_values(config: RunConfig) -> dict[str, Any]:
     """The settings of a run by section, as JSON types, without secrets.
 
     A secret is the value of an entry of a free-form dict (environment variables, SGLang arguments) whose name contains
-    a word such as key, token or password, and any credentials in a URL.
+    a word such as key, token or password, the key of an external router, and any credentials in a URL.
     """
     return _redact_section(config)
 
 
-def redact_text(text: str) -> str:
-    """The text without user names and passwords in URLs, secret query parameters, and Authorization headers."""
+def redact_text(text: str, secrets: Collection[str] = ()) -> str:
+    """The text without user names and passwords in URLs, secret query parameters, and Authorization headers.
+
+    `secrets` are further strings to remove.
+    """
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
     text = _USER_INFO.sub(REDACTED, text)
     text = _QUERY.sub(lambda match: f"{match[1]}={REDACTED}" if is_secret(match[1]) else match[0], text)
     return _BEARER.sub(lambda match: f"{match[1]} {REDACTED}", text)
@@ -40,6 +51,16 @@ def is_secret(name: str) -> bool:
     return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
 
 
+def secret_values(variables: Mapping[str, str], command: Sequence[str] = ()) -> set[str]:
+    """The secrets among environment variables and the arguments of a command (`--api-key VALUE`).
+
+    Values of fewer than `MIN_SECRET_LENGTH` characters are left out, because words such as `true` are no secrets.
+    """
+    arguments = {flag.removeprefix("--"): value for flag, value in pairwise(command) if flag.startswith("--")}
+    named = (*variables.items(), *arguments.items())
+    return {value for name, value in named if is_secret(name) and len(value) >= MIN_SECRET_LENGTH}
+
+
 def contains_redacted(value: Any) -> bool:
     """Whether a value was read from a file that leaves out its secrets."""
     if isinstance(value, dict):
@@ -50,11 +71,15 @@ def contains_redacted(value: Any) -> bool:
 
 
 def _redact_section(section: Section) -> dict[str, Any]:
-    """The settings of one section. Their own names, such as `input_key`, never mark a secret."""
+    """The settings of one section. Few of their own names mark a secret: `input_key`, for example, does not."""
     values = section.model_dump(mode="json")
-    return {
+    redacted = {
         name: _redact_section(value) if isinstance(value, Section) else _redact(values[name]) for name, value in section
     }
+    for name in _SECRET_SETTINGS & redacted.keys():
+        if redacted[name] is not None and not str(redacted[name]).startswith(_SECRET_SOURCES):
+            redacted[name] = REDACTED
+    return redacted
 
 
 def _redact(value: Any) -> Any:

@@ -27,6 +27,12 @@ _SET_BY_THE_RUN = {
     "dist_init_addr": "the run derives it from the placement of the engines",
     "nnodes": "the run derives it from the placement of the engines",
     "node_rank": "the run derives it from the placement of the engines",
+    "api_key": "the run makes a random key",
+    "admin_api_key": "the run makes a random key",
+    "tokenizer_worker_num": "SGLang checks keys only with one tokenizer process",
+    "grpc_port": "SGLang checks no keys on this port",
+    "grpc_mode": "SGLang checks no keys in this mode",
+    "smg_grpc_mode": "SGLang checks no keys in this mode",
     "base_gpu_id": "the run derives it from the placement of the engines",
 }
 """Arguments that users cannot set, each with an explanation or the setting to use instead."""

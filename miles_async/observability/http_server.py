@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from miles_async.errors import UserError
+from miles_async.local_requests import foreign_request
 from miles_async.observability.page.document import LivePage
 
 CLIENT_TIMEOUT_SECONDS = 2.0
 """How long to wait for a client that sends no request or does not read its response. The end of a run may have to wait
 this long."""
-LOCAL_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class HttpServer:
@@ -69,13 +69,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
-        if address.path == "/metrics":
+        if (reason := foreign_request(self.headers.get("host"), self.headers.get("origin"))) is not None:
+            self._refuse(HTTPStatus.FORBIDDEN, reason)
+        elif address.path == "/metrics":
             encoder, kind = choose_encoder(self.headers.get("accept", ""))
             self._answer(encoder(self.registry), kind)
-        elif urlsplit(f"//{self.headers.get('host', '')}").hostname not in LOCAL_NAMES:
-            # DNS rebinding: a web site may resolve its own name to 127.0.0.1, and a browser would then let the site
-            # read the samples on this page. The name in the request reveals the attempt.
-            self._refuse(HTTPStatus.FORBIDDEN, "open this page under 127.0.0.1 or localhost")
         elif address.path == "/":
             self._answer(self.page.html(time.time()), "text/html; charset=utf-8")
         elif address.path == "/state.json":

@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """The event stream, see `trace/event_log.py`."""
+        """The newest events; `trace/event_log.py` also reads the earlier parts of the log."""
         return self.path / "events.jsonl"
 
     @property
@@ -52,12 +52,22 @@ class RunFolder:
         return self.path / "trace.json"
 
     @property
+    def dead_letters(self) -> Path:
+        """The groups that failed in every attempt, see `adapters/storage/dead_letters.py`."""
+        return self.path / "dead_letters.jsonl"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def agent_key(self) -> Path:
+        """The API key of the endpoint for agents; exists only if the run has an external generator."""
+        return self.path / "agent_key"
 
     @property
     def logs(self) -> Path:

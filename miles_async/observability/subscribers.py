@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,10 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
-from miles_async.errors import UserError
 from miles_async.events import (
     DataSkipped,
+    DeadLettersUnwritten,
     EngineChanged,
+    EvaluationSkipped,
     Event,
     RouterChanged,
     RunEnded,
@@ -57,9 +60,16 @@ class EventSubscribers:
         self._metrics = MetricsRecorder(registry)
         self._view = View()
         self._server = HttpServer(registry, LivePage(self._view), config.observability.metrics_port)
-        self._event_log = EventLogWriter(folder.events)
+        self._write_failed = False
+        settings = config.observability
+        self._event_log = EventLogWriter(
+            folder.events,
+            rotate_bytes=settings.event_log_rotate_bytes,
+            max_bytes=settings.event_log_max_bytes,
+            on_error=self._warn_of_write,
+        )
         self._perfetto = (
-            PerfettoTrace(folder.trace, config.observability.trace_max_bytes) if config.observability.trace else None
+            PerfettoTrace(folder.trace, settings.trace_max_bytes, self._warn_of_write) if settings.trace else None
         )
         self._summary = RunSummary()
         self._verdicts = Verdicts()
@@ -68,12 +78,14 @@ class EventSubscribers:
         self._log_tail = LogTail(folder.logs)
         self._trackers = Trackers(config, folder)
         self._scrape_targets = ScrapeTargets(folder, self._server.url)
-        self._scrape_targets.write({})
+        self.update_scrape_targets({})
         self._plain_lines = PlainLines(sys.stdout)
         self._progress_bar = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
         self._config = config
         self._folder = folder
         self._skipped = 0
+        self._unwritten = 0
+        """Number of dead letters that are not written yet."""
 
     def __enter__(self) -> Self:
         return self
@@ -85,9 +97,12 @@ class EventSubscribers:
         self._trackers.close()
         if self._perfetto is not None:
             self._perfetto.close()
-        self._scrape_targets.remove()
+        try:
+            self._scrape_targets.remove()
+        except OSError as error:
+            self._warn_of_write(self._scrape_targets.path, error)
         self._server.close()
-        self._event_log.close()  # last, because it raises FatalError if the disk is full
+        self._event_log.close()
 
     @property
     def metrics_url(self) -> str:
@@ -98,7 +113,7 @@ class EventSubscribers:
         return self._server.page_url
 
     def emit(self, *events: Event) -> None:
-        """Pass events to all subscribers, in order. Raises FatalError if the event log cannot be written."""
+        """Pass events to all subscribers, in order."""
         for event in events:
             self._dispatch(event)
 
@@ -111,7 +126,7 @@ class EventSubscribers:
         self._metrics.observe(event)
         self._summary.observe(event)
         self._verdicts.observe(event)
-        self._stall.observe(event)
+        self._stall.observe(event, time.monotonic())
         self._step_log.observe(event)
         self._trackers.observe(event)
         self._plain_lines.observe(event)
@@ -139,15 +154,30 @@ class EventSubscribers:
                     transport=event.transport,
                     error=event.error,
                 )
+            case DeadLettersUnwritten():
+                self._log_unwritten(event)
             case EngineChanged():
                 write = log.info if event.state == "routed" else log.warning
                 write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
+            case EvaluationSkipped():
+                log.info("evaluation skipped", rollout=event.rollout, overtaken_by=event.overtaken_by)
             case RouterChanged():
                 write = log.info if event.up else log.warning
                 answers = "answers" if event.up else "does not answer"
                 write(f"router {answers}", engines=event.engines, healthy=event.healthy)
             case _:
                 pass
+
+    def _log_unwritten(self, event: DeadLettersUnwritten) -> None:
+        before, self._unwritten = self._unwritten, event.letters
+        if event.letters and not before:
+            log.warning(
+                "dead letters cannot be written; they are kept in memory and written later",
+                file=str(self._folder.dead_letters),
+                error=event.error,
+            )
+        if before and not event.letters:
+            log.info("all dead letters are written", file=str(self._folder.dead_letters))
 
     def write_early_summary(self, end: RunEnded) -> None:
         """Write `summary.json` before the run has ended, in case that this process is killed before it ends.
@@ -161,17 +191,30 @@ class EventSubscribers:
         try:
             self._summary.write(self._folder.summary)
         except OSError as error:
-            # The summary is printed in any case, so a full disk must not end the run here.
-            log.warning("summary.json was not written", why=f"{self._folder.path}: {error.strerror}")
+            self._warn_of_write(self._folder.summary, error)
 
     def _write_report(self, until: float) -> None:
         settings = flatten(redacted_values(self._config))
         run = RunData(self._folder.path.name, settings, self._view, self._summary, until)
         try:
             write([run], self._folder.report)
-        except UserError as error:
-            # The run has succeeded all the same, and `make report` creates the report from the event log.
-            log.warning("report.html was not written", why=str(error))
+        except OSError as error:
+            self._warn_of_write(self._folder.report, error)
+
+    def _warn_of_write(self, file: Path, error: OSError) -> None:
+        """Warn once that a file of the run cannot be written, for example because the disk is full.
+
+        The run goes on without the file: training is worth more than its records.
+        """
+        if self._write_failed:
+            return
+        self._write_failed = True
+        log.warning(
+            "a file of the run cannot be written; the run continues, and its event log, trace, summary and report may "
+            "be incomplete",
+            file=str(file),
+            error=error.strerror,
+        )
 
     def _log_skipped(self, event: DataSkipped) -> None:
         self._skipped += 1
@@ -182,24 +225,32 @@ class EventSubscribers:
 
     def update_scrape_targets(self, addresses: Mapping[str, str]) -> None:
         """Update the targets file with the addresses (`host:port` by name) of engines and router."""
-        self._scrape_targets.write(addresses)
+        try:
+            self._scrape_targets.write(addresses)
+        except OSError as error:
+            self._warn_of_write(self._scrape_targets.path, error)
 
     def stalled_for(self, now: float) -> float:
-        """Return the seconds since the last progress, or 0 if they are too few for a warning."""
+        """Return the seconds since the last progress, or 0 if they are too few for a warning.
+
+        `now` is in seconds of the monotonic clock.
+        """
         return self._stall.stalled_for(now)
 
     def tick(self, now: float) -> None:
-        """Update everything that changes with time alone, several times a second. `now` is in wall-clock seconds.
+        """Update everything that changes with time alone, several times a second.
 
-        Raises FatalError if the event log cannot be written.
+        `now` is in seconds of the monotonic clock.
         """
         if stalled := self._stall.unreported_stall(now):
             self._dispatch(stalled)
-        self._verdicts.tick(now)
-        if changed := self._verdicts.take_change(now):
+        # Verdicts and metrics relate the present to the time stamps of events, which come from the wall clock.
+        wall = time.time()
+        self._verdicts.tick(wall)
+        if changed := self._verdicts.take_change(wall):
             self._dispatch(changed)
         self._metrics.set_verdict(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
-        self._metrics.tick(now)
+        self._metrics.tick(wall)
         self._event_log.tick(now)
         self._log_tail.poll(now)
         if self._perfetto is not None:

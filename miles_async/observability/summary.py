@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,7 @@ import numpy as np
 from miles_async.atomic_files import write_atomically
 from miles_async.events import (
     ClusterReady,
+    DeadLettersUnwritten,
     EngineBusy,
     Evaluated,
     Event,
@@ -28,9 +30,95 @@ from miles_async.observability.diagnosis.verdict import KNOBS, Verdicts
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
+MAX_VALUES = 1024
+"""Most values of a series that are kept in memory."""
+
+
+class _Milliseconds:
+    """A duration that is measured many times. Of more than `MAX_VALUES` values, every n-th is kept for the median."""
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+        self._stride = 1
+        """n; it doubles when `MAX_VALUES` values are kept."""
+        self._measured = 0
+        self.max: float | None = None
+
+    def add(self, seconds: float) -> None:
+        value = 1e3 * seconds
+        self.max = value if self.max is None else max(self.max, value)
+        if self._measured % self._stride == 0:
+            self._values.append(value)
+        self._measured += 1
+        if len(self._values) == MAX_VALUES:
+            self._values = self._values[::2]
+            self._stride *= 2
+
+    @property
+    def median(self) -> float | None:
+        return median(self._values) if self._values else None
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The training steps of a run."""
+
+    first: StepEnded
+    last: StepEnded
+    count: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def add(self, step: StepEnded) -> None:
+        self.last = step
+        self.count += 1
+        self.seconds += step.seconds
+        self.tokens += step.tokens
+
+
+class _EngineSeconds:
+    """The time in which the engines were busy, between the start of the first step and the end of the last step.
+
+    Engines report their busy seconds now and then, so the values at the two ends are interpolated.
+    """
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
+        """Time and busy seconds of the reports that may still be needed, oldest first."""
+        self._reported = 0
+        self._start: float | None = None
+        self._busy_at_start: float | None = None
+        """Known as soon as there is a report after the start."""
+
+    def report(self, time: float, busy: float) -> None:
+        self._reports.append((time, busy))
+        self._reported += 1
+        if self._busy_at_start is None and self._start is not None and time >= self._start:
+            self._busy_at_start = self._at(self._start)
+
+    def step_started(self, time: float) -> None:
+        if self._start is None:
+            self._start = time
+
+    def step_ended(self, time: float) -> None:
+        # All later steps end later, so they need no report before the last one up to this time.
+        while self._busy_at_start is not None and len(self._reports) > 1 and self._reports[1][0] <= time:
+            self._reports.popleft()
+
+    def until(self, end: float) -> float | None:
+        """The busy seconds from the first step to `end`, the end of the last step; None without reports."""
+        if self._reported < 2 or self._start is None:
+            return None
+        start = self._busy_at_start if self._busy_at_start is not None else self._at(self._start)
+        return self._at(end) - start
+
+    def _at(self, time: float) -> float:
+        times, busy = zip(*self._reports, strict=True)
+        return float(np.interp(time, times, busy))
+
 
 class RunSummary:
-    """Computes the summary from the event stream. Figures without an event are None.
+    """Computes the summary from the event stream, in memory that does not grow. Figures without an event are None.
 
     - `wall_seconds` covers the whole run. Rates and idle shares cover the training phase, which lasts from the start of
       the first optimizer step to the end of the last one.
@@ -44,13 +132,18 @@ class RunSummary:
         self._verdicts = Verdicts()
         self._ended: RunEnded | None = None
         self._last_time = 0.0
-        self._steps: list[StepEnded] = []
-        self._publishes: list[PublishEnded] = []
+        self._steps: _Steps | None = None
+        self._version = 0
+        """The newest version that was published."""
+        self._publish, self._pause = _Milliseconds(), _Milliseconds()
+        self._publish_bytes = 0
         self._staleness: Counter[int] = Counter()
         self._batch: list[int] = []
         """Staleness of the groups in the current training step."""
         self._dropped: Counter[str] = Counter()
-        self._busy: list[tuple[float, float]] = []
+        self._engines = _EngineSeconds()
+        self._unwritten: DeadLettersUnwritten | None = None
+        """Dead letters that are not in the dead-letter file."""
         self._scores: dict[str, float] = {}
         """The last score of every data set, under the names that slime uses."""
         self._main_set: str | None = None
@@ -64,7 +157,7 @@ class RunSummary:
         match event:
             case RunStarted():
                 self._run = event
-                self._busy.append((event.time, 0.0))
+                self._engines.report(event.time, 0.0)
             case ClusterReady():
                 self._cluster = event
             case GroupMoved():
@@ -72,17 +165,22 @@ class RunSummary:
                     self._dropped[event.reason] += 1
             case StepStarted():
                 self._batch = event.staleness
+                self._engines.step_started(event.time)
             case StepEnded():
-                self._steps.append(event)
+                self._steps = self._steps or _Steps(event, event)
+                self._steps.add(event)
+                self._engines.step_ended(event.time)
                 if event.finite:
                     self._staleness.update(self._batch)
             case PublishEnded():
                 if event.live and event.version > 0:
-                    self._publishes.append(event)
+                    self._published(event)
             case EngineBusy():
-                self._busy.append((event.time, event.busy))
+                self._engines.report(event.time, event.busy)
             case Evaluated():
                 self._evaluated(event)
+            case DeadLettersUnwritten():
+                self._unwritten = event
             case RunEnded():
                 self._ended = event
             case _:
@@ -92,9 +190,7 @@ class RunSummary:
         """Return the contents of `summary.json`."""
         started = self._run.time if self._run is not None else None
         ended = self._ended.time if self._ended is not None else self._last_time
-        publish_ms = [1e3 * (publish.staged_seconds + publish.paused_seconds) for publish in self._publishes]
         verdict = self._verdicts.overall
-        pause_ms = [1e3 * publish.paused_seconds for publish in self._publishes]
         return {
             "run": self._run.run if self._run is not None else None,
             "entry": self._run.entry if self._run is not None else None,
@@ -103,28 +199,36 @@ class RunSummary:
             "reason": self._ended.reason if self._ended is not None else None,
             "wall_seconds": ended - started if started is not None else None,
             "warm_start_seconds": self._cluster.warm_start_seconds if self._cluster is not None else None,
-            "rollouts": len(self._steps),
+            "rollouts": self._steps.count if self._steps is not None else 0,
             "accuracy_before": self._accuracy_before,
             "accuracy_after": self._accuracy_after,
             "scores": self._scores,
-            "reward_first": self._steps[0].reward if self._steps else None,
-            "reward_last": self._steps[-1].reward if self._steps else None,
+            "reward_first": self._steps.first.reward if self._steps is not None else None,
+            "reward_last": self._steps.last.reward if self._steps is not None else None,
             **self._training_phase(),
             "weight_transfer": self._cluster.weight_transfer if self._cluster is not None else None,
-            "versions": max((publish.version for publish in self._publishes), default=0),
-            "publish_ms_median": median(publish_ms) if publish_ms else None,
-            "publish_ms_max": max(publish_ms, default=None),
-            "pause_ms_median": median(pause_ms) if pause_ms else None,
-            "pause_ms_max": max(pause_ms, default=None),
-            "publish_bytes": sum(publish.bytes for publish in self._publishes),
+            "versions": self._version,
+            "publish_ms_median": self._publish.median,
+            "publish_ms_max": self._publish.max,
+            "pause_ms_median": self._pause.median,
+            "pause_ms_max": self._pause.max,
+            "publish_bytes": self._publish_bytes,
             "staleness_max": max(self._staleness, default=None),
             "staleness_histogram": {str(age): self._staleness[age] for age in sorted(self._staleness)},
             "recycled": self._dropped[DropReason.STALE],
             "dropped": dict(sorted(self._dropped.items())),
+            "unwritten_dead_letters": self._unwritten.letters if self._unwritten is not None else 0,
+            "unwritten_prompts": self._unwritten.prompts if self._unwritten is not None else [],
             "verdict": verdict,
             "knob": KNOBS[verdict] if verdict is not None else None,
             "verdict_seconds": {kind: round(seconds, 3) for kind, seconds in self._verdicts.seconds.items()},
         }
+
+    def _published(self, event: PublishEnded) -> None:
+        self._version = max(self._version, event.version)
+        self._publish.add(event.staged_seconds + event.paused_seconds)
+        self._pause.add(event.paused_seconds)
+        self._publish_bytes += event.bytes
 
     def _evaluated(self, event: Evaluated) -> None:
         self._scores[f"eval/{event.name}"] = event.reward
@@ -138,23 +242,18 @@ class RunSummary:
             self._accuracy_after = event.accuracy
 
     def _training_phase(self) -> dict[str, float | None]:
-        seconds = self._steps[-1].ended - self._steps[0].started if self._steps else 0.0
-        if seconds <= 0:
+        steps = self._steps
+        seconds = steps.last.time - steps.first.started if steps is not None else 0.0
+        if steps is None or seconds <= 0:
             names = ("training_seconds", "groups_per_second", "tokens_per_second")
             return dict.fromkeys((*names, "learner_idle_share", "engine_idle_share"))
-        stepping = sum(step.ended - step.started for step in self._steps)
-        engine_share = None
-        if len(self._busy) > 1:
-            # Engines report their busy seconds now and then, so the values at the two ends are interpolated.
-            times, busy_seconds = zip(*self._busy, strict=True)
-            begin, end = np.interp([self._steps[0].started, self._steps[-1].ended], times, busy_seconds)
-            engine_share = 1 - float(end - begin) / seconds
+        busy = self._engines.until(steps.last.time)
         return {
             "training_seconds": seconds,
             "groups_per_second": self._staleness.total() / seconds,
-            "tokens_per_second": sum(step.tokens for step in self._steps) / seconds,
-            "learner_idle_share": 1 - stepping / seconds,
-            "engine_idle_share": engine_share,
+            "tokens_per_second": steps.tokens / seconds,
+            "learner_idle_share": 1 - steps.seconds / seconds,
+            "engine_idle_share": 1 - busy / seconds if busy is not None else None,
         }
 
     def write(self, path: Path) -> None:
@@ -165,7 +264,11 @@ class RunSummary:
         """Return the figures as lines of text."""
         figures = self.figures()
         width = max(len(name) for name in _LINES)
-        return "\n".join(f"{name:<{width}}  {_line(template, figures)}" for name, template in _LINES.items())
+        lines = {name: _line(template, figures) for name, template in _LINES.items()}
+        if (unwritten := self._unwritten) is not None and unwritten.letters:
+            prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
+            lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"
+        return "\n".join(f"{name:<{width}}  {line}" for name, line in lines.items())
 
 
 _LINES = {

@@ -49,7 +49,7 @@ class BatchCollector:
         Waits until the window has released enough groups. Raises UserError if the data is exhausted before.
         """
         run_state, queue = self._run_state, self._producer.queue
-        waiting_since = run_state.clock.now()
+        waiting_since = run_state.clock.monotonic()
         groups: list[Group] = []
         self.wanted, self.collected = size, 0
         while len(groups) < size:
@@ -64,7 +64,8 @@ class BatchCollector:
             groups += self.recycle_stale([group])
             self.collected = len(groups)
         self.wanted, self.collected = 0, 0
-        now = run_state.clock.now()
+        waited = run_state.clock.monotonic() - waiting_since
+        now = run_state.clock.time()
         recycled = self._recycler.recycled
         run_state.events.emit(QueueChanged(time=now, depth=len(queue), blocked=self._producer.window.blocked))
         run_state.events.emit(
@@ -72,7 +73,7 @@ class BatchCollector:
                 time=now,
                 rollout=rollout_id,
                 depth=len(queue),
-                waited=now - waiting_since,
+                waited=waited,
                 recycled=recycled - self._recycled_before,
             )
         )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from miles_async.errors import EngineLostError, MilesError, RouterLostError, TrajectoryError, UserError
-from miles_async.events import Evaluated, WarningRaised
+from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
 from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import Generator, Rewarder
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -24,7 +25,8 @@ MAX_INTERRUPTIONS = 300
 RETRY_SECONDS = 1.0
 
 Scores = Mapping[str, Mapping[str, Sequence[Any]]]
-"""By data set: `rewards` and `truncated` (whether the length limit was reached), one entry per sample, as in slime."""
+"""By data set: `rewards` and `truncated` (whether the length limit was reached), one entry per sample, as in slime; and
+`versions`, the weight versions of the tokens in ascending order. Functions of users need not return `versions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Evaluator:
     """Returns whether requests reach an engine and may be sent now."""
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
-        """Return rewards and truncation flags of every sample, by data set.
+        """Return rewards and truncation flags of every sample and the versions of their tokens, by data set.
 
         A problem that fails scores 0; one warning per data set reports failures. Left out are data sets without
         problems, and those with a problem that lost its engine too often: a missing score must not look like a wrong
@@ -61,8 +63,11 @@ class Evaluator:
             if set_scores is not None
         }
 
-    def report(self, rollout_id: int, scores: Scores, seconds: float) -> None:
-        """Emit the scores as events. Raises UserError if a user's evaluation function returned invalid scores."""
+    def report(self, rollout_id: int, scores: Scores, seconds: float, live_versions: tuple[int, int]) -> None:
+        """Emit the scores as events. `live_versions` are those at the start and at the end of the evaluation.
+
+        Raises UserError if a user's evaluation function returned invalid scores.
+        """
         self.run_state.mark_progress()
         for name, set_scores in scores.items():
             rewards = list(set_scores.get("rewards", ()))
@@ -71,10 +76,11 @@ class Evaluator:
                     f"eval_function_path returned no list of finite rewards for {name!r}: "
                     'return {name: {"rewards": [...], "truncated": [...]}}'
                 )
+            versions = set_scores.get("versions") or live_versions
             truncated = [float(flag) for flag in set_scores.get("truncated", ())] or [0.0]
             self.run_state.events.emit(
                 Evaluated(
-                    time=self.run_state.clock.now(),
+                    time=self.run_state.clock.time(),
                     name=name,
                     rollout=rollout_id,
                     accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
@@ -82,6 +88,7 @@ class Evaluator:
                     problems=len(rewards),
                     seconds=seconds,
                     truncated=sum(truncated) / len(truncated),
+                    versions=(min(versions), max(versions)),
                 )
             )
 
@@ -103,6 +110,7 @@ class Evaluator:
         return {
             "rewards": [sample.scalar_reward for sample in samples],
             "truncated": [float(sample.status is SampleStatus.TRUNCATED) for sample in samples],
+            "versions": sorted({span.version for sample in samples for span in sample.spans}),
         }
 
     async def _answer(self, group: Group, generator: Generator) -> MilesError | None:
@@ -112,7 +120,8 @@ class Evaluator:
             try:
                 await self._generate(group, generator)
                 if not _interrupted(group):
-                    await self.rewarder.score(group)
+                    with self.run_state.working():
+                        await self.rewarder.score(group)
                     return None
                 failure: MilesError = TrajectoryError(
                     f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)"
@@ -140,13 +149,66 @@ class Evaluator:
         await self.run_state.changed.until(self.may_generate)
         self.run_state.evaluation_requests += 1
         try:
-            await generator.generate(group)
+            with self.run_state.working():
+                await generator.generate(group)
         finally:
             self.run_state.evaluation_requests -= 1
             self.run_state.changed.notify()
 
     def _warn(self, text: str) -> None:
-        self.run_state.events.emit(WarningRaised(time=self.run_state.clock.now(), text=text))
+        self.run_state.events.emit(WarningRaised(time=self.run_state.clock.time(), text=text))
+
+
+class DueEvaluations:
+    """Runs evaluations in the background, one at a time.
+
+    Evaluations do not queue up: an evaluation that waits for the previous one, or for engines, is skipped when a newer
+    one is due, because it would run on the weights of the newer one.
+
+    Example::
+
+        due = DueEvaluations(run_state, tasks, evaluate, may_start)
+        due.add(9)         # starts
+        due.add(19)        # waits for the evaluation after rollout 9
+        due.add(29)        # takes the place of the evaluation after rollout 19, which is skipped
+        await due.idle()
+    """
+
+    def __init__(
+        self,
+        run_state: RunState,
+        tasks: TaskSupervisor,
+        evaluate: Callable[[int], Awaitable[None]],
+        may_start: Callable[[], bool],
+    ) -> None:
+        self._run_state = run_state
+        self._tasks = tasks
+        self._evaluate = evaluate
+        self._may_start = may_start
+        self._waiting: int | None = None
+        """The rollout of the evaluation that waits to start."""
+        self._running: asyncio.Task[None] | None = None
+
+    def add(self, rollout_id: int) -> None:
+        """Evaluate after `rollout_id` as soon as possible; skip the evaluation that still waits to start."""
+        if self._waiting is not None:
+            self._run_state.events.emit(
+                EvaluationSkipped(time=self._run_state.clock.time(), rollout=self._waiting, overtaken_by=rollout_id)
+            )
+        self._waiting = rollout_id
+        if self._running is None or self._running.done():
+            self._running = self._tasks.spawn("evaluation", self._run())
+
+    async def idle(self) -> None:
+        """Return when no evaluation runs or waits. A failed one ends the run through its supervisor."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def _run(self) -> None:
+        while self._waiting is not None:
+            await self._run_state.changed.until(self._may_start)
+            rollout_id, self._waiting = self._waiting, None
+            await self._evaluate(rollout_id)
 
 
 def _interrupted(group: Group) -> bool:

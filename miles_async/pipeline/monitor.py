@@ -1,6 +1,8 @@
-"""Loops that watch the run: the monitor reports its state and detects stalls, and the load loop adapts concurrency.
+"""Loops that watch the run.
 
-The monitor never waits for another loop, so that it still reports when the other loops are stuck.
+The monitor reports the state of the run and detects stalls. It never waits for another loop, so that it still reports
+when the other loops are stuck. The work loop counts the learner's work as progress, and the load loop adapts
+concurrency.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from miles_async.events import EngineBusy, LoopLag, Pulse, Stalled
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.run_state import RunState
-from miles_async.ports import Fleet, Generator
+from miles_async.ports import Fleet, Generator, Learner
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock
@@ -19,6 +21,12 @@ TICK_SECONDS = 0.5
 """Time between two reports."""
 LOAD_POLL_SECONDS = 0.5
 """Time between two requests for the engines' loads."""
+WORK_POLL_SECONDS = 5.0
+"""Time between two requests for the learner's seconds of work."""
+MIN_WORK_SECONDS = 0.05
+"""Less work than this between two requests does not count: waiting for another rank takes some CPU time too."""
+SUSPENDED_SECONDS = 5.0
+"""Lag of the event loop above which this process was suspended or blocked, so that no loop could make progress."""
 
 
 class RunMonitor:
@@ -40,24 +48,26 @@ class RunMonitor:
         self._generator = generator
         self._stall = StallClock(warn_seconds)
         self._abort_seconds = abort_seconds
-        self._head = 0, run_state.clock.now()
+        self._head = 0, run_state.clock.monotonic()
         """Head of the window, and when it was first seen as the head."""
 
     async def run(self) -> None:
         """Run until cancelled. Raises FatalError after `abort_seconds` without progress."""
         run_state = self._run_state
         while True:
-            asleep_at = run_state.clock.now()
+            asleep_at = run_state.clock.monotonic()
             await run_state.clock.sleep(TICK_SECONDS)
-            now = run_state.clock.now()
-            run_state.events.emit(LoopLag(time=now, seconds=max(0.0, now - asleep_at - TICK_SECONDS)))
+            lag = max(0.0, run_state.clock.monotonic() - asleep_at - TICK_SECONDS)
+            if lag > SUSPENDED_SECONDS:
+                run_state.discount(lag)
+            now, idle_seconds = run_state.clock.time(), run_state.idle_seconds
+            run_state.events.emit(LoopLag(time=now, seconds=lag))
             run_state.events.emit(
                 EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
             )
-            run_state.events.emit(self._pulse(now))
-            idle_seconds = now - run_state.last_progress
+            run_state.events.emit(self._pulse(idle_seconds))
             if self._stall.due(idle_seconds):
-                self._warn(now, idle_seconds)
+                self._warn(idle_seconds)
             if idle_seconds >= self._abort_seconds:
                 raise FatalError(self._stall_sentence(idle_seconds))
 
@@ -72,15 +82,16 @@ class RunMonitor:
             f"trainer version {run_state.trainer_version}, live version {run_state.live_version}; dropped: {dropped}"
         )
 
-    def _pulse(self, now: float) -> Pulse:
+    def _pulse(self, idle_seconds: float) -> Pulse:
         run_state, producer = self._run_state, self._producer
+        now = run_state.clock.monotonic()
         head = producer.window.head
         if head != self._head[0]:
             self._head = head, now
         oldest, sent_at = next(iter(producer.at_engines_since.items()), (None, now))
         cause, blocked_since = producer.waits_for or (None, now)
         return Pulse(
-            time=now,
+            time=run_state.clock.time(),
             generating=len(producer.at_engines_since),
             rewarding=producer.rewarding,
             oldest=oldest,
@@ -96,18 +107,32 @@ class RunMonitor:
             wanted=self._collector.wanted,
             trainer_version=run_state.trainer_version,
             live_version=run_state.live_version,
+            idle_seconds=idle_seconds,
         )
 
-    def _warn(self, now: float, idle_seconds: float) -> None:
+    def _warn(self, idle_seconds: float) -> None:
         self._run_state.events.emit(
             Stalled(
-                time=now,
+                time=self._run_state.clock.time(),
                 seconds=idle_seconds,
                 queue=len(self._producer.queue),
                 collected=self._collector.collected,
                 wanted=self._collector.wanted,
             )
         )
+
+
+async def follow_learner_work(run_state: RunState, learner: Learner) -> None:
+    """Count the work of the learner as progress, such as a long step or checkpoint. Runs until cancelled.
+
+    A learner that is frozen does not answer, so its calls end in a stall. Raises FatalError if a rank is lost.
+    """
+    worked = await learner.work_seconds()
+    while True:
+        await run_state.clock.sleep(WORK_POLL_SECONDS)
+        before, worked = worked, await learner.work_seconds()
+        if worked - before > MIN_WORK_SECONDS:
+            run_state.mark_progress()
 
 
 async def follow_engine_load(run_state: RunState, fleet: Fleet, limit: AdaptiveConcurrency) -> None:

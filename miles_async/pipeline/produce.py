@@ -93,7 +93,7 @@ class Producer:
         self._generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
         self.at_engines_since: dict[int, float] = {}
-        """When each of these groups was sent to the engines, by sequence number, oldest first."""
+        """When each of these groups was sent to the engines (`Clock.monotonic`), by sequence number, oldest first."""
         self.rewarding = 0
         """Number of groups that are generated and wait for their reward."""
         self.waits_for: tuple[Blocked, float] | None = None
@@ -163,14 +163,14 @@ class Producer:
 
         while True:
             if cause := blocked():
-                blocked_at = run_state.clock.now()
+                blocked_at = run_state.clock.monotonic()
                 self.waits_for = cause, blocked_at
                 # Also wakes up if another limit blocks now, so that the time is attributed to the right cause.
                 await run_state.changed.until(partial(no_longer_blocked_by, cause))
                 self.waits_for = None
                 run_state.events.emit(
                     AdmissionBlocked(
-                        time=run_state.clock.now(), cause=cause, seconds=run_state.clock.now() - blocked_at
+                        time=run_state.clock.time(), cause=cause, seconds=run_state.clock.monotonic() - blocked_at
                     )
                 )
                 continue
@@ -262,7 +262,7 @@ class Producer:
             await self._run_state.changed.until(lambda: self._stopping or self._engines_available())
         if self._stopping:
             return Outcome.ABORTED
-        started = clock.now()
+        started = clock.monotonic()
         self._generating[sequence] = group
         self.at_engines_since[sequence] = started
         try:
@@ -274,7 +274,7 @@ class Producer:
         # The engines survived the prompt, whatever the group is worth.
         self._quarantine.clear(group)
         check_group(group, self._limits, self._run_state.trainer_version)
-        generated = clock.now()
+        generated = clock.monotonic()
         self.rewarding += 1
         try:
             await self._rewarder.score(group)
@@ -283,20 +283,20 @@ class Producer:
         verdict = self._keep(group)
         if not verdict:
             reason = verdict.reason if isinstance(verdict, Verdict) else Verdict(False).reason
-            self._run_state.events.emit(GroupFiltered(time=clock.now(), sequence=sequence, reason=reason))
+            self._run_state.events.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=reason))
         self._run_state.events.emit(
             GroupGenerated(
-                time=clock.now(),
+                time=clock.time(),
                 sequence=sequence,
-                started=started,
-                generated=generated,
+                generation_seconds=generated - started,
+                reward_seconds=clock.monotonic() - generated,
                 versions=(group.oldest_version, max(span.version for sample in group for span in sample.spans)),
                 response_tokens=group.response_tokens,
                 reward=sum(sample.scalar_reward for sample in group) / len(group),
                 truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
             )
         )
-        self._sample_display.offer(clock.now(), group)
+        self._sample_display.offer(group)
         return Outcome.KEPT if verdict else Outcome.FILTERED
 
     async def _generate(self, group: Group) -> None:
@@ -341,7 +341,7 @@ class Producer:
             self._run_state.advance([group], GroupState.QUEUED)
             self._run_state.mark_progress()
         self._run_state.events.emit(
-            QueueChanged(time=self._run_state.clock.now(), depth=len(self.queue), blocked=self.window.blocked)
+            QueueChanged(time=self._run_state.clock.time(), depth=len(self.queue), blocked=self.window.blocked)
         )
 
 

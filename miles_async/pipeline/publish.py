@@ -77,10 +77,10 @@ class Publisher:
         """Copy the learner's current weights as `version`. `trained` are the groups of the steps that made it."""
         await self.idle()
         async with self._buffer_lease.held_by(f"staging version {version}"):
-            started = self._run_state.clock.now()
+            started = self._run_state.clock.monotonic()
             await self._channel.stage(version)
             self._run_state.trainer_version = version
-            self._staged = _StagedVersion(version, trained, self._run_state.clock.now() - started)
+            self._staged = _StagedVersion(version, trained, self._run_state.clock.monotonic() - started)
 
     def start(self) -> None:
         """Run `publish` in the background."""
@@ -126,23 +126,23 @@ class Publisher:
     async def _publish(self, staged: _StagedVersion) -> None:
         """Pause, send, commit and resume; advance the state of the run if an engine holds the version afterwards."""
         run_state, version = self._run_state, staged.version
-        run_state.events.emit(PublishStarted(time=run_state.clock.now(), version=version, queue=self._queue_depth()))
-        paused_at = run_state.clock.now()
+        run_state.events.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self._queue_depth()))
+        paused_at = run_state.clock.monotonic()
         run_state.publish_aborts += self._pause_mode == "abort"
         try:
             await self._fleet.pause(self._pause_mode)
-            stopped_at = run_state.clock.now()
+            stopped_at = run_state.clock.monotonic()
             sends = [self._send_and_commit(version, engine) for engine in self._fleet.routed()]
             outcomes = await asyncio.gather(*sends)
         finally:
             # Engines that stayed paused would never answer the requests that they hold.
-            written_at = run_state.clock.now()
+            written_at = run_state.clock.monotonic()
             await self._fleet.resume()
-        resumed_at = run_state.clock.now()
+        resumed_at = run_state.clock.monotonic()
         live = bool(self._fleet.routed())
         run_state.events.emit(
             PublishEnded(
-                time=resumed_at,
+                time=run_state.clock.time(),
                 version=version,
                 live=live,
                 staged_seconds=staged.seconds,
@@ -192,7 +192,7 @@ class Publisher:
     def _report_failure(self, version: int, outcome: SendOutcome, then: str, transport: str | None = None) -> None:
         self._run_state.events.emit(
             WriteFailed(
-                time=self._run_state.clock.now(),
+                time=self._run_state.clock.time(),
                 version=version,
                 engine=outcome.engine,
                 error=outcome.error or "",

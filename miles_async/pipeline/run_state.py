@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
@@ -53,8 +54,9 @@ class RunState:
         """Problems of evaluations that are at the engines."""
         self.publish_aborts = 0
         """Publishes that aborted the requests at the engines (`pause_generation_mode` abort)."""
-        self.last_progress = clock.now()
-        """When a group was last collected, a step ended or a version went live."""
+        self._last_progress = clock.monotonic()
+        self._working = 0
+        """Number of `working` blocks that are entered now."""
         self.data_lock = Lock()
         """Held while a rollout function takes prompts from the data source or returns them."""
         self._live: dict[int, Group] = {}
@@ -100,8 +102,27 @@ class RunState:
         return self.ledger.state(sequence_of(group))
 
     def mark_progress(self) -> None:
-        """Restart the clock that detects stalls."""
-        self.last_progress = self.clock.now()
+        """Restart the clock that detects stalls: a group was collected, a step ended or the learner has worked."""
+        self._last_progress = self.clock.monotonic()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the time inside the block as progress, because the pipeline cannot see whether the work advances."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+            self.mark_progress()
+
+    def discount(self, seconds: float) -> None:
+        """Leave out of `idle_seconds` the last `seconds`, in which this process did not run."""
+        self._last_progress = min(self._last_progress + seconds, self.clock.monotonic())
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last progress; 0 inside `working`."""
+        return 0.0 if self._working else self.clock.monotonic() - self._last_progress
 
     def feed(self, group: Group) -> None:
         """Enter a group that was taken from the data source, and assign its sequence number."""
@@ -141,7 +162,7 @@ class RunState:
 
     def drop_filtered(self, group: Group, reason: str) -> None:
         """Drop a group that a filter or a rollout function rejected for `reason`."""
-        self.events.emit(GroupFiltered(time=self.clock.now(), sequence=sequence_of(group), reason=reason))
+        self.events.emit(GroupFiltered(time=self.clock.time(), sequence=sequence_of(group), reason=reason))
         self.drop(group, DropReason.FILTERED)
 
     def _emit(self, group: Group, transition: Transition) -> None:
@@ -150,7 +171,7 @@ class RunState:
             del self._live[transition.sequence]
         self.events.emit(
             GroupMoved(
-                time=self.clock.now(),
+                time=self.clock.time(),
                 sequence=transition.sequence,
                 feed_index=group.feed_index,
                 attempt=group.attempt,

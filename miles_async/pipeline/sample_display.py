@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from miles_async.events import EventSink, SampleDisplayed
+from miles_async.ports import Clock
 from miles_async.types import Group, Sample, SampleStatus
 
 CHARACTERS_SHOWN = 2000
@@ -30,22 +31,23 @@ def readable(text: str) -> str:
 class SampleDisplay:
     """Emits a `SampleDisplayed` event for one of the groups offered to it, at most once per interval."""
 
-    def __init__(self, events: EventSink, interval_seconds: float | None) -> None:
+    def __init__(self, clock: Clock, events: EventSink, interval_seconds: float | None) -> None:
         """`interval_seconds` is the shortest time between two samples; None disables the display."""
+        self._clock = clock
         self._events = events
         self._interval = interval_seconds
-        self._next = 0.0
+        self._next = clock.monotonic()
 
-    def offer(self, now: float, group: Group) -> None:
-        """Offer a group that has its rewards. `now` is in wall-clock seconds, like the time of events."""
-        if self._interval is None or now < self._next:
+    def offer(self, group: Group) -> None:
+        """Offer a group that has its rewards."""
+        if self._interval is None or (now := self._clock.monotonic()) < self._next:
             return
         self._next = now + self._interval
         sample = group[0]
         versions = [span.version for span in sample.spans]
         self._events.emit(
             SampleDisplayed(
-                time=now,
+                time=self._clock.time(),
                 sequence=group.sequence or 0,
                 feed_index=group.feed_index,
                 prompt=readable(_prompt(sample)),

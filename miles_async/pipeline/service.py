@@ -13,6 +13,7 @@
     publish   publish.py  staged weights        the engines to pause and resume    the engines
     repair    repair.py   failed engines        health checks, engine starts       the engines, the router
     monitor   monitor.py  -                     nothing                            -
+    work      monitor.py  -                     the learner's ranks                the learner's ranks
     load      monitor.py  -                     the engines' loads (if enabled)    the engines
 
 Training is finite; the other loops run until it ends, and a loop that returns earlier is an error. Every group is in
@@ -35,8 +36,8 @@ from miles_async.events import TrainerPhaseChanged
 from miles_async.pipeline.checkpoint import Checkpointer
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.devices import SharedDevices
-from miles_async.pipeline.evaluate import EvalSet, Evaluator
-from miles_async.pipeline.monitor import RunMonitor, follow_engine_load
+from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
+from miles_async.pipeline.monitor import RunMonitor, follow_engine_load, follow_learner_work
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
@@ -75,7 +76,6 @@ class Service:
         self._first_rollout = first_rollout
         self._tasks = TaskSupervisor()
         self._stopping = asyncio.Event()
-        self._evaluating = asyncio.Lock()
         self._trained: list[Group] = []
         """Groups trained since the last staged version."""
         self.run_state = RunState(ports.clock, ports.events)
@@ -103,7 +103,7 @@ class Service:
             partial_rollout=config.rollout.partial_rollout,
             engines_available=ports.fleet.serving,
             check_engines=lambda: self._repair.check_engines(),
-            sample_display=SampleDisplay(ports.events, config.observability.sample_interval_seconds),
+            sample_display=SampleDisplay(ports.clock, ports.events, config.observability.sample_interval_seconds),
         )
         self._collector = BatchCollector(
             run_state=self.run_state, producer=self._producer, recycler=recycler, gate=gate, adaptive=self._adaptive
@@ -144,6 +144,7 @@ class Service:
         held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
         eval_sets = [held_out, *ports.eval_sets]
         self._evaluator = Evaluator(self.run_state, ports.rewarder, eval_sets, self._evaluation_may_generate)
+        self._evaluations = DueEvaluations(self.run_state, self._tasks, self._evaluate, self._evaluation_may_generate)
         self._source = RolloutSource(
             data=ports.data,
             run_state=self.run_state,
@@ -170,19 +171,20 @@ class Service:
         """Run to the end. Raises UserError, FatalError or an error of a user's function, after ending all tasks."""
         async with self._tasks:
             self._tasks.forever("monitor", self._monitor.run())
+            self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
             if self._adaptive is not None:
                 self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
             await self._publisher.stage(0, [])
             await self._devices.release_learner()
             self._tasks.forever("repair", self._repair.run())
             await self._publisher.publish()
-            await self._evaluate(self._first_rollout - 1)
+            await self._evaluate_now(self._first_rollout - 1)
             if self._schedule is Schedule.FULLY_ASYNC:
                 self._producer.start(self._admission)
             await self._train()
             await self._producer.stop()
             if not self.stopped:
-                await self._evaluate(self._config.rollout.num_rollout - 1)
+                await self._evaluate_now(self._config.rollout.num_rollout - 1)
 
     async def _train(self) -> None:
         """Train batch after batch; every `update_weights_interval` batches become one weight version."""
@@ -301,22 +303,29 @@ class Service:
         """Evaluate now, or while training continues: the samples may then span several versions."""
         if self._schedule is Schedule.SYNCHRONOUS:
             self._enter_phase("evaluate")
-            await self._evaluate(rollout_id)
+            await self._evaluate_now(rollout_id)
         else:
-            self._tasks.spawn(f"evaluate-{rollout_id}", self._evaluate(rollout_id))
+            self._evaluations.add(rollout_id)
+
+    async def _evaluate_now(self, rollout_id: int) -> None:
+        """Evaluate and return when the evaluation has ended; waits for an earlier evaluation that still runs."""
+        self._evaluations.add(rollout_id)
+        await self._evaluations.idle()
 
     async def _evaluate(self, rollout_id: int) -> None:
-        """Evaluate all data sets; waits for an earlier evaluation that still runs."""
-        async with self._evaluating:
-            started = self._ports.clock.now()
-            if self._ports.evaluate is not None:
+        """Evaluate all data sets."""
+        clock, run_state = self._ports.clock, self.run_state
+        started, first_version = clock.monotonic(), run_state.live_version
+        if self._ports.evaluate is not None:
+            with run_state.working():
                 scores = await self._ports.evaluate(rollout_id, self._source)
-            else:
-                scores = await self._evaluator.evaluate(rollout_id)
-            self._evaluator.report(rollout_id, scores, self._ports.clock.now() - started)
+        else:
+            scores = await self._evaluator.evaluate(rollout_id)
+        live_versions = first_version, run_state.live_version
+        self._evaluator.report(rollout_id, scores, clock.monotonic() - started, live_versions)
 
     def _enter_phase(self, phase: str) -> None:
-        self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.now(), to=phase))
+        self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.time(), to=phase))
 
     def _evaluation_may_generate(self) -> bool:
         return self._ports.fleet.serving() and not self.run_state.quarantine.has_engines_alone

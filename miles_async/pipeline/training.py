@@ -49,7 +49,7 @@ class Training:
         samples = [sample for group in groups for sample in group]
         run_state.events.emit(
             StepStarted(
-                time=run_state.clock.now(),
+                time=run_state.clock.time(),
                 rollout=rollout_id,
                 version=version,
                 staleness=ages,
@@ -60,10 +60,9 @@ class Training:
         run_state.mark_progress()
         run_state.events.emit(
             StepEnded(
-                time=run_state.clock.now(),
+                time=run_state.clock.time(),
                 rollout=rollout_id,
-                started=report.started,
-                ended=report.ended,
+                seconds=report.seconds,
                 tokens=report.tokens,
                 finite=report.finite,
                 reward=mean_reward(samples),

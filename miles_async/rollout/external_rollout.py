@@ -3,7 +3,8 @@
     --rollout-function-path miles_async.rollout.external_rollout.generate_rollout --agent-port 8800
 
 The external generator opens sessions at the endpoint, runs its agents in them, and posts whole groups with their
-rewards; `examples/external_generator.py` is an example. The generator continues while a batch trains; at most
+rewards; `examples/external_generator.py` is an example. Its requests carry the key in `agent_key` of the run folder.
+The generator continues while a batch trains; at most
 `queue_capacity` groups wait.
 """
 

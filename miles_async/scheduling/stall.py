@@ -1,7 +1,8 @@
 """Decides when a run without progress is worth a warning, and when the stacks of its processes should be dumped.
 
 The rollout worker, the driver's report and the watchdog share these rules, so that their warnings agree. A run makes
-progress when a group is collected, a step ends or a version goes live.
+progress when a group is collected, a step ends or a version goes live, and while the learner works or an evaluation
+runs (`pipeline.run_state`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import structlog
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
 from miles_async.recording import SkipAction, Steps
+from miles_async.sample_schema import NO_LIMITS, SampleLimits
 
 Kind = TypeVar("Kind", bound="type[BaseSkip]")
 
@@ -39,6 +40,8 @@ class SkipContext:
     config: RunConfig
     identity: Mapping[str, Any] = field(default_factory=dict)
     """The conditions that a recording depends on. A recording with other conditions is not replayed."""
+    limits: SampleLimits = NO_LIMITS
+    """The limits that recorded samples must keep."""
     warn: Callable[[str], None] = _warn
     offload: Callable[[Callable[[], Any]], Awaitable[Any]] = _in_thread
     """Runs the hooks of async functions outside the event loop, because hooks read and write files."""

@@ -87,7 +87,7 @@ class SkippingGenerator:
         if not is_first_attempt(group) or group.feed_index in self._interrupted:
             await self._live.generate(group)
             return
-        began = self._clock.now()
+        began = self._clock.monotonic()
         self._abort_signals[id(group)] = asyncio.get_running_loop().create_future()
         try:
             record = await self._recorded_or_generated(group)
@@ -117,7 +117,9 @@ class SkippingGenerator:
         # each group that it submits is looked up in the recording.
         if recording.replayed_from is not None:
             self._recorded_batch = {record.feed_index: record for record in recording.groups}
-            self._grace_ends = self._clock.now() + GRACE_SECONDS + (recording.seconds if self._replays_timing else 0.0)
+            self._grace_ends = (
+                self._clock.monotonic() + GRACE_SECONDS + (recording.seconds if self._replays_timing else 0.0)
+            )
             try:
                 results.append(await collect())
             finally:
@@ -126,9 +128,9 @@ class SkippingGenerator:
 
     @SkipManager.annotate(role="rollout")
     async def _run_batch(self, collect: Callable[[], Awaitable[T]], results: list[T]) -> Recording:
-        began, self._generated = self._clock.now(), []
+        began, self._generated = self._clock.monotonic(), []
         results.append(await collect())
-        return Recording(groups=self._generated, seconds=self._clock.now() - began)
+        return Recording(groups=self._generated, seconds=self._clock.monotonic() - began)
 
     @SkipManager.annotate(role="async_rollout")
     async def _run_group(self, group: Group) -> Recording:
@@ -147,7 +149,7 @@ class SkippingGenerator:
             return record
         # The group was not finished when the recorded batch was complete, so it is expected to be aborted again when
         # this batch is complete. It is generated only if that does not happen.
-        if not await self._aborted_within(group, self._grace_ends - self._clock.now()):
+        if not await self._aborted_within(group, self._grace_ends - self._clock.monotonic()):
             await self._generate(group)
         return None
 
@@ -163,7 +165,7 @@ class SkippingGenerator:
         if self._abort_signals.pop(id(group)).done():
             _mark_aborted(group)
             return []
-        began, prompt = self._clock.now(), prompt_hash(group)
+        began, prompt = self._clock.monotonic(), prompt_hash(group)
         ended = asyncio.get_running_loop().create_future()
         if self._stream and self._role.records(group):
             self._recording.add(ended)
@@ -174,7 +176,7 @@ class SkippingGenerator:
             _resolve(ended)
         if any(sample.status not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) for sample in group):
             return []
-        seconds = self._clock.now() - began
+        seconds = self._clock.monotonic() - began
         return [GroupRecord.of(group, prompt=prompt, live_version=self._live_version(), seconds=seconds)]
 
     async def _replay(self, group: Group, record: GroupRecord, began: float) -> None:
@@ -183,12 +185,12 @@ class SkippingGenerator:
         except CannotSkipError:
             await self._generate(group)
             return
-        remaining = record.seconds - (self._clock.now() - began) if self._replays_timing else 0.0
+        remaining = record.seconds - (self._clock.monotonic() - began) if self._replays_timing else 0.0
         if not await self._aborted_within(group, remaining):
             record.replay_into(group, self._live_version())
             assert group.sequence is not None, "admission has numbered the group"
             self._events.emit(
-                GroupReplayed(time=self._clock.now(), sequence=group.sequence, recorded=record.feed_index)
+                GroupReplayed(time=self._clock.time(), sequence=group.sequence, recorded=record.feed_index)
             )
 
     async def _aborted_within(self, group: Group, seconds: float) -> bool:

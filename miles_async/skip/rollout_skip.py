@@ -47,10 +47,13 @@ class RolloutSkip(BaseSkip):
         while (recorded := self._recorded_step(step)) is not None:
             try:
                 loaded = self.store.load(recorded)
+                # The identity comes first: a recording of another model must not be set aside as damaged.
+                self._check_identity(loaded.identity, f"the recording {self.store.path(recorded)}")
+                samples = self.context.config.rollout.n_samples_per_prompt
+                self.store.check_samples(recorded, loaded.recording, self.context.limits, samples)
             except RecordingDamagedError as error:
                 self.context.warn(f"recording {error}; the step is generated again")
                 continue
-            self._check_identity(loaded.identity, f"the recording {self.store.path(recorded)}")
             return loaded.recording
         raise CannotSkipError
 

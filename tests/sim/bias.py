@@ -26,7 +26,7 @@ class Bias:
     """Share of hard prompts (difficulty above 0.6) in the kept batch."""
     population: float
     fill: float
-    """When the batch is full, where a prompt takes as long as it is difficult (a latency of 0 to 1)."""
+    """Returns when the batch is full if the latency of a prompt is its difficulty (0 to 1)."""
     fill_long_tail: float
     """The same order of finishing, with times that grow exponentially."""
 

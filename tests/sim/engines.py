@@ -19,10 +19,10 @@ Latency = Callable[[Group, random.Random], float]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """What the engines are like. Rates are shares of the groups; times are seconds."""
+    """Properties of the engines. Rates are fractions of the groups; times are in seconds."""
 
     requests_per_group: int = 1
-    """Each takes one permit; the group is done when the last of them is."""
+    """Each sample takes one permit. A group is complete when its last sample is."""
     concurrency: int | None = None
     """Requests served at once; the others wait in line. None serves all at once."""
     failure_rate: float = 0.0
@@ -50,7 +50,7 @@ class _Ticket:
 
 
 class Engines:
-    """Generator, Fleet and WeightChannel at once. Time runs on a work clock that stands still while paused.
+    """Generator, Fleet and WeightChannel in one. Requests use a clock that stops while the engines are paused.
 
     A publish in the middle of a group splits its span. An aborted group that comes back with its tokens goes on where
     it stopped; one that was reset starts afresh.
@@ -66,7 +66,7 @@ class Engines:
         self._rng = random.Random(seed)
         self._tickets: dict[int, _Ticket] = {}
         self._left: dict[str, list[float]] = {}
-        """What aborted groups still had to do, by feed index."""
+        """The remaining work of aborted groups, by feed index."""
         self._running: list[tuple[float, int, _Ticket]] = []
         self._line: deque[_Ticket] = deque()
         self._taken = 0
@@ -108,7 +108,7 @@ class Engines:
         ticket = _Ticket(asyncio.get_running_loop().create_future(), len(lengths), waiting=lengths)
         self._tickets[id(group)] = ticket
         if self.in_flight == 0:
-            self._busy_since = self._clock.now()
+            self._busy_since = self._clock.monotonic()
         self.in_flight += len(lengths)
         self._line.append(ticket)
         self._fill()
@@ -118,7 +118,7 @@ class Engines:
             del self._tickets[id(group)]
             self.in_flight -= ticket.unfinished
             if self.in_flight == 0:
-                self.busy_seconds += self._clock.now() - self._busy_since
+                self.busy_seconds += self._clock.monotonic() - self._busy_since
         if status is SampleStatus.ABORTED:
             self._left[group.feed_index] = self._stop(ticket)
         return status, ticket.born
@@ -140,7 +140,7 @@ class Engines:
 
     # The work clock, and what happens when on it
     def _work_clock(self) -> float:
-        now = self._paused_at if self._pauses else self._clock.now()
+        now = self._paused_at if self._pauses else self._clock.monotonic()
         return now - self._paused_seconds
 
     def _fill(self) -> None:
@@ -162,7 +162,7 @@ class Engines:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """The timer is always set for the request that ends first; there is none while paused."""
+        """The timer is set for the request that ends first. It is not set while the engines are paused."""
         at = self._running[0][0] + self._paused_seconds if self._running and not self._pauses else None
         if self._timer is not None:
             if self._timer.when() == at:
@@ -192,14 +192,14 @@ class Engines:
 
     def _stand_still(self) -> None:
         if not self._pauses:
-            self._paused_at = self._clock.now()
+            self._paused_at = self._clock.monotonic()
         self._pauses += 1
         self._set_timer()
 
     def _go_on(self) -> None:
         self._pauses -= 1
         if not self._pauses:
-            self._paused_seconds += self._clock.now() - self._paused_at
+            self._paused_seconds += self._clock.monotonic() - self._paused_at
         self._set_timer()
 
     # WeightChannel

@@ -16,7 +16,7 @@ INK, PALE = "#1f4e79", "#9dc3e6"
 
 
 def draw_bias(rows: Sequence[Bias], folder: Path) -> None:
-    """Share of hard prompts kept, and what it costs, by ratio."""
+    """Plots the fraction of hard prompts that are kept, and its cost, by ratio."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     hard, price = figure.subplots(1, 2)
     names = [f"{row.ratio:g}" for row in rows]

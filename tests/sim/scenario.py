@@ -33,7 +33,7 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came of one variant; over several seeds, means, or the worst for what must never be."""
+    """The results of one variant. Over several seeds they are means, and for violations the worst values."""
 
     wall: float
     """Seconds of the run, on the virtual clock."""
@@ -41,7 +41,7 @@ class Row:
     """Seconds the trainer waited for groups, its first batch left out."""
     stall_share: float
     rollout: float
-    """Seconds the engines would need for what they generated with every place taken all the time; 0 without a limit."""
+    """Seconds that the engines would need with all permits in use all the time; 0 without a limit."""
     training: float
     over_ideal: float
     """Wall time over max(rollout, training), less 1."""
@@ -75,7 +75,7 @@ class Tally:
             case StepStarted():
                 self.ages += sum(event.staleness)
             case StepEnded():
-                self.training += event.ended - event.started
+                self.training += event.seconds
             case _:
                 pass
 
@@ -128,7 +128,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def world_of(settings: Mapping[str, Any], seed: int, *sinks: Any) -> World:
-    """A world as a variant describes it; it keeps no events but what `sinks` keep."""
+    """A world with the settings of a variant. It keeps no events; `sinks` receive them."""
     world = dict(settings["world"])
     kept, window, slots = world.pop("kept", 1.0), world.pop("window", None), world.pop("slots", None)
 
@@ -194,7 +194,7 @@ def jobs(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 
 
 def combine(rows: list[Row]) -> Row:
-    """Rows of the same variant: sums for counts, the worst for what is bounded, means for the rest."""
+    """Combines rows of the same variant: sums of counts, the worst of bounded values, means of all others."""
     values = {column: [asdict(row)[column] for row in rows] for column in asdict(rows[0])}
     folds = dict.fromkeys(("bypasses", "age"), max) | dict.fromkeys(("trained", "lost", "violations"), sum)
     folded: dict[str, Any] = {column: folds.get(column, fmean)(several) for column, several in values.items()}

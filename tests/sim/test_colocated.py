@@ -12,14 +12,14 @@ from tests.sim.world import Trainer, World
 
 
 class Sharing:
-    """Who has its memory on the devices. Both start there."""
+    """Records whether learner or engines have their memory on the devices. Both have it at the start."""
 
     def __init__(self) -> None:
         self.learner = self.engines = True
         self.handed_over = 0
 
 
-def test_engines_and_learner_take_turns_on_the_devices() -> None:
+def test_engines_and_learner_use_the_devices_alternately() -> None:
     sharing = Sharing()
 
     class SharedEngines(Engines):

@@ -22,7 +22,7 @@ BATCHES = 12
 
 
 class CrashingEngines(MortalEngines):
-    """An engine that generates one of the `culprits` dies after `delays` seconds, in turn, with all that it holds."""
+    """An engine that generates one of the `culprits` dies with all its requests after the next of `delays` seconds."""
 
     culprits: Collection[str] = ()
     delays: Sequence[float] = (0.4,)
@@ -109,7 +109,7 @@ def test_an_evaluation_beside_a_crashing_prompt_has_its_true_score() -> None:
     assert [event.accuracy for event in world.trace.of(Evaluated)] == [1.0, 1.0]
 
 
-def test_a_checkpoint_owes_the_prompts_that_wait_for_their_trial() -> None:
+def test_a_checkpoint_contains_the_prompts_that_wait_to_be_tried_alone() -> None:
     owed_while_waiting: list[bool] = []
 
     class Watching(World):

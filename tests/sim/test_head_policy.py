@@ -29,7 +29,7 @@ def drops(world: World, reason: DropReason) -> list[str]:
     return [moved.feed_index for moved in world.trace.of(GroupMoved) if moved.reason == reason]
 
 
-def test_a_group_that_becomes_the_head_before_it_is_admitted_gets_its_deadline_too() -> None:
+def test_a_group_that_becomes_the_head_before_its_admission_has_a_deadline_too() -> None:
     """The trainer is slow: everything is collected, and the head is a group that is not admitted yet for 20 s."""
     world = World(
         config=config(max_weight_staleness=1, num_rollout=8, head_deadline_seconds=5.0, max_attempts=1),
@@ -84,7 +84,7 @@ def test_a_head_without_tokens_to_continue_is_recycled_and_finally_dead_lettered
     assert world.audit.violations == []
 
 
-def test_to_wait_is_to_leave_the_straggler_alone() -> None:
+def test_the_action_wait_leaves_a_slow_head_in_the_queue() -> None:
     world = World(
         config=config(head_deadline_seconds=5.0, head_deadline_action="wait"), latency=stuck(prompt=40, seconds=23.0)
     ).run()

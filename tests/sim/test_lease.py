@@ -12,7 +12,7 @@ from miles_async.pipeline.tasks import Lease
 pytestmark = pytest.mark.virtual_time
 
 
-async def test_an_owner_that_hangs_is_named_and_others_go_on() -> None:
+async def test_an_owner_that_hangs_is_named_and_the_others_continue() -> None:
     lease = Lease("the staging buffer", 900.0)
 
     async def hang() -> None:
@@ -27,7 +27,7 @@ async def test_an_owner_that_hangs_is_named_and_others_go_on() -> None:
         await hanging
 
 
-async def test_an_owners_own_failure_is_raised_unchanged() -> None:
+async def test_a_failure_of_an_owner_is_raised_unchanged() -> None:
     lease = Lease("the staging buffer", 900.0)
     with pytest.raises(TimeoutError, match="its own"):
         async with lease.held_by("engine-1, which joins"):

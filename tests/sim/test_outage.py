@@ -29,7 +29,7 @@ class RouterDown(Engines):
 
     @property
     def _down(self) -> bool:
-        return self.begins <= self._clock.now() < self.begins + self.seconds
+        return self.begins <= self._clock.monotonic() < self.begins + self.seconds
 
     def _end_all(self) -> None:
         for ticket in self._tickets.values():

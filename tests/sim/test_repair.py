@@ -26,7 +26,7 @@ HEALTH_TIMEOUT = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What befalls the engines: `(seconds, name)` of each kill and of each time one hangs."""
+    """Failures of the engines: `(seconds, name)` of each kill and of each hang."""
 
     engines: int = 2
     kills: Sequence[tuple[float, str]] = ()
@@ -47,7 +47,7 @@ class Server:
 
 
 class MortalEngines(Engines):
-    """Requests spread evenly over several engines, each of which can die with what it held."""
+    """Requests are distributed evenly over several engines. An engine that dies loses its requests."""
 
     fate = Fate()
 
@@ -126,7 +126,7 @@ class MortalEngines(Engines):
 
     async def fence(self, engine: str, reason: str) -> None:
         self.servers[engine].routed = False
-        self.fences.append(self._clock.now())
+        self.fences.append(self._clock.monotonic())
 
     async def admit(self, engine: str) -> None:
         self.servers[engine].routed = True
@@ -201,14 +201,14 @@ def test_with_one_engine_the_run_waits_until_it_is_back(schedule: Schedule) -> N
         assert wait == pytest.approx(START_SECONDS, abs=1)
 
 
-def test_an_engine_that_hangs_is_replaced_after_its_time_and_what_it_held_is_generated_elsewhere() -> None:
+def test_an_engine_that_hangs_is_replaced_after_its_timeout_and_its_groups_are_generated_elsewhere() -> None:
     world = play(Fate(hangs=[(20.3, "engine-0")]))
     check_that_all_is_well(world)
     assert engines_of(world).starts == ["engine-0"]
     assert lost(world)
 
 
-def test_a_kill_is_noticed_at_the_next_look() -> None:
+def test_a_killed_engine_is_noticed_at_the_next_health_check() -> None:
     def fenced_after(interval: float) -> float:
         """While a long step is taken, so that no publish notices it first."""
         settings = config(num_rollout=2, engine_health_interval_seconds=interval)
@@ -221,7 +221,7 @@ def test_a_kill_is_noticed_at_the_next_look() -> None:
 
 
 def test_a_publish_that_finds_no_engine_waits_for_one_and_is_announced_once() -> None:
-    """It dies in the middle of a write: nothing is announced there."""
+    """The engine dies during a write, where nothing is logged."""
     model = EngineModel(write_seconds=4.0)
     world = play(Fate(engines=1, kills=[(at + 0.1, "engine-0") for at in (30, 60, 90)]), engines=model)
     check_that_all_is_well(world)
@@ -241,7 +241,7 @@ def test_a_run_whose_last_engine_cannot_be_started_ends_with_the_cause() -> None
         play(fate)
 
 
-def test_an_engine_that_stays_away_does_not_end_a_run_that_has_another() -> None:
+def test_an_engine_that_cannot_be_restarted_does_not_end_a_run_that_has_another() -> None:
     world = play(Fate(kills=[(20.3, "engine-1")], never_back=True))
     check_that_all_is_well(world)
     assert world.fleet.routed() == ("engine-0",)
@@ -300,6 +300,6 @@ def kills_of(seed: int) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_is_killed_and_whenever_nothing_is_lost(seed: int) -> None:
+def test_no_group_is_lost_whichever_process_is_killed_at_any_time(seed: int) -> None:
     kills = kills_of(seed)
     check_that_all_is_well(play(Fate(engines=3, kills=kills[:3], hangs=kills[3:]), seed=seed))

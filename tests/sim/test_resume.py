@@ -30,7 +30,7 @@ def config(**settings: Any) -> RunConfig:
     return run_config(**sizes, max_weight_staleness=3, **settings)
 
 
-def test_checkpoints_are_written_as_often_as_asked_and_at_the_end() -> None:
+def test_checkpoints_are_written_at_the_configured_interval_and_at_the_end() -> None:
     def written(**learner: object) -> list[int]:
         return list(World(config=config(**learner)).run().trainer.saved)
 
@@ -53,7 +53,7 @@ def test_a_resumed_run_trains_every_prompt_once(schedule: Schedule) -> None:
 
 
 class OwnFunction(World):
-    """A user's batch function, which takes its prompts out of the data and is still at them when a step ends."""
+    """A user-defined batch function whose prompts are still unfinished when a step ends."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         groups = source.get_samples(BATCH + 1)
@@ -68,7 +68,7 @@ class OwnFunction(World):
         return groups
 
 
-def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
+def test_a_checkpoint_contains_the_prompts_that_a_user_function_works_on() -> None:
     prompts = ROLLOUTS * BATCH + 1
     settings: dict[str, Any] = {"schedule": Schedule.ONE_STEP_OFF, "prompts": prompts}
     first = OwnFunction(config=config(save="anywhere", save_interval=7), **settings).run()
@@ -82,7 +82,7 @@ def test_prompts_that_a_users_own_function_was_at_are_owed_too() -> None:
 
 
 class Grabbed(Feed):
-    """While its place is noted down, a rollout function in another thread takes a prompt out of it."""
+    """While the position of the data is recorded, a rollout function in another thread takes a prompt."""
 
     def __init__(self, run_state: RunState) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Grabbed(Feed):
         return super().state_dict()
 
 
-async def test_a_prompt_that_is_taken_while_a_checkpoint_is_noted_is_in_the_data_or_owed() -> None:
+async def test_a_prompt_that_is_taken_while_a_checkpoint_is_recorded_is_kept() -> None:
     run_state = RunState(VirtualClock(), Trace())
     feed = Grabbed(run_state)
     noted = progress_of(0, run_state, feed)
@@ -126,12 +126,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause() -> No
     assert len(saving.trace.of(StepStarted)) < 9, "within the seconds that writing takes"
 
 
-def test_a_checkpoint_that_takes_long_delays_the_next_one_and_loses_none() -> None:
+def test_a_slow_checkpoint_delays_the_next_one_and_none_is_lost() -> None:
     saving = World(config=config(save="anywhere", save_interval=1), save_seconds=7.0).run()
     assert list(saving.trainer.saved) == list(range(ROLLOUTS))
 
 
-def test_an_owed_prompt_starts_afresh_with_its_attempts_counted() -> None:
+def test_a_restored_prompt_is_generated_from_the_start_and_its_attempts_still_count() -> None:
     first = World(config=config(save="anywhere", save_interval=7)).run()
     progress = {**first.trainer.saved[6], "rollout": 6}
     assert progress["owed"]

@@ -10,7 +10,7 @@ from tests.sim.scenario import SCENARIOS, Scenario, broken, play
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_a_scenario_claims_holds(path: Path) -> None:
+def test_the_claims_of_a_scenario_hold(path: Path) -> None:
     scenario = Scenario.load(path, quick=True)
     rows = {name: play(settings, seed=0) for name, settings in scenario.variants.items()}
     assert scenario.claims
@@ -19,7 +19,7 @@ def test_what_a_scenario_claims_holds(path: Path) -> None:
     assert {name: row.lost for name, row in rows.items() if row.lost} == {}
 
 
-def test_a_claim_that_does_not_hold_is_a_sentence() -> None:
+def test_a_claim_that_does_not_hold_is_reported_in_a_sentence() -> None:
     scenario = Scenario.load(SCENARIOS / "ladder.yaml", quick=True)
     row = play(scenario.variants["synchronous"], seed=0)
     claims = [{"row": "synchronous", "column": "age", "at_least": 1}]

@@ -41,7 +41,7 @@ def ages(world: World) -> list[int]:
     return [age for step in world.trace.of(StepStarted) for age in step.staleness]
 
 
-def test_taking_turns_trains_on_fresh_groups_only() -> None:
+def test_the_synchronous_schedule_trains_on_fresh_groups_only() -> None:
     world = World(config=config(), schedule=Schedule.SYNCHRONOUS).run()
     assert set(ages(world)) == {0}
     assert world.audit.violations == []
@@ -62,7 +62,7 @@ def test_fully_async_stays_within_the_bound_it_derives() -> None:
     assert world.audit.violations == []
 
 
-def test_the_three_cadences_order_by_speed() -> None:
+def test_the_more_a_schedule_overlaps_the_faster_the_run() -> None:
     seconds = [World(config=config(), schedule=schedule).run().seconds for schedule in Schedule]
     fully_async, one_step_off, turns = seconds
     assert fully_async < one_step_off < turns
@@ -74,7 +74,7 @@ def test_every_batch_is_full_and_every_batch_is_published() -> None:
     assert [event.version for event in world.trace.of(PublishEnded)] == list(range(61))
 
 
-def test_an_update_interval_publishes_every_so_many_batches_and_the_last() -> None:
+def test_weights_are_published_at_the_update_interval_and_after_the_last_batch() -> None:
     world = World(config=config(num_rollout=7, update_weights_interval=3)).run()
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3]
     assert world.audit.violations == []
@@ -112,7 +112,7 @@ def test_a_prompt_under_which_every_engine_dies_is_finally_dead_lettered() -> No
     assert world.audit.violations == []
 
 
-def test_what_grows_too_old_is_regenerated_whether_it_is_queued_or_in_a_batch() -> None:
+def test_a_group_that_becomes_too_old_in_the_queue_or_in_a_batch_is_regenerated() -> None:
     """Four batches are finished at once: the third waits as a batch, the fourth in the queue, and both grow too old."""
     world = World(
         config=config(over_sampling_batch_size=32, max_weight_staleness=1, num_rollout=6),
@@ -156,7 +156,7 @@ class Streaming(World):
         return await source.drain_stream(rollout_id, self.config.rollout.rollout_batch_size)
 
 
-def test_a_function_that_drains_the_stream_trains_what_the_queue_itself_would_give() -> None:
+def test_a_function_that_drains_the_stream_trains_the_same_groups_as_the_queue() -> None:
     direct = World(config=config(num_rollout=20)).run()
     assert Streaming(config=config(num_rollout=20)).run().trainer.batches == direct.trainer.batches
 
@@ -168,7 +168,7 @@ def test_draining_the_stream_under_another_schedule_names_the_schedule_to_set(sc
 
 
 class Collecting(World):
-    """A user's function that collects a batch, whatever the schedule."""
+    """A user-defined function that collects a batch under any schedule."""
 
     def _rollout_function(self) -> RolloutFunction:
         return self._rollout
@@ -199,7 +199,7 @@ def test_a_filter_that_drops_most_groups_does_not_stop_the_run() -> None:
     assert world.audit.violations == []
 
 
-def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots() -> None:
+def test_a_non_finite_step_does_not_raise_the_version_and_frees_its_slots() -> None:
     world = World(config=config(num_rollout=10), finite=lambda rollout_id: rollout_id % 2 == 0).run()
     assert world.service.run_state.ledger.dropped[DropReason.NONFINITE] == 5 * 8
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3, 4, 5]
@@ -207,7 +207,7 @@ def test_a_non_finite_step_leaves_the_version_alone_and_frees_its_slots() -> Non
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit: int) -> None:
+def test_batches_that_are_never_finite_stop_the_run_and_their_groups_are_kept(limit: int) -> None:
     run = config(num_rollout=20, max_nonfinite_batches=limit)
     world = World(config=run, finite=lambda rollout_id: rollout_id < 5)
     with pytest.raises(FatalError, match=f"not finite in {limit} batches in a row, up to rollout {4 + limit}"):
@@ -218,7 +218,7 @@ def test_batches_that_are_never_finite_stop_the_run_with_their_groups_kept(limit
     assert {reason for _, reason, _ in world.dead_letters.letters} == {DropReason.NONFINITE}
 
 
-def test_over_sampling_keeps_the_first_and_gives_the_rest_back() -> None:
+def test_over_sampling_keeps_the_first_groups_and_returns_the_others() -> None:
     world = World(config=config(over_sampling_batch_size=16, num_rollout=5), schedule=Schedule.SYNCHRONOUS).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
     assert world.service.run_state.ledger.dropped[DropReason.ABORTED] > 0
@@ -227,7 +227,7 @@ def test_over_sampling_keeps_the_first_and_gives_the_rest_back() -> None:
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.ONE_STEP_OFF])
-def test_an_over_sampling_filter_chooses_among_all_that_were_generated(schedule: Schedule) -> None:
+def test_an_over_sampling_filter_chooses_from_all_generated_groups(schedule: Schedule) -> None:
     offered = []
 
     def youngest_first(groups: list[Group]) -> list[Group]:
@@ -250,7 +250,7 @@ def test_an_over_sampling_filter_that_returns_too_few_is_named() -> None:
         World(config=settings, schedule=Schedule.SYNCHRONOUS, choose=lambda groups: [groups[0], groups[0]]).run()
 
 
-def test_a_filter_that_gives_its_reason_is_heard() -> None:
+def test_the_reason_that_a_filter_gives_is_reported() -> None:
     odd = Verdict(False, "odd")
     world = World(config=config(num_rollout=5), keep=lambda group: odd if (group.sequence or 0) % 2 else True).run()
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"odd"}
@@ -270,8 +270,8 @@ def test_a_prompt_that_is_too_long_is_dead_lettered_at_its_first_attempt() -> No
     assert world.audit.violations == []
 
 
-def test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups() -> None:
-    """A prompt that takes six times as long as a batch: fresh attempts never end, continued ones do."""
+def test_partial_rollout_continues_from_the_tokens_of_aborted_groups() -> None:
+    """A prompt takes six times as long as a batch, so only attempts that are continued end."""
 
     def run(partial: bool) -> World:
         settings = config(
@@ -291,7 +291,7 @@ def test_partial_rollout_goes_on_from_the_tokens_of_aborted_groups() -> None:
     assert run(partial=True).audit.violations == []
 
 
-def test_an_evaluation_every_so_many_rollouts_does_not_stop_training() -> None:
+def test_training_continues_while_an_evaluation_runs() -> None:
     world = World(config=config(num_rollout=20, eval_interval=5), problems=4, train_seconds=0.2).run()
     evaluated = world.trace.of(Evaluated)
     assert [event.rollout for event in evaluated] == [-1, 4, 9, 14, 19]
@@ -301,7 +301,7 @@ def test_an_evaluation_every_so_many_rollouts_does_not_stop_training() -> None:
     assert world.audit.violations == []
 
 
-def test_a_users_evaluation_reports_under_its_own_names() -> None:
+def test_a_user_defined_evaluation_reports_its_scores_by_name() -> None:
     async def mine(rollout_id: int, source: RolloutSource) -> Any:
         return {"mine": {"rewards": [1.0, 0.0, 0.5], "truncated": [True, False, False]}}
 
@@ -312,7 +312,7 @@ def test_a_users_evaluation_reports_under_its_own_names() -> None:
 
 
 @pytest.mark.parametrize("scores", [{"scores": [1.0]}, {"rewards": [1.0, float("nan")]}])
-def test_scores_of_a_users_evaluation_that_cannot_be_read_are_named(scores: dict[str, list[float]]) -> None:
+def test_unreadable_scores_of_a_user_defined_evaluation_are_named(scores: dict[str, list[float]]) -> None:
     async def mine(rollout_id: int, source: RolloutSource) -> Any:
         return {"mine": scores}
 
@@ -320,12 +320,12 @@ def test_scores_of_a_users_evaluation_that_cannot_be_read_are_named(scores: dict
         World(config=config(num_rollout=2), evaluate=mine).run()
 
 
-def test_data_that_ends_too_early_is_named() -> None:
+def test_data_that_ends_too_early_is_an_error() -> None:
     with pytest.raises(UserError, match="the data ended after 20 groups with 4 of 8 for rollout 2"):
         World(config=config(), prompts=20).run()
 
 
-def test_data_that_ends_with_the_last_batch_is_enough() -> None:
+def test_data_may_end_with_the_last_batch() -> None:
     world = World(config=config(num_rollout=3), prompts=24).run()
     assert len(world.trainer.batches) == 3
 
@@ -362,7 +362,7 @@ def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_ba
 
 
 class Posted(World):
-    """Batches that somebody else generated: of the first weights, and of the present ones, in turns."""
+    """Batches from outside, alternately of the first and of the current weights."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         async def take() -> Group:
@@ -381,7 +381,7 @@ class Posted(World):
         return await external_rollout.generate_rollout(args, rollout_id, source)
 
 
-def test_what_others_generated_and_is_too_old_is_left_out_and_counted() -> None:
+def test_external_groups_that_are_too_old_are_left_out_and_counted() -> None:
     world = Posted(config=config(num_rollout=4, max_weight_staleness=2), schedule=Schedule.SYNCHRONOUS).run()
     assert max(ages(world)) == 1
     discarded = world.trace.of(GroupFiltered)
@@ -392,7 +392,7 @@ def test_what_others_generated_and_is_too_old_is_left_out_and_counted() -> None:
 
 
 class Forgetful(World):
-    """A user's function that returns what it returned before."""
+    """A user-defined function that returns an earlier result again."""
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         if rollout_id == 0:
@@ -434,7 +434,7 @@ def test_a_run_in_which_no_group_succeeds_stops_and_reports_why_they_were_droppe
 
 
 @pytest.mark.parametrize("interval, version", [(1, 4), (3, 2)])
-def test_a_stop_ends_after_the_step_being_taken_and_still_publishes_it(interval: int, version: int) -> None:
+def test_a_stopped_run_completes_and_publishes_its_current_step(interval: int, version: int) -> None:
     def stopped_in_the_fourth(rollout_id: int) -> bool:
         if rollout_id == 3:
             world.service.stop()

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
+from miles_async.adapters.storage.checksum import checksum
+from miles_async.adapters.storage.recording_store import RecordingStore
 from miles_async.errors import UserError
 from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueChanged, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import Generator
+from miles_async.recording import Recording
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
-from miles_async.types import DropReason, Group
+from miles_async.types import DropReason, Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
@@ -60,7 +67,7 @@ class SkippingWorld(World):
     refused: frozenset[str] = frozenset()
     """Feed indices that the filter drops."""
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
-    """What each group held when it reached the filter."""
+    """The contents of each group when it reached the filter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,7 +165,7 @@ def test_the_second_run_generates_nothing_and_trains_on_equal_tokens(tmp_path: P
     assert all(second.tokens[feed_index] == first.tokens[feed_index] for feed_index in trained(first))
 
 
-def test_what_is_under_way_when_a_recording_run_ends_is_finished_for_so_long(tmp_path: Path) -> None:
+def test_a_recording_run_waits_a_limited_time_for_groups_in_flight_when_it_ends(tmp_path: Path) -> None:
     patient = play(tmp_path / "patient", latency_seconds=20.0)
     hasty = play(tmp_path / "hasty", latency_seconds=20.0, skip={"drain_seconds": 0.5})
     assert {f"sample_0_{step}" for step in steps_on_disk(tmp_path / "patient")} == asked(patient)
@@ -174,7 +181,7 @@ def test_a_replay_that_is_older_than_its_admission_is_no_violation_and_is_report
     assert {event.recorded for event in second.trace.of(GroupReplayed)} <= asked(first)
 
 
-def test_another_run_without_recordings_draws_other_tokens(tmp_path: Path) -> None:
+def test_a_second_run_without_recordings_samples_other_tokens(tmp_path: Path) -> None:
     first, second = play(tmp_path / "a"), play(tmp_path / "b", seed=1)
     assert first.tokens != second.tokens
     assert ages(first) != ages(second)
@@ -209,7 +216,7 @@ def test_an_untimed_replay_takes_no_time(tmp_path: Path) -> None:
     recorded = steps_on_disk(tmp_path)
     second = play(tmp_path, skip={"replay_timing": "none"}, latency_seconds=3.0, max_weight_staleness=None)
     replayed = [event for event in second.trace.of(GroupGenerated) if event.sequence in recorded]
-    assert {event.generated - event.started for event in replayed} == {0.0}
+    assert {event.generation_seconds for event in replayed} == {0.0}
     assert second.seconds < 0.7 * first.seconds
 
 
@@ -232,7 +239,7 @@ def test_a_recycled_prompt_is_generated_again(tmp_path: Path) -> None:
     assert 0 not in {attempt for feed_index, attempt in second.live.asked if feed_index in trained(second)}
 
 
-def test_a_run_without_recordings_is_not_changed_by_recording_it(tmp_path: Path) -> None:
+def test_recording_does_not_change_a_run(tmp_path: Path) -> None:
     plain = World(config=play(tmp_path).config, seed=0).run()
     assert ages(plain) == ages(play(tmp_path / "again"))
 
@@ -249,8 +256,8 @@ def test_batch_functions_replay_whole_batches_by_trainer_step(tmp_path: Path, sc
     assert second.seconds == pytest.approx(first.seconds)
 
 
-def test_an_over_sampled_batch_ends_its_replay_with_the_groups_it_had(tmp_path: Path) -> None:
-    """What was aborted when the recorded batch was complete is aborted again instead of being generated."""
+def test_the_replay_of_an_over_sampled_batch_ends_with_the_recorded_groups(tmp_path: Path) -> None:
+    """Groups that were aborted in the recorded batch are aborted again instead of being generated."""
     settings: dict[str, Any] = {"schedule": Schedule.SYNCHRONOUS, "over_sampling_batch_size": 12}
     first, second = play(tmp_path, **settings), play(tmp_path, seed=1, **settings)
     assert second.live.asked == []
@@ -300,7 +307,7 @@ def test_a_recording_of_another_prompt_stops_the_run_too(tmp_path: Path, monkeyp
         play(tmp_path)
 
 
-def test_it_may_be_left_alone_instead_with_one_warning(tmp_path: Path) -> None:
+def test_a_recording_that_does_not_match_may_be_ignored_with_one_warning(tmp_path: Path) -> None:
     play(tmp_path, identity={"model": "a"})
     world = play(tmp_path, identity={"model": "b"}, skip={"mismatch": "generate"})
     assert trained(world) <= asked(world)
@@ -308,7 +315,7 @@ def test_it_may_be_left_alone_instead_with_one_warning(tmp_path: Path) -> None:
     assert "model was 'a' and is 'b'; such steps are generated" in warning
 
 
-def test_recordings_of_other_sizes_are_left_alone_with_one_warning(tmp_path: Path) -> None:
+def test_recordings_of_other_sizes_are_ignored_with_one_warning(tmp_path: Path) -> None:
     play(tmp_path)
     other = play(tmp_path, n_samples_per_prompt=4)
     assert trained(other) <= asked(other)
@@ -317,7 +324,7 @@ def test_recordings_of_other_sizes_are_left_alone_with_one_warning(tmp_path: Pat
     assert "only of GBS1_N2_inany_out1024; every step is generated" in warning
 
 
-def test_a_folder_that_somebody_else_left_there_is_set_aside(tmp_path: Path) -> None:
+def test_a_foreign_folder_in_the_recordings_is_set_aside(tmp_path: Path) -> None:
     play(tmp_path, num_rollout=2)
     [folder] = tmp_path.glob("*/GBS1_*")
     for file in (folder / "3").iterdir():
@@ -340,6 +347,80 @@ def test_a_damaged_recording_is_set_aside_and_its_step_is_generated_again(tmp_pa
     [warning] = second.warnings
     assert "7 is damaged (the checksum of gen_batch.safetensors does not match) and was set aside" in warning
     assert "sample_0_7" not in asked(play(tmp_path, seed=2))
+
+
+def change_samples(folder: Path, step: int, change: Callable[[list[Sample]], Any]) -> None:
+    """Write an entry again with changed samples, and therefore with a checksum that is right."""
+    [entry] = folder.glob(f"*/GBS*/{step}")
+    store = RecordingStore(entry.parent)
+    loaded = store.load(step)
+    [group] = loaded.recording.groups
+    samples = list(group.samples)
+    change(samples)
+    shutil.rmtree(entry)
+    store.save(step, Recording(groups=[replace(group, samples=samples)]), loaded.identity)
+
+
+def change_meta(folder: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the JSON of an entry and its checksum."""
+    [path] = folder.glob(f"*/GBS*/{step}/meta.json")
+    meta = orjson.loads(path.read_bytes())
+    del meta["checksum"]
+    change(meta)
+    path.write_bytes(orjson.dumps(meta | {"checksum": checksum([orjson.dumps(meta, option=orjson.OPT_SORT_KEYS)])}))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda samples: samples.pop(), "has 1 samples of 2"),
+        (lambda samples: samples[0].tokens.clear(), "0 tokens, fewer than its response_length"),
+        (lambda samples: samples[0].tokens.append(-1), "expected int >= 0"),
+        (lambda samples: samples[0].rollout_log_probs.append(-1.0), "rollout_log_probs; response_length is"),
+        (lambda samples: samples[0].rollout_log_probs.__setitem__(0, math.nan), "a rollout_log_prob is not finite"),
+        (lambda samples: setattr(samples[0], "spans", [VersionSpan(99, 0, 1)]), "weight version 99 does not exist"),
+        (lambda samples: setattr(samples[0], "spans", [VersionSpan(0, 5, 1)]), "version spans must be in order"),
+        (lambda samples: setattr(samples[0], "status", SampleStatus.PENDING), "is not generated completely"),
+        (lambda samples: setattr(samples[0], "metadata", [1]), "metadata: expected object, got array"),
+        (lambda samples: setattr(samples[0], "index", "a"), "expected int | null, got str"),
+    ],
+)
+def test_a_recording_with_an_invalid_sample_is_set_aside_and_its_step_is_generated_again(
+    tmp_path: Path, change: Callable[[list[Sample]], Any], reason: str
+) -> None:
+    play(tmp_path)
+    change_samples(tmp_path, 7, change)
+    second = play(tmp_path, seed=1)
+    assert asked(second) & {f"sample_0_{step}" for step in range(20)} == {"sample_0_7"}
+    [warning] = second.warnings
+    assert re.search(rf"7 is damaged \(.*{re.escape(reason)}.*\) and was set aside", warning)
+    assert "sample_0_7" not in asked(play(tmp_path, seed=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta["groups"].clear(),
+        lambda meta: meta.pop("groups"),
+        lambda meta: meta.pop("format"),
+        lambda meta: meta.pop("batch"),
+        lambda meta: meta.update(identity=3),
+        lambda meta: meta["groups"][0].update(seconds="long"),
+        lambda meta: meta["groups"][0]["samples"][0]["lengths"].update(tokens=10**10),
+        lambda meta: meta["groups"][0]["samples"][0]["lengths"].update(other=1),
+        lambda meta: meta["groups"][0]["samples"][0].update(status="unknown"),
+    ],
+)
+def test_a_recording_of_another_structure_is_set_aside_and_its_step_is_generated_again(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    play(tmp_path)
+    change_meta(tmp_path, 7, change)
+    second = play(tmp_path, seed=1)
+    assert asked(second) & {f"sample_0_{step}" for step in range(20)} == {"sample_0_7"}
+    [warning] = second.warnings
+    assert "7 is damaged (" in warning
+    assert "was set aside" in warning
 
 
 def test_a_full_folder_ends_recording_with_one_warning_and_the_run_continues(tmp_path: Path) -> None:

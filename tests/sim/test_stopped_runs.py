@@ -81,7 +81,7 @@ def test_a_run_that_resumes_a_stopped_run_trains_every_prompt_once(schedule: Sch
 
 
 class Devices:
-    """Which of learner and engines has its memory on the shared devices. Both start there."""
+    """Records whether learner or engines have their memory on the shared devices. Both have it at the start."""
 
     def __init__(self) -> None:
         self.learner = self.engines = True

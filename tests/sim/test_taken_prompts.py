@@ -49,7 +49,7 @@ class PersistentWorker(World):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_checkpoint_owes_the_prompts_that_a_persistent_worker_holds(flat: bool) -> None:
+def test_a_checkpoint_contains_the_prompts_that_a_persistent_worker_holds(flat: bool) -> None:
     world = PersistentWorker(config=run_config(save=True), schedule=Schedule.ONE_STEP_OFF)
     world.flat = flat
     world.run()
@@ -61,7 +61,7 @@ def test_a_checkpoint_owes_the_prompts_that_a_persistent_worker_holds(flat: bool
     assert all(sample["prompt_tokens"] == [] for group in progress["owed"][-HELD:] for sample in group["samples"])
 
 
-def test_a_prompt_is_owed_as_it_was_before_the_function_wrote_into_its_tokens() -> None:
+def test_a_checkpoint_contains_a_prompt_without_the_tokens_that_a_function_added() -> None:
     world = PersistentWorker(config=run_config(), schedule=Schedule.ONE_STEP_OFF).run()
     run_state = world.service.run_state
     [group] = world.feed.get_samples(1)
@@ -81,7 +81,7 @@ class Choosing(World):
         return [finish(group, source.live_version) for group in groups[::2]]
 
 
-def test_prompts_that_a_function_drops_are_not_owed_for_ever() -> None:
+def test_a_checkpoint_does_not_contain_prompts_that_a_function_dropped() -> None:
     world = Choosing(config=run_config(), schedule=Schedule.ONE_STEP_OFF).run()
     gc.collect()
     world.service.run_state.forget_unused()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -16,13 +15,15 @@ from tests.sim.world import World
 
 
 class Judging:
-    """Verdicts as a sink of the run's events, with what they announced."""
+    """Verdicts as a sink of the events of a run, and the list of the announced ones."""
 
     def __init__(self) -> None:
         self.verdicts = Verdicts()
         self.announced: list[VerdictChanged] = []
+        self.ended = 0.0
 
     def emit(self, event: Event) -> None:
+        self.ended = event.time
         self.verdicts.observe(event)
         if found := self.verdicts.take_change(event.time):
             self.announced.append(found)
@@ -67,7 +68,7 @@ def judged(schedule: Schedule = Schedule.FULLY_ASYNC, ratio: float | None = None
     ],
     ids=lambda value: str(value) if isinstance(value, Bottleneck) else "",
 )
-def test_the_cause_of_the_waiting_is_the_verdict(world: dict[str, Any], verdict: Bottleneck) -> None:
+def test_the_verdict_names_the_part_that_others_wait_for(world: dict[str, Any], verdict: Bottleneck) -> None:
     judging = judged(**world)
     assert judging.verdicts.overall is verdict
     assert judging.announced[-1].verdict == verdict
@@ -77,18 +78,27 @@ def test_the_cause_of_the_waiting_is_the_verdict(world: dict[str, Any], verdict:
 @pytest.mark.parametrize(
     "generation, training, verdict", [(3.0, 1.0, Bottleneck.ROLLOUT), (1.0, 3.0, Bottleneck.TRAINER)]
 )
-def test_where_two_take_turns_the_longer_turn_is_the_verdict(
+def test_of_two_parts_that_alternate_the_verdict_names_the_slower_one(
     generation: float, training: float, verdict: Bottleneck
 ) -> None:
     world = judged(Schedule.SYNCHRONOUS, latency=lambda group, rng: generation, train_seconds=training)
     assert world.verdicts.overall is verdict
 
 
+@pytest.mark.parametrize("step", [600.0, -600.0])
+def test_a_jump_of_the_wall_clock_changes_no_verdict(step: float) -> None:
+    slow: dict[str, Any] = {"latency": lambda group, rng: 4.0, "train_seconds": 0.5}
+    stepped, steady = judged(wall_clock_steps={100.0: step}, **slow), judged(**slow)
+    assert [found.verdict for found in stepped.announced] == [found.verdict for found in steady.announced]
+    before, after = sum(steady.verdicts.trainer_seconds.values()), sum(stepped.verdicts.trainer_seconds.values())
+    assert after == pytest.approx(before, abs=1.0)
+
+
 @pytest.mark.parametrize(
     "process, verdict",
     [("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT), ("rollout", Bottleneck.ROLLOUT)],
 )
-def test_a_process_that_does_not_answer_is_the_verdict_at_once(process: str, verdict: Bottleneck) -> None:
+def test_the_verdict_names_an_unresponsive_process_at_once(process: str, verdict: Bottleneck) -> None:
     judging = Judging()
     judging.emit(TrainerPhaseChanged(time=100.0, to="publish"))
     for second in range(1, 7):
@@ -100,7 +110,7 @@ def test_a_process_that_does_not_answer_is_the_verdict_at_once(process: str, ver
     assert judging.verdicts.finding.verdict is Bottleneck.PUBLISH
 
 
-def test_a_process_that_falls_silent_is_announced_even_where_the_verdict_stays_the_same() -> None:
+def test_an_unresponsive_process_is_announced_even_if_the_verdict_stays_the_same() -> None:
     judging = Judging()
     judging.emit(TrainerPhaseChanged(time=100.0, to="batch"))
     for second in range(1, 20):
@@ -110,11 +120,11 @@ def test_a_process_that_falls_silent_is_announced_even_where_the_verdict_stays_t
     assert judging.announced[1].why == "engine-0 has not answered for 5s"
 
 
-def test_shares_add_up_and_the_time_after_the_run_is_not_judged() -> None:
+def test_shares_add_up_to_one_and_exclude_the_time_after_the_run() -> None:
     judging = judged(latency=lambda group, rng: 1.0)
     assert sum(judging.verdicts.finding.shares.values()) == pytest.approx(1.0)
     before = sum(judging.verdicts.seconds.values())
-    judging.emit(RunEnded(time=time.time() + 1e6, reason="done"))
+    judging.emit(RunEnded(time=judging.ended + 1.0, reason="done"))
     ended = sum(judging.verdicts.seconds.values())
-    judging.verdicts.tick(time.time() + 2e6)
+    judging.verdicts.tick(judging.ended + 10.0)
     assert sum(judging.verdicts.seconds.values()) == ended > before

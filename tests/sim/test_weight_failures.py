@@ -21,7 +21,7 @@ VERSION = 2
 
 @dataclass
 class Trouble:
-    """Makes writes of one version to one engine fail, and keeps what was done then."""
+    """Makes writes of one version to one engine fail, and records the reactions."""
 
     failures: int
     """Writes that fail, from the first one on."""
@@ -68,7 +68,7 @@ def steps(world: World) -> list[tuple[str, str | None]]:
     return [(event.then, event.transport) for event in failed]
 
 
-def test_a_torn_write_is_written_again() -> None:
+def test_a_torn_write_is_repeated() -> None:
     trouble = Trouble(failures=1)
     world = play(trouble)
     assert steps(world) == [("retry", None)]
@@ -93,7 +93,7 @@ def test_an_engine_that_no_transport_reaches_is_fenced_and_never_gets_the_versio
     assert [event.fenced for event in world.trace.of(PublishEnded)][VERSION] == ["bad"]
 
 
-def test_a_write_that_did_not_end_in_time_is_not_tried_again() -> None:
+def test_a_write_that_timed_out_is_not_repeated() -> None:
     trouble = Trouble(failures=99, final=True)
     assert steps(play(trouble)) == [("fence", None)]
     assert trouble.attempts == 1

@@ -36,12 +36,24 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now
 
+    def stop_process(self, seconds: float) -> None:
+        """Let time pass while nothing runs, as after SIGSTOP."""
+        self._virtual.now += seconds
+
 
 class VirtualClock:
     """The `Clock` port on virtual time. Create it inside the running loop."""
 
     def __init__(self) -> None:
-        self.now = asyncio.get_running_loop().time
+        self.monotonic = asyncio.get_running_loop().time
+        self._wall_offset = 0.0
+
+    def time(self) -> float:
+        return self.monotonic() + self._wall_offset
+
+    def step_wall_clock(self, seconds: float) -> None:
+        """Set the wall clock forward or back, as NTP does."""
+        self._wall_offset += seconds
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

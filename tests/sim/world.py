@@ -5,9 +5,11 @@ Only the ports are replaced. What runs between them is `miles_async.pipeline.ser
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -93,17 +95,29 @@ class Trainer:
     """The feed indices of every batch, where it keeps them."""
     save_seconds: float = 1.0
     save_error: str | None = None
+    worked: list[tuple[float, float | None]] = field(default_factory=list)
+    """When it worked; the last ends may be open."""
     copied: int | None = None
     """The rollout whose checkpoint is being written."""
     saved: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What checkpoints remember of the pipeline, by rollout."""
+    """The progress in each checkpoint, by rollout."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
-        started = self.clock.now()
-        await self.clock.sleep(self.seconds)
+        with self._working():
+            await self.clock.sleep(self.seconds)
         if self.keeps_batches:
             self.batches.append([group.feed_index for group in groups])
-        return StepReport(started=started, ended=self.clock.now(), tokens=len(groups), finite=self.finite(rollout_id))
+        return StepReport(seconds=self.seconds, tokens=len(groups), finite=self.finite(rollout_id))
+
+    async def work_seconds(self) -> float:
+        return sum((self.clock.monotonic() if end is None else end) - start for start, end in self.worked)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        number, start = len(self.worked), self.clock.monotonic()
+        self.worked.append((start, None))
+        yield
+        self.worked[number] = start, self.clock.monotonic()
 
     async def offload(self) -> None:
         raise AssertionError("nothing is shared here")
@@ -116,7 +130,8 @@ class Trainer:
 
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         assert self.copied == rollout_id
-        await self.clock.sleep(self.save_seconds)
+        with self._working():
+            await self.clock.sleep(self.save_seconds)
         if self.save_error is not None:
             raise FatalError(self.save_error)
         self.saved[rollout_id] = json.loads(json.dumps(progress))
@@ -151,7 +166,7 @@ class DeadLetterBox:
 
 @dataclass(kw_only=True)
 class World:
-    """One simulated run. `run()` plays it to the end; the fields then say what came of it."""
+    """One simulated run. `run()` runs it to the end; its fields then hold the results."""
 
     config: RunConfig
     schedule: Schedule = Schedule.FULLY_ASYNC
@@ -159,7 +174,7 @@ class World:
     engines: EngineModel = field(default_factory=EngineModel)
     train_seconds: float = 1.0
     save_seconds: float = 1.0
-    """Writing a checkpoint takes so long."""
+    """Seconds that writing a checkpoint takes."""
     save_error: str | None = None
     """And fails with this."""
     reward_seconds: float = 0.0
@@ -172,7 +187,7 @@ class World:
     trace: Trace = field(default_factory=Trace)
     keeps_batches: bool = True
     resume_from: Mapping[str, Any] | None = None
-    """What another run's checkpoint remembered."""
+    """The progress in the checkpoint of another run."""
     problems: int = 0
     """To evaluate on."""
     evaluate: EvaluationFunction | None = None
@@ -183,6 +198,8 @@ class World:
     trainer_kind: type[Trainer] = Trainer
     choose: Callable[[list[Group]], list[Group]] | None = None
     """An over-sampling filter of the batch functions."""
+    wall_clock_steps: Mapping[float, float] = field(default_factory=dict)
+    """Seconds by which the wall clock is set, by the time at which that happens."""
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
@@ -214,6 +231,8 @@ class World:
 
     async def _run(self) -> None:
         clock = VirtualClock()
+        for at, seconds in self.wall_clock_steps.items():
+            asyncio.get_running_loop().call_at(at, clock.step_wall_clock, seconds)
         self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
         self.trainer = self.trainer_kind(
             clock,
@@ -253,7 +272,7 @@ class World:
             self.service._producer.window = self.window(self.bounds.window)
         self.emit(
             RunStarted(
-                time=clock.now(),
+                time=clock.time(),
                 run="sim",
                 entry="train.py" if self.schedule is Schedule.SYNCHRONOUS else "train_async.py",
                 rollouts=self.config.rollout.num_rollout,
@@ -266,13 +285,13 @@ class World:
         )
         await self.service.run()
         self.service.run_state.ledger.check_conservation()
-        self.seconds = clock.now()
+        self.seconds = clock.monotonic()
 
     def _generator(self, clock: VirtualClock) -> Generator:
         return self.fleet
 
     def _rollout_function(self) -> RolloutFunction | None:
-        """None takes batches directly from the queue."""
+        """If None, batches come directly from the queue."""
         return None if self.schedule is Schedule.FULLY_ASYNC else self._rollout
 
     async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:

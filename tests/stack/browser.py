@@ -58,7 +58,7 @@ class Visit:
         return dict(self.page.evaluate(_CONTRASTS))
 
     def tab_through(self, most: int = 200) -> list[str]:
-        """Names of what the keyboard reaches, in order."""
+        """Names of the elements that the keyboard can focus, in order."""
         reached: list[str] = []
         for _ in range(most):
             self.page.keyboard.press("Tab")

@@ -60,6 +60,11 @@ class Stack:
         self.cluster = cluster
         self._folder = folder
 
+    @property
+    def latest(self) -> Path:
+        """The folder of the run that was started last."""
+        return self._folder / "latest"
+
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
 

@@ -28,7 +28,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     logs = tmp_path_factory.mktemp("logs")
     own = {"SGLANG_TIMEOUT_KEEP_ALIVE": "601", "OF_THE_ENGINE": "yes"}
-    spec = EngineSpec(name="e0", model_path=str(checkpoint), log_path=logs / "engine.log", env_vars=own)
+    verbose = {"log-level": "info"}  # SGLang logs its arguments
+    spec = EngineSpec(
+        name="e0", model_path=str(checkpoint), log_path=logs / "engine.log", env_vars=own, server_args=verbose
+    )
     engine = EngineServer(spec)
     router = RouterServer(RouterSpec(log_path=logs / "router.log"))
     try:
@@ -36,7 +39,7 @@ def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             starting = pool.submit(engine.start)
             router_url = router.start()
             model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-            yield Stack(starting.result(), router_url, checkpoint, model)
+            yield Stack(starting.result(), router_url, router.spec.key, logs, checkpoint, model)
     finally:
         router.stop()
         engine.stop()

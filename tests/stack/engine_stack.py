@@ -28,6 +28,8 @@ class Stack:
 
     engine: EngineInfo
     router_url: str
+    router_key: str
+    logs: Path
     checkpoint: Path
     model: PreTrainedModel
 
@@ -56,7 +58,7 @@ class Stack:
             "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
             "return_logprob": True,
         }
-        answer = call_engine(self.engine.url, "/generate", request, timeout=PATIENCE_SECONDS)
+        answer = call_engine(self.engine, "/generate", request, timeout=PATIENCE_SECONDS)
         drawn = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
         return self._error(prompt + answer["output_ids"], len(prompt), drawn)
 
@@ -69,13 +71,14 @@ class Stack:
     @asynccontextmanager
     async def admitted(self, *, limit: int = 512) -> AsyncIterator[tuple[SGLangFleet, SGLangGenerator]]:
         """The engine is admitted to the router and holds a version."""
-        fleet = SGLangFleet(self.router_url)
+        fleet = SGLangFleet(self.router_url, router_key=self.router_key)
         generator = SGLangGenerator(
             self.router_url,
             CheckpointTokenizer(str(self.checkpoint)),
             SamplingParams(max_new_tokens=40),
             limit=lambda: limit,
-            engine_urls=fleet.urls,
+            engines=fleet.engines,
+            router_key=self.router_key,
         )
         fleet.register_engine(self.engine)
         try:

@@ -69,15 +69,15 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     def ended(self, within: float) -> int:
-        """Its exit code. Raises TimeoutExpired when it runs on."""
+        """Return the exit code. Raises TimeoutExpired if the job does not end `within` so many seconds."""
         return self._process.wait(within)
 
     def press_ctrl_c(self) -> None:
-        """What a terminal does: every process of the foreground group gets the signal."""
+        """Send SIGINT to every process of the foreground group, like a terminal."""
         os.killpg(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
@@ -107,7 +107,7 @@ class Job:
         wait_until(reached_or_ended, f"the job can {what}", within=within)
 
     def left_running(self, patience: float = 0.0) -> dict[int, str]:
-        """Pid and command line of what still runs of it and its offspring after `patience` seconds."""
+        """Wait up to `patience` seconds; return pid and command line of each remaining process of the job."""
         deadline = time.monotonic() + patience
         while left := dict(_marked(self.mark)):
             if time.monotonic() >= deadline:
@@ -118,7 +118,7 @@ class Job:
 
 @contextmanager
 def job(folder: Path, *flags: str) -> Iterator[Job]:
-    """A job; whatever is left of it at the end is killed."""
+    """A job whose remaining processes are killed at the end."""
     started = Job(folder, flags)
     try:
         yield started

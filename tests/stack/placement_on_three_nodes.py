@@ -36,7 +36,7 @@ def refusal(demand: Demand, within: float) -> str:
 
 
 class Settler:
-    """What a learner rank or an engine finds where it was put."""
+    """Returns the node and the devices that a learner rank or an engine sees."""
 
     def where(self) -> tuple[Any, Any]:
         return ray.util.get_node_ip_address(), ray.get_gpu_ids()
@@ -57,7 +57,12 @@ def placed() -> dict[str, object]:
     found["surroundings"] = ray.get([settler.surroundings.remote() for settler in settlers])
     found["too_many"] = refusal(Demand(learner=4, engines=2, per_engine=2), 1)
     found["taken"] = refusal(Demand(learner=1, engines=0, per_engine=1), 1)
+    placement.release_engine(placement.plan.engines[1])
+    another = reserve(Demand(learner=0, engines=1, per_engine=2))
+    found["given_back"] = described(another.plan)["engines"]
+    found["learner_remains"] = ray.get([settler.where.remote() for settler in settlers]) == found["settled"]
     placement.release()
+    another.release()
     return found
 
 

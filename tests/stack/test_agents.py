@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -13,9 +14,10 @@ import pytest
 from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
-from miles_async.adapters.agents.trajectories import TrajectoryBuffer
+from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.errors import TrajectoryError
 from miles_async.rollout import tool_use
@@ -34,13 +36,15 @@ Wire = list[tuple[list[int], list[int]]]
 
 @asynccontextmanager
 async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[FunctionGenerator, Wire]]:
-    """A generator that sends samples through `function`, and the growing record of what the engine was asked."""
+    """A generator that calls `function`, and the list of the requests to the engine, which grows."""
     async with serving.admitted() as (_, engine):
         wire: Wire = []
         post = engine._client.post
 
-        async def noting(url: str, body: Any = None, *, within: float) -> Any:
-            answers = await post(url, body, within=within)
+        async def noting(
+            url: str, body: Any = None, *, key: str = "", within: float, decode: Decode | None = None
+        ) -> Any:
+            answers = await post(url, body, key=key, within=within)
             if url.endswith("/generate") and "rid" in body:
                 pairs = zip(body["input_ids"], answers, strict=True)
                 wire.extend((list(ids), answer["output_ids"]) for ids, answer in pairs)
@@ -49,14 +53,12 @@ async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[
         engine._client.post = noting  # type: ignore[method-assign]
         turns, endpoint = (
             MultiTurnSampler(engine, CheckpointTokenizer(str(serving.checkpoint))),
-            AgentEndpoint(TrajectoryBuffer(1, 1)),
+            AgentEndpoint(),
         )
         await endpoint.start()
         generator = FunctionGenerator(
             function,
-            flat_args(run_config(), sglang_router_url=serving.router_url).with_values(
-                turns=turns, agents=Agents(endpoint, turns)
-            ),
+            flat_args(run_config(), **_router(serving)).with_values(turns=turns, agents=Agents(endpoint, turns)),
             SamplingParams(max_new_tokens=LONGEST),
             engine,
             turns,
@@ -67,6 +69,16 @@ async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[
             yield generator, wire
         finally:
             await endpoint.close()
+
+
+def _router(serving: Stack) -> dict[str, Any]:
+    """What a run adds to the arguments of users' functions."""
+    address = urlsplit(serving.router_url)
+    return {
+        "sglang_router_ip": address.hostname,
+        "sglang_router_port": address.port,
+        "sglang_router_api_key": serving.router_key,
+    }
 
 
 def trained(sample: Sample) -> list[int]:
@@ -89,7 +101,7 @@ async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, A
     return await tool_use.generate(args, sample, {**sampling_params, "regex": "<python>[1-9]\\+[1-9]</python>"})
 
 
-async def test_a_tool_that_the_model_calls_is_run_and_its_output_not_trained(serving: Stack) -> None:
+async def test_a_called_tool_runs_and_its_output_is_not_trained(serving: Stack) -> None:
     async with generating_with(serving, must_calculate) as (generator, wire):
         group = group_of("2 plus 3 is ", samples=2)
         await generator.generate(group)
@@ -113,10 +125,10 @@ async def test_an_agent_that_speaks_openai_is_trained_on_the_tokens_that_were_sa
 
 
 async def two_short_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Ask, and ask again, whatever the model said; the first answer is cut short so that there is room."""
+    """Send two requests, whatever the model answers. The first answer is short, to leave room for the second."""
     async with (
         args.agents.session(sample, sampling_params) as base_url,
-        openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0) as client,
     ):
         messages: list[Any] = [{"role": "user", "content": str(sample.prompt)}]
         answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=20)
@@ -140,7 +152,7 @@ async def test_the_shipped_agent_plays_on_a_real_engine(serving: Stack) -> None:
 async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     async with (
         args.agents.session(sample, sampling_params) as base_url,
-        openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0) as client,
     ):
         messages: list[Any] = [{"role": "user", "content": "Q"}]
         await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
@@ -159,7 +171,9 @@ async def as_slime_does(args: Any, sample: Sample, sampling_params: dict[str, An
     """A generate function as slime's documentation writes it: it posts to the router and keeps text and tokens only."""
     async with aiohttp.ClientSession() as http:
         payload = {"input_ids": sample.tokens, "sampling_params": sampling_params}
-        async with http.post(f"{args.sglang_router_url}/generate", json=payload) as response:
+        url, key = f"http://{args.sglang_router_ip}:{args.sglang_router_port}", args.sglang_router_api_key
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.post(f"{url}/generate", json=payload, headers=headers) as response:
             output = await response.json()
     sample.tokens = sample.tokens + output["output_ids"]
     sample.response, sample.response_length = output["text"], len(output["output_ids"])
@@ -179,12 +193,14 @@ async def test_a_function_written_for_slime_gets_log_probabilities_and_a_version
         assert group.oldest_version == 0
 
 
-async def test_the_fake_engine_of_the_benchmarks_says_only_what_a_real_one_says(serving: Stack) -> None:
+async def test_the_fake_engine_of_the_benchmarks_returns_no_field_that_a_real_one_lacks(serving: Stack) -> None:
     async with generating_with(serving, tool_use.generate):
         body = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
         async with (
             aiohttp.ClientSession() as http,
-            http.post(f"{serving.router_url}/generate", json=body) as response,
+            http.post(
+                f"{serving.router_url}/generate", json=body, headers=authorization(serving.router_key)
+            ) as response,
         ):
             [real] = await response.json()
         fake = fake_answer("a", 2, 3)

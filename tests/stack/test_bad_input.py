@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.sglang.launch import ENGINE_MODULE
 from miles_async.config.schema import TinyModel
 from tests.stack.job import Job, job
 from tests.waiting import PATIENCE_SECONDS
@@ -81,7 +82,7 @@ def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
     ids=["checkpoint", "cut-checkpoint", "jsonl", "task", "port", "impossible", "argument", "ray", "function"],
     indirect=["flags"],
 )
-def test_it_is_refused_at_once_in_one_sentence(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+def test_invalid_input_is_refused_at_once_with_one_sentence(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
     before = cpu_seconds_of_children()
     with job(tmp_path, *PLAIN, *flags) as refused:
         assert refused.ended(within=PATIENCE_SECONDS) == 2
@@ -91,7 +92,7 @@ def test_it_is_refused_at_once_in_one_sentence(tmp_path: Path, flags: tuple[str,
 
 def test_an_engine_that_dies_at_start_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     with job(tmp_path, *PLAIN, "--sglang-attention-backend", "nonsense") as ended:
-        ended.runs("sglang.launch_server", within=PATIENCE_SECONDS)
+        ended.runs(ENGINE_MODULE, within=PATIENCE_SECONDS)
         assert ended.ended(within=PATIENCE_SECONDS) == 1
         sentence = refusal(ended)
     assert sentence.startswith("train_async.py: engine engine-0 ended at start with code 2: ")

@@ -10,7 +10,7 @@ from tests.stack.conftest import Stack
 pytestmark = pytest.mark.stack
 
 
-def test_colocated_engines_come_back_with_weights_and_cache_as_they_should_be(stack: Stack) -> None:
+def test_colocated_engines_resume_with_the_right_weights_and_cache(stack: Stack) -> None:
     run = stack.play("train.py", "--colocate", "--num-rollout", "3", "--rollout-batch-size", "8", "--eval-size", "0")
     assert len(run.of(StepEnded)) == 3
     assert run.violations == []

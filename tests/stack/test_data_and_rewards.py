@@ -58,7 +58,7 @@ def test_every_batch_trains(played: Played) -> None:
     assert played.violations == []
 
 
-def test_broken_rows_are_named_by_file_line_and_key(played: Played) -> None:
+def test_broken_rows_are_reported_with_file_line_and_key(played: Played) -> None:
     sentences = [event.sentence for event in played.of(DataSkipped)]
     assert sentences
     assert all("rows.jsonl, line 1" in sentence for sentence in sentences)
@@ -73,12 +73,12 @@ def test_prompts_that_are_too_long_go_to_the_dead_letters_at_once(played: Played
     assert all("more than rollout_max_prompt_len 64" in letter["error"] for letter in dead_lettered)
 
 
-def test_the_over_sampling_filter_drops_the_rest_of_what_was_generated(played: Played) -> None:
+def test_the_over_sampling_filter_drops_the_other_groups(played: Played) -> None:
     reasons = [event.reason for event in played.of(GroupFiltered)]
     assert reasons == ["over_sampling"] * (ROLLOUTS * (OFFERED - BATCH))
 
 
-def test_the_sample_filter_says_how_many_it_masked(played: Played) -> None:
+def test_the_number_of_samples_that_a_filter_masked_is_reported(played: Played) -> None:
     masked = [event.samples for event in played.of(SamplesRemoved)]
     assert len(masked) == ROLLOUTS
     assert sum(masked) > 0

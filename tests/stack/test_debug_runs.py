@@ -66,7 +66,7 @@ def test_a_run_that_only_trains_starts_no_engine_and_takes_the_saved_batches(sav
     assert all('"finite":true' in line and '"grad_norm":0.0,' not in line for line in steps)
 
 
-def test_a_saved_batch_can_be_looked_at(saved: Path) -> None:
+def test_a_saved_batch_can_be_inspected(saved: Path) -> None:
     file = saved / "rollout_data" / "0.safetensors"
     command = [sys.executable, "-m", "workers.inspect_rollout", str(file)]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -23,7 +23,7 @@ pytest_plugins = ["tests.stack.engine_fixtures"]
 ENDLESS = SamplingParams(max_new_tokens=380)
 
 
-async def test_a_group_comes_back_with_its_tokens_log_probabilities_and_versions(serving: Stack) -> None:
+async def test_a_generated_group_has_tokens_log_probabilities_and_versions(serving: Stack) -> None:
     async with serving.admitted() as (_, generator):
         group = group_of("What is 12 + 34?", samples=4)
         await generator.generate(group)
@@ -48,7 +48,7 @@ async def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:
         assert group[0].response_length <= 6
 
 
-async def test_one_group_can_be_aborted_while_the_others_go_on(serving: Stack) -> None:
+async def test_one_group_can_be_aborted_while_the_others_continue(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         straggler, other = group_of(list(range(60)), samples=4), group_of(list(range(60, 120)), samples=4)
         running = [asyncio.create_task(generator.generate(group, ENDLESS)) for group in (straggler, other)]
@@ -59,7 +59,7 @@ async def test_one_group_can_be_aborted_while_the_others_go_on(serving: Stack) -
         assert all(sample.status is not SampleStatus.ABORTED for sample in other)
 
 
-async def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(serving: Stack) -> None:
+async def test_aborted_samples_keep_their_tokens_and_are_continued(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         group = group_of(list(range(60)), samples=4)
         running = asyncio.create_task(generator.generate(group, ENDLESS))
@@ -82,7 +82,7 @@ async def test_aborted_samples_keep_their_tokens_and_are_continued_behind_them(s
             assert serving.error(sample) < 1e-4
 
 
-async def test_groups_beyond_the_limit_wait_their_turn(serving: Stack) -> None:
+async def test_groups_beyond_the_limit_wait(serving: Stack) -> None:
     async with serving.admitted(limit=4) as (_, generator):
         seen = 0
 
@@ -100,25 +100,25 @@ async def test_groups_beyond_the_limit_wait_their_turn(serving: Stack) -> None:
         assert all(sample.response_length > 0 for group in groups for sample in group)
 
 
-def test_the_engine_has_its_own_environment_which_wins(serving: Stack) -> None:
+def test_the_configured_environment_of_the_engine_overrides_the_inherited_one(serving: Stack) -> None:
     values = psutil.Process(serving.engine.pid).environ()
     assert {"SGLANG_TIMEOUT_KEEP_ALIVE": "601", "OF_THE_ENGINE": "yes"}.items() <= values.items()
 
 
-async def test_a_request_that_the_engine_refuses_is_a_bad_trajectory(serving: Stack) -> None:
+async def test_a_request_that_the_engine_refuses_fails_the_trajectory(serving: Stack) -> None:
     async with serving.admitted() as (_, generator):
         with pytest.raises(TrajectoryError, match="answered 400"):
             await generator.generate(group_of([1] * 600))
 
 
-async def test_a_prompt_without_tokens_never_reaches_the_engine_which_it_would_end(serving: Stack) -> None:
+async def test_a_prompt_without_tokens_never_reaches_the_engine_because_it_would_crash_it(serving: Stack) -> None:
     async with serving.admitted() as (_, generator):
         with pytest.raises(TrajectoryError, match=r"sample \d+ of group .* has no tokens"):
             await generator.generate(group_of("", samples=2))
         await generator.generate(group_of("1+1=", samples=2))
 
 
-async def test_a_new_version_leaves_requests_in_flight_alone(serving: Stack) -> None:
+async def test_a_new_version_does_not_affect_requests_in_flight(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         group = group_of(list(range(50)), samples=8)
         running = asyncio.create_task(generator.generate(group, ENDLESS))
@@ -144,13 +144,13 @@ async def test_a_fenced_engine_gets_no_requests_until_it_is_admitted(serving: St
         await generator.generate(group_of("1 + 1 ="))
 
 
-def test_a_folder_that_is_no_checkpoint_is_the_users_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_a_user_error(tmp_path: Path) -> None:
     spec = EngineSpec(name="e1", model_path=str(tmp_path / "nowhere"), log_path=tmp_path / "engine.log")
     with pytest.raises(UserError, match="it has no config"):
         EngineServer(spec).start()
 
 
-def test_an_engine_ends_with_its_owner_even_when_that_is_killed(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_engine_ends_when_its_owner_is_killed(checkpoint: Path, tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [
             sys.executable,

@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE_SECONDS
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 
-async def test_an_engine_reports_how_full_its_cache_is_while_it_generates(serving: Stack) -> None:
+async def test_an_engine_reports_its_cache_usage_while_it_generates(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         (idle,) = await fleet.loads()
         assert idle.queued == 0
@@ -42,11 +42,11 @@ async def test_an_engine_reports_how_full_its_cache_is_while_it_generates(servin
         assert fullest > idle.kv_usage
 
 
-async def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(serving: Stack) -> None:
+async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: Stack) -> None:
     scheduler = read_engine_memory(serving.engine, timeout=PATIENCE_SECONDS).ranks[0].pid
 
     async with serving.admitted():
-        fleet = SGLangFleet(serving.router_url, health_timeout=2.0)
+        fleet = SGLangFleet(serving.router_url, router_key=serving.router_key, health_timeout=2.0)
         fleet.register_engine(serving.engine)
         os.kill(scheduler, signal.SIGSTOP)
         try:
@@ -55,7 +55,7 @@ async def test_an_engine_whose_scheduler_hangs_is_found_by_a_look_at_it_alone(se
         finally:
             os.kill(scheduler, signal.SIGCONT)
         await fleet.close()
-        patient = SGLangFleet(serving.router_url, health_timeout=PATIENCE_SECONDS)
+        patient = SGLangFleet(serving.router_url, router_key=serving.router_key, health_timeout=PATIENCE_SECONDS)
         patient.register_engine(serving.engine)
         await patient.check("e0")
         await patient.close()

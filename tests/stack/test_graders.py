@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import pytest
@@ -16,44 +15,21 @@ from miles_async.types import Sample
 from tests.scoring import scored
 
 pytestmark = pytest.mark.stack
+REWARDS = "tests.stack.isolated_rewards"
 ISOLATED: dict[str, Any] = {"custom_rm_isolated": True, "reward_timeout_seconds": 60.0}
 
 
-def length(args: Any, sample: Sample) -> float:
-    """Named by path below, like the functions that follow."""
-    print("chatter on stdout is nobody's answer")
-    return float(len(sample.response) + args.n_samples_per_prompt)
+async def test_an_isolated_reward_scores_a_group_in_one_call() -> None:
+    assert await scored("a", "b", custom_rm_path=f"{REWARDS}.positions", group_rm=True, **ISOLATED) == [0.0, 1.0]
 
 
-def hang(args: Any, sample: Sample) -> float:
-    while sample.response == "hang":
-        pass
-    return 1.0
-
-
-def die(args: Any, sample: Sample) -> float:
-    raise SystemExit(3)
-
-
-def process(args: Any, sample: Sample) -> float:
-    return float(os.getpid())
-
-
-def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    return [float(position) for position in range(len(samples))]
-
-
-async def test_a_group_is_scored_in_one_call_there_too() -> None:
-    assert await scored("a", "b", custom_rm_path=f"{__name__}.ranks", group_rm=True, **ISOLATED) == [0.0, 1.0]
-
-
-async def test_an_isolated_reward_runs_elsewhere_and_sees_the_settings() -> None:
-    path = f"{__name__}.length"
+async def test_an_isolated_reward_runs_in_another_process_and_sees_the_settings() -> None:
+    path = f"{REWARDS}.length"
     assert await scored("ab", "", custom_rm_path=path, n_samples_per_prompt=4, **ISOLATED) == [6.0, 4.0]
 
 
 async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sample_is_scored() -> None:
-    graders = Graders(f"{__name__}.hang", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
+    graders = Graders(f"{REWARDS}.hangs", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
     try:
         with pytest.raises(GraderError) as failure:
             await graders.grade([Sample(response="fine"), Sample(response="hang")])
@@ -64,13 +40,13 @@ async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_ne
 
 
 async def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.die ended its process with exit code 3"):
-        await scored("x", custom_rm_path=f"{__name__}.die", **ISOLATED)
+    with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.exits ended its process with exit code 3"):
+        await scored("x", custom_rm_path=f"{REWARDS}.exits", **ISOLATED)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_as_many_groups_are_graded_at_once_as_there_are_processes(processes: int) -> None:
-    graders = Graders(f"{__name__}.process", "custom_rm_path", {}, processes, timeout_seconds=60.0)
+async def test_each_grader_process_scores_one_group_at_a_time(processes: int) -> None:
+    graders = Graders(f"{REWARDS}.process_id", "custom_rm_path", {}, processes, timeout_seconds=60.0)
     try:
         rewards = await asyncio.gather(*(graders.grade([Sample()]) for _ in range(4)))
         assert len({number for [number] in rewards}) == processes
@@ -89,17 +65,17 @@ async def test_as_many_groups_are_graded_at_once_as_there_are_processes(processe
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
     ],
 )
-def test_mathematics_is_right_by_value(response: str, label: Any, expected: float) -> None:
+def test_mathematical_answers_are_compared_by_value(response: str, label: Any, expected: float) -> None:
     assert mathematics.math(None, Sample(response=response, label=label)) == expected
 
 
-async def test_mathematics_is_checked_in_a_process_of_its_own() -> None:
+async def test_mathematical_answers_are_checked_in_a_separate_process() -> None:
     assert await scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
     with pytest.raises(TrajectoryError, match=r"reward math raised TypeError: the label is \[\], a list.*\(sample 0\)"):
         await scored("4", label=[], rm_type="math")
 
 
-def test_dapo_reads_the_answer_line_and_deepscaler_what_follows_the_reasoning() -> None:
+def test_dapo_reads_the_answer_line_and_deepscaler_the_text_after_the_reasoning() -> None:
     right = mathematics.dapo(None, Sample(response="Answer: 1/2", label="0.5"))
     assert right == {"score": 1.0, "acc": 1.0, "pred": "1/2"}
     assert mathematics.dapo(None, Sample(response="it is 0.5", label="0.5"))["score"] == -1.0
@@ -118,7 +94,7 @@ def test_dapo_reads_the_answer_line_and_deepscaler_what_follows_the_reasoning() 
     "language, text",
     [("de", "Das ist ein kurzer Satz."), ("kn", "ಇದು ಕನ್ನಡ"), ("zh-cn", "这是一个短句子"), ("en", "So it is.")],
 )
-def test_a_response_is_in_the_language_asked_for(language: str, text: str) -> None:
+def test_ifeval_checks_the_language_of_a_response(language: str, text: str) -> None:
     name = "language:response_language"
     assert follows(text, name, {"language": language})
     assert not follows("Bonjour tout le monde, comment allez-vous ?", name, {"language": language})

@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from miles_async.adapters.sglang.launch import ENGINE_MODULE
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from tests.stack.job import job
 from tests.waiting import PATIENCE_SECONDS
@@ -42,7 +43,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_ru
     assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
 
 
-def test_a_second_ctrl_c_ends_it_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_the_run_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:
     with job(tmp_path, *LONG) as running:
         running.says("Staleness stats", START_SECONDS)
         running.press_ctrl_c()
@@ -55,7 +56,7 @@ def test_a_second_ctrl_c_ends_it_at_once_and_leaves_nothing_running(tmp_path: Pa
     assert json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())["reason"] == "interrupted"
 
 
-def test_ctrl_c_before_anything_was_started_ends_it_without_a_word(
+def test_ctrl_c_before_the_start_of_any_process_ends_the_run_silently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_to_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
@@ -68,9 +69,9 @@ def test_ctrl_c_before_anything_was_started_ends_it_without_a_word(
     assert running.err == ""
 
 
-def test_a_driver_that_is_killed_takes_its_engines_and_workers_along(tmp_path: Path) -> None:
+def test_engines_and_workers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
     with job(tmp_path, *LONG) as running:
-        running.runs("sglang.launch_server", START_SECONDS)
+        running.runs(ENGINE_MODULE, START_SECONDS)
         running.kill()
         left = running.left_running(patience=PATIENCE_SECONDS)
     assert left == {}

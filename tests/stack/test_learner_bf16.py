@@ -126,7 +126,7 @@ def test_updates_that_bfloat16_would_round_away_add_up(tiny: Path) -> None:
         }
 
 
-def test_a_resumed_run_has_the_float32_weights_it_had(tiny: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_float32_weights(tiny: Path, tmp_path: Path) -> None:
     run = config()
     with learning(tiny, run) as unbroken:
         train(unbroken, run, range(3))
@@ -164,7 +164,7 @@ def float32_weights(learner: MegatronLearner) -> list[torch.Tensor]:
     return [vars(own).get("main_param", own).detach().clone() for own in parameters]
 
 
-def test_a_batch_that_failed_in_its_second_step_leaves_the_float32_weights_too(tiny: Path) -> None:
+def test_a_batch_that_fails_in_its_second_step_restores_the_float32_weights(tiny: Path) -> None:
     run = config(grpo_std_normalization=False, num_steps_per_rollout=2)
     with learning(tiny, run) as learner:
         train(learner, run, [0])
@@ -175,7 +175,7 @@ def test_a_batch_that_failed_in_its_second_step_leaves_the_float32_weights_too(t
         assert same(list(weights_of(learner).values()), list(published.values()))
 
 
-def test_the_export_is_in_bfloat16_and_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_the_export_is_in_bfloat16_and_its_configuration_states_that(tiny: Path, tmp_path: Path) -> None:
     run = config()
     tokens = [random.Random(0).randrange(256) for _ in range(16)]
     with learning(tiny, run) as learner:

@@ -95,7 +95,7 @@ def test_the_policy_is_frozen_while_only_the_critic_learns(tiny: Path) -> None:
         assert after["grad_norm"] > 0
 
 
-def test_a_fresh_critic_expects_nothing_so_every_token_is_credited_with_the_whole_reward(tiny: Path) -> None:
+def test_a_new_critic_predicts_zero_so_the_advantage_of_every_token_is_the_full_reward(tiny: Path) -> None:
     run = ppo()
     with learning(tiny, run) as learner:
         assert learner._critic is not None
@@ -106,7 +106,7 @@ def test_a_fresh_critic_expects_nothing_so_every_token_is_credited_with_the_whol
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "ppo"])
-def test_a_batch_that_a_filter_masked_whole_changes_nothing(tiny: Path, estimator: str) -> None:
+def test_a_completely_masked_batch_changes_nothing(tiny: Path, estimator: str) -> None:
     run = config(advantage_estimator=estimator)
     with learning(tiny, run) as learner:
         train(learner, run, range(1))
@@ -121,7 +121,7 @@ def test_a_batch_that_a_filter_masked_whole_changes_nothing(tiny: Path, estimato
         assert same(weights_of(learner), before), "not even by the momentum of the step before"
 
 
-def test_a_resumed_run_has_the_critic_it_had(tiny: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_critic(tiny: Path, tmp_path: Path) -> None:
     run = ppo()
     with learning(tiny, run) as unbroken:
         train(unbroken, run, range(2))
@@ -134,7 +134,7 @@ def test_a_resumed_run_has_the_critic_it_had(tiny: Path, tmp_path: Path) -> None
         assert same(weights_of(resumed), expected)
 
 
-def test_after_a_step_that_is_not_finite_the_critic_is_as_it_was_too(tiny: Path) -> None:
+def test_a_step_that_is_not_finite_restores_the_critic(tiny: Path) -> None:
     run = ppo()
     with learning(tiny, run) as learner:
         train(learner, run, range(1))

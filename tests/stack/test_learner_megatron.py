@@ -111,7 +111,7 @@ def test_packed_logprobs_are_those_of_hugging_face_one_sequence_at_a_time(learne
         assert logprobs == pytest.approx(hf_logprobs(tiny, tokens), abs=2e-6)
 
 
-def test_weights_leave_as_they_came_in(learner: MegatronLearner, tiny: Path) -> None:
+def test_exported_weights_equal_the_loaded_ones(learner: MegatronLearner, tiny: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).state_dict()
     exported = weights_of(learner)
     assert set(state) - set(exported) == {"lm_head.weight"}, "tied to the embedding"
@@ -119,7 +119,7 @@ def test_weights_leave_as_they_came_in(learner: MegatronLearner, tiny: Path) -> 
 
 
 @pytest.mark.parametrize("rope", [PLAIN, LLAMA3], ids=["plain", "llama3"])
-def test_a_llama_with_its_own_output_head_agrees_with_hugging_face_too(tmp_path: Path, rope: dict[str, Any]) -> None:
+def test_a_llama_with_an_untied_output_head_agrees_with_hugging_face(tmp_path: Path, rope: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300,
@@ -173,7 +173,7 @@ def test_one_step_raises_the_probability_of_what_was_rewarded(learner: MegatronL
     after = learner.logprobs([sample.tokens for group in groups for sample in group])
     change = [sum(new[-4:]) - sum(old[-4:]) for new, old in zip(after, before, strict=True)]
     assert report.finite
-    assert report.ended >= report.started
+    assert report.seconds > 0
     assert report.tokens == sum(len(sample.tokens) for group in groups for sample in group)
     assert all(rewarded > plain for plain, rewarded in zip(change[::2], change[1::2], strict=True))
     gaps = [
@@ -232,7 +232,7 @@ def test_padded_rows_learn_what_packed_sequences_do(tiny: Path, where: str) -> N
         assert one == pytest.approx(other, abs=1e-4)
 
 
-def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_model_has_separate_micro_batches(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[type[Any], list[int]] = {}
     run_schedule = micro_batches._run_schedule
 
@@ -255,7 +255,7 @@ def test_the_reference_model_is_asked_in_micro_batches_of_its_own(tiny: Path, mo
     assert distances[0] == pytest.approx(distances[1], abs=1e-5)
 
 
-def test_the_reference_model_stays_where_training_began(tiny: Path) -> None:
+def test_the_reference_model_keeps_the_initial_weights(tiny: Path) -> None:
     algorithm = CONFIG.algorithm.model_copy(update={"use_kl_loss": True})
     with learning(tiny, CONFIG.model_copy(update={"algorithm": algorithm})) as learner:
         distances = [learner.train(rollout, shares(batch())).metrics["kl"] for rollout in range(3)]
@@ -299,7 +299,7 @@ def test_later_steps_of_a_batch_measure_their_ratio_from_before_the_first(learne
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_reward_that_is_not_a_number_leaves_every_bit_of_the_weights(learner: MegatronLearner, steps: int) -> None:
+def test_a_reward_that_is_not_a_number_leaves_the_weights_unchanged(learner: MegatronLearner, steps: int) -> None:
     before = weights_of(learner)
     poisoned = learner.train(0, shares(batch(poison=True), steps=steps))
     assert not poisoned.finite
@@ -308,7 +308,7 @@ def test_a_reward_that_is_not_a_number_leaves_every_bit_of_the_weights(learner: 
     assert not same(before, weights_of(learner))
 
 
-def test_under_no_estimator_is_a_reward_trained_on_that_is_not_finite(learner: MegatronLearner) -> None:
+def test_no_estimator_trains_on_a_reward_that_is_not_finite(learner: MegatronLearner) -> None:
     before = weights_of(learner)
     for estimator in get_args(Algorithm.model_fields["advantage_estimator"].annotation):
         for reward in (math.nan, math.inf, -math.inf):
@@ -320,7 +320,7 @@ def test_under_no_estimator_is_a_reward_trained_on_that_is_not_finite(learner: M
     assert same(before, weights_of(learner))
 
 
-def test_a_batch_that_failed_in_its_second_step_leaves_no_trace_in_the_optimizer(tiny: Path) -> None:
+def test_a_batch_that_fails_in_its_second_step_restores_the_optimizer(tiny: Path) -> None:
     def weights_after(*batches: list[TrainStep]) -> dict[str, torch.Tensor]:
         with learning(tiny, CONFIG) as learner:
             for i, steps in enumerate(batches):

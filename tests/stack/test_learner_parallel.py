@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.weights.engine import call_engine
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from tests.configuration import run_config
@@ -114,7 +114,7 @@ def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> Ru
 
 
 def learn(root: Path, name: str, rank: int, port: int) -> None:
-    """One batch and what can be seen of it; rank 0 writes it down."""
+    """Trains one batch; rank 0 writes the observable results to a file."""
     torch.set_num_threads(1)
     model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name
@@ -182,14 +182,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_that_share_the_work_find_the_gradients_and_weights_of_one(runs: Path, layout: str) -> None:
+def test_parallel_ranks_compute_the_gradients_and_weights_of_one_rank(runs: Path, layout: str) -> None:
     alone = runs / f"{LAYOUTS[layout][0]}, one rank"
     assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
     assert most_apart(runs / layout / "saved/model.safetensors", alone / "saved/model.safetensors") < 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_that_share_the_work_see_the_probabilities_metrics_and_answers_of_one(runs: Path, layout: str) -> None:
+def test_parallel_ranks_compute_the_probabilities_metrics_and_answers_of_one_rank(runs: Path, layout: str) -> None:
     expected, found = facts(runs / f"{LAYOUTS[layout][0]}, one rank"), facts(runs / layout)
     of_the_layout = {"micro_batches", "micro_batches_lower_bound", "flop_imbalance", "memory_gib", "padding"}
     ours, theirs = (
@@ -211,7 +211,7 @@ def test_data_parallel_ranks_select_the_tokens_that_one_rank_selects(runs: Path)
 
 
 @pytest.mark.parametrize("layout", MIXED)
-def test_ranks_in_bfloat16_find_about_the_gradients_of_one_in_float32(runs: Path, layout: str) -> None:
+def test_ranks_in_bfloat16_compute_nearly_the_gradients_of_one_rank_in_float32(runs: Path, layout: str) -> None:
     ours, theirs = (
         load_file(runs / name / "gradients.safetensors") for name in (layout, f"{MIXED[layout][0]}, one rank")
     )
@@ -221,7 +221,7 @@ def test_ranks_in_bfloat16_find_about_the_gradients_of_one_in_float32(runs: Path
     assert apart < 0.03**2 * whole
 
 
-def test_a_checkpoint_in_bfloat16_hands_the_float32_weights_to_another_layout(runs: Path) -> None:
+def test_a_checkpoint_in_bfloat16_restores_float32_weights_in_another_layout(runs: Path) -> None:
     run = config(runs, "dense", BF16)
     full = load_file(runs / "dense, one rank/saved/model.safetensors")
     for layout in ("bf16, distributed optimizer", "bf16, pipeline and context parallel"):
@@ -242,29 +242,27 @@ def test_a_checkpoint_in_bfloat16_hands_the_float32_weights_to_another_layout(ru
         assert (own[norm] - full[norm]).abs().mean() < 2e-5 < (own[norm] - 1).abs().mean()
 
 
-def test_an_engine_agrees_with_what_stages_and_shared_experts_saved(runs: Path, tmp_path: Path) -> None:
+def test_an_engine_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_experts(runs: Path, tmp_path: Path) -> None:
     trained = runs / "expert parallel, pipeline"
     engine = EngineServer(EngineSpec(name="e0", model_path=str(trained / "saved"), log_path=tmp_path / "engine.log"))
     try:
-        url = engine.start().url
+        info = engine.start()
         for group, expected in zip(uneven_groups(0), facts(trained)["after"][::4], strict=True):
             asked = {"input_ids": group[0].tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-            body = json.dumps(asked | {"logprob_start_len": 0}).encode()
-            call = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(call, timeout=60) as reply:
-                entries = json.load(reply)["meta_info"]["input_token_logprobs"]
+            answer = call_engine(info, "/generate", asked | {"logprob_start_len": 0}, timeout=60)
+            entries = answer["meta_info"]["input_token_logprobs"]
             found = [logprob for logprob, *_ in entries[1:]]
             assert found == pytest.approx(expected, abs=1e-5)
     finally:
         engine.stop()
 
 
-def test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank(runs: Path) -> None:
+def test_the_distributed_optimizer_shards_its_moments_over_the_ranks(runs: Path) -> None:
     parts, all_of_them = facts(runs / "distributed optimizer"), facts(runs / "data parallel")
     assert parts["moments"] == pytest.approx(all_of_them["moments"] / 2, rel=0.05)
 
 
-def test_a_checkpoint_of_two_data_parallel_ranks_goes_on_as_one_rank(runs: Path) -> None:
+def test_one_rank_resumes_a_checkpoint_of_two_data_parallel_ranks(runs: Path) -> None:
     expected = load_file(runs / "data parallel/saved/model.safetensors")
     with learning(runs / "dense", config(runs, "dense", {})) as learner:
         learner.load_state(str(runs / "data parallel" / "state"))

@@ -47,7 +47,7 @@ def config(layout: dict[str, Any]) -> RunConfig:
 
 
 def train(learner: MegatronLearner, settings: RunConfig, rollout: int, rank: int, ranks: int, out: Path) -> None:
-    """One rollout; what came of it is put down."""
+    """Trains one rollout and writes the results to a file."""
     report = learner.train(rollout, rank_batches(uneven_groups(rollout), settings, ranks)[rank])
     assert report.finite
     weights = weights_of(learner)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +15,7 @@ from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
+from tests.disks import files_at_most
 from tests.stack.learning import learning, save_state, weights_of
 
 pytestmark = pytest.mark.stack
@@ -89,7 +86,7 @@ def test_ten_rollouts_after_the_stop_the_weights_are_those_of_an_unbroken_run(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_with_a_sentence(tiny: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     with learning(tiny, config()) as learner:
         train(learner, range(1))
@@ -118,16 +115,3 @@ def test_a_full_disk_is_reported_while_a_checkpoint_is_written(tiny: Path, tmp_p
         copy = learner.copy_state(str(tmp_path))
         with files_at_most(20_000), pytest.raises(OSError, match="disk is full"):
             copy.write()
-
-
-@contextmanager
-def files_at_most(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes: what a full disk does, without filling one."""
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)

@@ -147,7 +147,7 @@ def test_another_estimator_or_correction_learns_other_weights(
     assert not same(learned(tiny, **setting), usual)
 
 
-def test_the_reference_model_is_another_checkpoint_where_one_is_named(tiny: Path, tmp_path: Path) -> None:
+def test_the_reference_model_may_be_another_checkpoint(tiny: Path, tmp_path: Path) -> None:
     create_tiny_model(TinyModel(**SMALL), tmp_path / "other", seed=2)
     kl = {"use_kl_loss": True, "kl_loss_coef": 1.0}
     own = learned(tiny, **kl)
@@ -238,7 +238,7 @@ def test_sft_examples_lower_their_negative_log_likelihood(tiny: Path) -> None:
         ("init_std", "initializer_range"),
     ],
 )
-def test_the_tiny_model_has_the_shape_asked_for(tmp_path: Path, setting: str, theirs: str) -> None:
+def test_the_tiny_model_has_the_configured_shape(tmp_path: Path, setting: str, theirs: str) -> None:
     shape = SMALL | {"num_attention_heads": 4, "num_query_groups": 2, "max_position_embeddings": 64, "init_std": 0.02}
     shape[setting] *= 2
     create_tiny_model(TinyModel(**shape), tmp_path / "model", seed=1)
@@ -246,7 +246,7 @@ def test_the_tiny_model_has_the_shape_asked_for(tmp_path: Path, setting: str, th
 
 
 def taught(cache: Path, **settings: Any) -> tuple[Path, int]:
-    """The model after a warm start whose first look is good enough, and the steps taken."""
+    """The model after a warm start whose first check succeeds, and the number of its steps."""
     short = {"warm_start_max_steps": 8, "warm_start_check_every": 2, "warm_start_accuracy": [0.0, 1.0]}
     run = config(**SMALL, **short | {"warm_start_batch_size": 4, "cache_dir": str(cache)} | settings)
     problems = [(f"{i}=", str(i)) for i in range(8)]
@@ -259,14 +259,14 @@ def taught(cache: Path, **settings: Any) -> tuple[Path, int]:
     [{"warm_start_lr": 1e-4}, {"warm_start_batch_size": 5}, {"seed": 7}],
     ids=lambda setting: next(iter(setting)),
 )
-def test_another_warm_start_teaches_another_model(tmp_path: Path, setting: dict[str, Any]) -> None:
+def test_another_seed_of_the_warm_start_gives_another_model(tmp_path: Path, setting: dict[str, Any]) -> None:
     models = [taught(tmp_path / str(i), **each)[0] for i, each in enumerate(({}, {}, setting))]
     assert all(path.parent == tmp_path / str(i) for i, path in enumerate(models))
     usual, again, other = ((path / "model.safetensors").read_bytes() for path in models)
     assert usual == again != other
 
 
-def test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step(tmp_path: Path) -> None:
+def test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step(tmp_path: Path) -> None:
     assert taught(tmp_path)[1] == 2
     assert taught(tmp_path, warm_start_check_every=4)[1] == 4
     with pytest.raises(UserError, match="for 6 steps"):
@@ -282,7 +282,7 @@ def test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step(tmp_path
     ],
     ids=["selective", "uniform", "block"],
 )
-def test_recomputed_activations_are_the_same_and_are_not_kept(
+def test_recomputed_activations_are_equal_and_not_stored(
     tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = []
@@ -298,19 +298,19 @@ def test_recomputed_activations_are_the_same_and_are_not_kept(
 
 
 @pytest.mark.usefixtures("free_again")
-async def test_the_steps_asked_for_are_profiled(tiny: Path, tmp_path: Path) -> None:
-    asked = {"use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2}
+async def test_the_configured_steps_are_profiled(tiny: Path, tmp_path: Path) -> None:
+    asked = {"use_pytorch_profiler": True, "profile_step_start": 0, "profile_step_end": 1}
     run = config(**asked, profile_dir=str(tmp_path / "profiles"), deterministic_mode=True)
 
     rank = LearnerRank(run, 0, 1, tmp_path)
     await rank.start(str(tiny), "127.0.0.1", free_port())
     assert torch.are_deterministic_algorithms_enabled()
-    for rollout in range(3):
+    for rollout in range(2):
         await rank.train(rollout, rank_batches(batch(rollout), run, 1)[0])
     await rank._run(rank._model_thread, rank._learner.close)
     torch.use_deterministic_algorithms(False)
     files = list((tmp_path / "profiles").iterdir())
-    assert [file.name for file in files] == ["rollout_0000001_rank_0.json.gz"]
+    assert [file.name for file in files] == ["rollout_0000000_rank_0.json.gz"]
     assert any(
         "mm" in event.get("name", "") for event in json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
     )

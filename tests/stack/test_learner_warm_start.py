@@ -36,7 +36,7 @@ def started(settings: RunConfig, problems: Problems = COPYING) -> tuple[WarmStar
     return warm_start(settings, problems, COPYING, lambda step, loss, accuracy: looks.append(accuracy)), looks
 
 
-def test_a_warm_start_teaches_until_the_accuracy_is_in_range_and_is_found_again(tmp_path: Path) -> None:
+def test_a_warm_start_ends_when_the_accuracy_is_in_range_and_its_model_is_reused(tmp_path: Path) -> None:
     made, looks = started(config(tmp_path))
     assert made.accuracy is not None
     assert 0.5 <= made.accuracy <= 1.0
@@ -50,7 +50,7 @@ def test_a_warm_start_teaches_until_the_accuracy_is_in_range_and_is_found_again(
     assert no_looks == []
 
 
-def test_the_same_settings_give_the_same_model_and_others_another_folder(tmp_path: Path) -> None:
+def test_a_warm_started_model_is_reused_only_for_the_same_settings(tmp_path: Path) -> None:
     few: dict[str, Any] = {"warm_start_accuracy": (0.0, 1.0)}
     one, _ = started(config(tmp_path / "a", **few))
     same, _ = started(config(tmp_path / "b", **few))
@@ -77,7 +77,7 @@ def test_without_warm_start_steps_the_model_or_checkpoint_is_unchanged(tmp_path:
         ({"warm_start_max_steps": 10, "warm_start_accuracy": (0.99, 1.0)}, "stayed below.*raise warm_start_max_steps"),
     ],
 )
-def test_a_range_that_is_missed_is_an_error_that_says_what_to_set(
+def test_a_warm_start_that_misses_its_range_is_refused_with_the_setting_to_change(
     tmp_path: Path, warm: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(UserError, match=complaint):

@@ -80,7 +80,7 @@ def test_first_paint_is_quick(subscribers: EventSubscribers, browser: Browser) -
     visit.page.close()
 
 
-def test_there_is_a_page_before_there_is_anything_to_show(played: Played, browser: Browser) -> None:
+def test_the_page_is_served_before_there_is_data(played: Played, browser: Browser) -> None:
     with EventSubscribers(played.config, RunFolder.create(played.config)) as subscribers:
         visit = Visit.to(browser, subscribers.page_url)
         expect(visit.page.locator("#verdict-name")).to_contain_text("are starting")
@@ -90,7 +90,9 @@ def test_there_is_a_page_before_there_is_anything_to_show(played: Played, browse
         visit.page.close()
 
 
-def test_what_a_model_writes_is_shown_as_text(played: Played, subscribers: EventSubscribers, browser: Browser) -> None:
+def test_the_output_of_a_model_is_shown_as_text(
+    played: Played, subscribers: EventSubscribers, browser: Browser
+) -> None:
     [*_, real] = played.of(SampleDisplayed)
     subscribers.emit(replace(real, response=HOSTILE))
     visit = Visit.to(browser, subscribers.page_url)
@@ -105,7 +107,7 @@ def test_what_a_model_writes_is_shown_as_text(played: Played, subscribers: Event
     visit.page.close()
 
 
-def test_it_works_in_a_narrow_window_and_without_a_mouse(subscribers: EventSubscribers, browser: Browser) -> None:
+def test_the_page_works_in_a_narrow_window_and_without_a_mouse(subscribers: EventSubscribers, browser: Browser) -> None:
     visit = Visit.to(browser, subscribers.page_url, width=320)
     assert not visit.scrolls_sideways
     reached = visit.tab_through()
@@ -141,7 +143,9 @@ def test_text_can_be_read_in_light_and_dark(scheme: str, subscribers: EventSubsc
     visit.page.close()
 
 
-def test_the_page_says_who_does_not_answer(played: Played, subscribers: EventSubscribers, browser: Browser) -> None:
+def test_the_page_names_processes_that_do_not_answer(
+    played: Played, subscribers: EventSubscribers, browser: Browser
+) -> None:
     visit = Visit.to(browser, subscribers.page_url)
     subscribers.emit(ProcessSilent(time=time.time(), process="learner-0", seconds=7.0))
     expect(visit.page.locator("#silent")).to_contain_text("learner-0 has not answered for")
@@ -150,7 +154,7 @@ def test_the_page_says_who_does_not_answer(played: Played, subscribers: EventSub
     visit.page.close()
 
 
-def test_the_page_says_that_the_run_is_gone(played: Played, browser: Browser) -> None:
+def test_the_page_shows_that_the_run_has_ended(played: Played, browser: Browser) -> None:
     with EventSubscribers(played.config, RunFolder.create(played.config)) as subscribers:
         subscribers.emit(*halves(played)[0])
         visit = Visit.to(browser, subscribers.page_url)
@@ -159,7 +163,7 @@ def test_the_page_says_that_the_run_is_gone(played: Played, browser: Browser) ->
     visit.page.close()
 
 
-def test_a_report_compares_two_runs_and_needs_nothing_but_itself(
+def test_a_report_compares_two_runs_and_is_one_self_contained_file(
     played: Played, browser: Browser, tmp_path: Path
 ) -> None:
     folder = watched_to_its_end(played)

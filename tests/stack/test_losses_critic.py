@@ -11,7 +11,7 @@ SEQUENCES = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
 
 
 @pytest.mark.parametrize("discount, decay", [(1.0, 0.95), (0.99, 0.0), (0.9, 1.0)])
-def test_generalized_advantages_are_the_decayed_sums_of_surprises(discount: float, decay: float) -> None:
+def test_generalized_advantages_are_discounted_sums_of_temporal_differences(discount: float, decay: float) -> None:
     random = np.random.default_rng(1)
     rewards, values = random.normal(size=12), random.normal(size=12)
     expected = []
@@ -26,13 +26,13 @@ def test_generalized_advantages_are_the_decayed_sums_of_surprises(discount: floa
     assert returns.tolist() == pytest.approx(np.array(expected) + values)
 
 
-def test_of_no_tokens_there_are_no_advantages() -> None:
+def test_an_empty_response_has_no_advantages() -> None:
     none = torch.zeros(0)
     advantages, returns = generalized_advantages(none, none, none.long(), discount=1.0, decay=1.0)
     assert len(advantages) == len(returns) == len(last_token_rewards(none, none.long())) == 0
 
 
-def test_the_reward_of_a_response_comes_with_its_last_token() -> None:
+def test_the_reward_belongs_to_the_last_token_of_a_response() -> None:
     assert last_token_rewards(torch.full((12,), 2.0), SEQUENCES).nonzero().flatten().tolist() == [6, 7, 11]
 
 
@@ -51,7 +51,7 @@ def test_the_critics_loss_is_the_mean_of_the_larger_errors_and_its_gradient_is_r
     assert metrics["explained_variance"] == pytest.approx(1 - np.mean((values - returns) ** 2) / returns.var())
 
 
-def test_a_perfect_critic_explains_everything() -> None:
+def test_a_perfect_critic_explains_all_variance() -> None:
     returns = torch.tensor([1.0, 2.0, 4.0])
     loss, sums = critic_loss(returns, returns, returns, total_tokens=3, clip=0.2)
     assert (loss.item(), critic_metrics(sums)["explained_variance"]) == (0.0, 1.0)

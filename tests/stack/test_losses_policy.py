@@ -190,7 +190,7 @@ def test_neither_old_logprobs_nor_the_importance_weight_carry_gradient() -> None
     assert torch.allclose(logprobs.grad, torch.tensor([-0.5, 0.5]) * weights)
 
 
-def test_the_clip_stops_the_gradient_only_where_it_would_push_further_out() -> None:
+def test_the_clip_stops_only_gradients_that_move_the_ratio_further_away() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0], requires_grad=True)
     objective, clipped = clipped_objective(ratio, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), 0.2, 0.3)
     objective.sum().backward()
@@ -284,7 +284,7 @@ def test_all_tokens_of_a_sequence_share_its_ratio() -> None:
     ("sequence", ([0.1, 2.0, 2.0], [0, 1, 1])),
     ("none", ([1.0, 1.0, 1.0], [0, 0, 0])),
 ])  # fmt: skip
-def test_a_correction_weighs_tokens_by_how_far_their_policies_are_apart(method: Correction, expected: Any) -> None:
+def test_a_correction_weights_tokens_by_the_ratio_of_their_policies(method: Correction, expected: Any) -> None:
     gap = torch.tensor([0.1, 1.0, 5.0]).log()
     weights, bounded = importance_weights(gap, torch.tensor([0, 1, 1]), settings(method=method).correction)
     assert weights.tolist() == pytest.approx(expected[0])
@@ -302,13 +302,13 @@ def test_kl_estimates_agree_with_the_divergence_they_estimate() -> None:
     assert kl_penalty(policy, policy, "k3").tolist() == [0] * 5
 
 
-def test_what_is_to_come_is_summed_within_the_sequence() -> None:
+def test_later_penalties_are_summed_within_the_sequence() -> None:
     sums = suffix_sum(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2]))
     assert sums.tolist() == [7, 6, 4, 24, 16]
     assert suffix_sum(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
-def test_a_penalty_in_the_reward_lowers_the_advantage_of_a_token_by_all_that_follows() -> None:
+def test_a_penalty_in_the_reward_lowers_the_advantage_of_a_token_by_all_later_penalties() -> None:
     tensors = inputs()
     penalized, _ = loss_of(tensors, 40, settings(kl_reward_coef=0.1, kl_estimator="k1"))
     away = tensors["old_logprobs"] - tensors["reference_logprobs"]
@@ -339,7 +339,7 @@ def test_the_value_loss_takes_the_larger_of_free_and_clipped_error() -> None:
     assert torch.autograd.gradcheck(lambda v: value_loss(v, before, wanted, 0.2), (free,))
 
 
-def test_metrics_name_what_happened_to_the_tokens_of_every_staleness() -> None:
+def test_metrics_are_given_for_the_tokens_of_every_staleness() -> None:
     sums = torch.zeros(STALENESS_CLASSES, len(SUMS))
     for name, value in {"tokens": 4, "objective": -2, "clipped": 1, "ratio": 4, "ratio_squared": 8}.items():
         sums[0, SUMS.index(name)] = value

@@ -50,14 +50,14 @@ def test_every_batch_trains_and_every_version_goes_live(fully_async: Played) -> 
     assert all(event.live and event.fenced == [] for event in publishes)
 
 
-def test_every_step_says_its_tokens_per_second_and_memory(fully_async: Played) -> None:
+def test_every_step_reports_tokens_per_second_and_memory(fully_async: Played) -> None:
     for step in fully_async.of(StepEnded):
-        assert step.metrics["tokens_per_second"] == pytest.approx(step.tokens / (step.ended - step.started))
+        assert step.metrics["tokens_per_second"] == pytest.approx(step.tokens / step.seconds)
         # A process with torch and Megatron in it, on a machine of ordinary size.
         assert 0.1 < step.metrics["memory_gib"] < 1000
 
 
-def test_every_publish_says_what_its_pause_is_made_of(fully_async: Played) -> None:
+def test_every_publish_reports_the_parts_of_its_pause(fully_async: Played) -> None:
     for event in fully_async.of(PublishEnded):
         assert min(event.stopping_seconds, event.write_seconds, event.resuming_seconds) > 0
         assert sum(event.pause.values()) == pytest.approx(event.paused_seconds)
@@ -75,9 +75,9 @@ def test_tokens_are_sampled_during_an_optimizer_step(fully_async: Played) -> Non
     live = {event.version: event.time for event in fully_async.of(PublishEnded)}
     groups = [(group.generated, live[group.versions[1]]) for group in fully_async.of(GroupGenerated)]
     for step in fully_async.of(StepEnded):
-        halfway = (step.started + step.ended) / 2
-        arrived = [weights for time, weights in groups if step.started < time < step.ended]
-        late = [time for time, _ in groups if halfway < time < step.ended]
+        halfway = (step.started + step.time) / 2
+        arrived = [weights for time, weights in groups if step.started < time < step.time]
+        late = [time for time, _ in groups if halfway < time < step.time]
         if late or any(weights > step.started for weights in arrived):
             return
     pytest.fail("every token was sampled between the steps")
@@ -88,7 +88,7 @@ def test_a_publish_completes_while_the_queue_is_empty(fully_async: Played) -> No
 
 
 def test_a_publish_does_not_wait_for_the_next_batch(fully_async: Played) -> None:
-    """The version of a step goes live while nothing of the next batch can be finished."""
+    """The version of a step becomes live while no group of the next batch can finish."""
     [live] = [event.time for event in fully_async.of(PublishEnded) if event.version == 1]
     [drained] = [event.time for event in fully_async.of(BatchDrained) if event.rollout == 1]
     assert live < drained
@@ -104,12 +104,12 @@ def test_staleness_comes_from_the_spans_and_stays_within_the_derived_bound(fully
     assert any(oldest < newest for oldest, newest in spans), "no group lived through a publish"
 
 
-def test_in_turns_every_batch_is_fresh(in_turns: Played) -> None:
+def test_in_a_synchronous_run_every_batch_is_fresh(in_turns: Played) -> None:
     assert {age for event in in_turns.of(StepStarted) for age in event.staleness} == {0}
 
 
 def test_engine_and_trainer_agree_on_every_token_at_the_start_and_after_twenty_publishes(in_turns: Played) -> None:
-    """In turns the step's weights are those that sampled, so the gap is pure disagreement (nats, float32)."""
+    """In a synchronous run each step starts from the weights that sampled, so the gap is numerical (nats, float32)."""
     gaps = [event.metrics["logprob_gap_max"] for event in in_turns.of(StepEnded)]
     tokens = [event.metrics["loss_tokens"] for event in in_turns.of(StepEnded)]
     assert min(tokens) > 0
@@ -118,12 +118,12 @@ def test_engine_and_trainer_agree_on_every_token_at_the_start_and_after_twenty_p
     assert max(gaps) < 1e-4
 
 
-def test_the_weights_really_moved_between_the_versions_that_were_compared(in_turns: Played) -> None:
+def test_the_compared_versions_have_different_weights(in_turns: Played) -> None:
     assert all(event.metrics["grad_norm"] > 0 for event in in_turns.of(StepEnded))
 
 
-def test_in_turns_nothing_is_generated_during_a_step_or_a_publish(in_turns: Played) -> None:
-    steps = [(event.started, event.ended) for event in in_turns.of(StepEnded)]
+def test_in_a_synchronous_run_nothing_is_generated_during_a_step_or_a_publish(in_turns: Played) -> None:
+    steps = [(event.started, event.time) for event in in_turns.of(StepEnded)]
     for group in in_turns.of(GroupGenerated):
         assert not any(started < group.generated < ended for started, ended in steps)
     assert all(event.queue == 0 for event in in_turns.of(PublishStarted))
@@ -135,12 +135,12 @@ def test_an_ordinary_function_under_train_async_trains_one_step_off(one_step_off
     assert {age for batch in ages[1:] for age in batch} == {1}
 
 
-def test_the_held_out_problems_are_asked_before_and_after(fully_async: Played) -> None:
+def test_the_held_out_problems_are_evaluated_before_and_after_training(fully_async: Played) -> None:
     assert [event.rollout for event in fully_async.of(Evaluated)] == [-1, ROLLOUTS - 1]
     assert all(event.problems == 64 for event in fully_async.of(Evaluated))
 
 
-def test_a_run_that_is_asked_to_end_while_it_is_set_up_takes_no_step(stack: Stack) -> None:
+def test_a_run_that_is_stopped_during_set_up_takes_no_step(stack: Stack) -> None:
     played = stack.play("train_async.py", "--num-rollout", "50", "--rollout-batch-size", "8", stopped=True)
     assert played.of(StepStarted) == []
     assert [event.version for event in played.of(PublishEnded)] == [0]

@@ -22,10 +22,12 @@ from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
 from dashboards.prometheus import main as monitor
+from miles_async.adapters.ray.learner import RayLearner
 from miles_async.events import ClusterReady, EngineChanged, Event, ProcessSilent, TrainerPhaseChanged
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottleneck, Verdicts
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
+from miles_async.pipeline.monitor import MIN_WORK_SECONDS
 from tests.stack.conftest import Played, Stack, settings
 from tests.waiting import PATIENCE_SECONDS, wait_until
 from workers.driver import run_started
@@ -54,7 +56,7 @@ def as_grafana_asks(expression: str) -> str:
 
 
 def empty(prometheus: Prometheus, expressions: Sequence[tuple[str, str]], at: float | None = None) -> list[str]:
-    """Which of the expressions, by what they are for, return nothing."""
+    """Returns the names of the expressions that have no result."""
     return [f"{what}: {expression}" for what, expression in expressions if not prometheus.query(expression, at)]
 
 
@@ -73,7 +75,7 @@ def test_configuration_and_rules_are_valid() -> None:
     assert promtool("check", "rules", "recording.yml", "alerts.yml") == ""
 
 
-def test_every_alert_fires_when_it_should_and_only_then() -> None:
+def test_every_alert_fires_exactly_under_its_condition() -> None:
     assert promtool("test", "rules", "alerts_test.yml") == ""
     tested = [case["name"] for case in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]]
     assert sorted(tested) == sorted(f"{rule['alert']} {does}" for rule in ALERTS for does in ("fires", "does not fire"))
@@ -83,12 +85,12 @@ def test_every_alert_says_what_to_do() -> None:
     assert [rule["alert"] for rule in ALERTS if not rule["annotations"].get("runbook", "").endswith(".")] == []
 
 
-def test_the_committed_dashboards_are_those_of_the_code(tmp_path: Path) -> None:
+def test_the_committed_dashboards_are_up_to_date(tmp_path: Path) -> None:
     for path in write(tmp_path):
         assert path.read_text() == (FOLDER / path.name).read_text(), f"{path.name} is old: run `make dashboards`"
 
 
-def test_a_folder_that_holds_no_run_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"is not a readable run folder: .*No such file.*events\.jsonl"):
         monitor(["--recorded", str(tmp_path)])
     (tmp_path / "events.jsonl").write_text("{}\n")
@@ -117,7 +119,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         until_the_end.callback(heartbeats.close)
 
         def watch(event: Event) -> None:
-            now = time.time()
+            now = time.monotonic()
             subscribers.emit(event, *heartbeats.look(now))
             subscribers.update_scrape_targets(heartbeats.addresses)
             subscribers.tick(now)
@@ -140,7 +142,7 @@ def test_every_panel_rule_and_alert_has_data(monitored: Monitored) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (missing := empty(prometheus, asked())) and time.monotonic() < deadline:
         time.sleep(1)
-        subscribers.tick(time.time())
+        subscribers.tick(time.monotonic())
     assert missing == []
 
 
@@ -163,9 +165,9 @@ def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> N
     assert min(parts.values()) >= 0
 
 
-def test_a_run_that_has_ended_shows_the_same(monitored: Monitored, tmp_path: Path) -> None:
+def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_path: Path) -> None:
     played = monitored.played
-    monitored.subscribers.tick(time.time() + 2)  # what the trace holds back for a second reaches the disk
+    monitored.subscribers.tick(time.monotonic() + 2)  # what the trace holds back for a second reaches the disk
     ended = load_recorded(monitored.folder.path, tmp_path)
     with Prometheus(tmp_path, storage=tmp_path) as prometheus:
         (batches,) = prometheus.query("miles_async_rollout_batches", ended)
@@ -194,6 +196,28 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
     assert "run_actor_task" in learners or "Thread" in learners
 
 
+def test_a_learner_works_while_it_computes_and_a_stopped_one_does_not_answer(stack: Stack) -> None:
+    ranks = stack.cluster.surroundings.learner_ranks
+    learner = RayLearner(settings(RUN[0]), ranks)
+    before = stack.do(learner.work_seconds())
+    ray.get([rank.logprobs.remote([[1, 2, 3]] * 64) for rank in ranks])
+    after = stack.do(learner.work_seconds())
+    assert after > before
+    assert stack.do(learner.work_seconds()) - after < MIN_WORK_SECONDS
+    stack.do(_asked_while_stopped(learner, ray.get(ranks[0].pid.remote())))
+
+
+async def _asked_while_stopped(learner: RayLearner, pid: int) -> None:
+    _stop(pid)
+    try:
+        asked = asyncio.ensure_future(learner.work_seconds())
+        await asyncio.wait([asked], timeout=1.0)
+        assert not asked.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await asked
+
+
 async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[ProcessSilent]:
     """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
     heartbeats = Heartbeats(stack.cluster.probes)
@@ -202,9 +226,9 @@ async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folde
         os.killpg(engine, signal.SIGSTOP)
         _stop(learner)
         dump_stacks([psutil.Process(learner)], folder)
-        deadline = time.time() + PATIENCE_SECONDS
-        while len(_silent_for(silences, SILENT_SECONDS)) < 2 and time.time() < deadline:
-            silences += heartbeats.look(time.time())
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(_silent_for(silences, SILENT_SECONDS)) < 2 and time.monotonic() < deadline:
+            silences += heartbeats.look(time.monotonic())
             await asyncio.sleep(0.25)
     finally:
         os.kill(learner, signal.SIGCONT)

@@ -20,10 +20,12 @@ from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
 from tests.stack.conftest import Played, Stack, settings
 from workers.engine import Engine
+from workers.rollout import Surroundings
 from workers.specs import engine_spec
 
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -46,22 +48,22 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
     sources = RayWeightSources(before.learner_ranks)
     try:
         first = stack.do(start_engine(parts))
-        stack.do(withdrawn(before.router_url, usual))
+        stack.do(withdrawn(before, usual))
         transports = [stack.do(find_transports(sources, transport, [first])) for transport in TRANSPORTS]
         stack.cluster.surroundings = replace(
             before, engines=[first], engine_actors={"engine-0": parts}, weight_transports=transports[-1]
         )
         yield ray.get([part.info.remote() for part in parts])
-        stack.do(withdrawn(before.router_url, stack.cluster.surroundings.engines[0]))
+        stack.do(withdrawn(before, stack.cluster.surroundings.engines[0]))
     finally:
         ray.get([part.stop.remote() for part in parts])
         stack.cluster.surroundings = before
         stack.do(sources.connect([usual], {}))
 
 
-async def withdrawn(router_url: str, engine: EngineInfo) -> None:
-    """The router outlives the runs that told it of their engines."""
-    fleet = SGLangFleet(router_url)
+async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
+    """The router outlives the runs that registered engines with it."""
+    fleet = SGLangFleet(surroundings.router_url, router_key=surroundings.router_key)
     fleet.register_engine(engine)
     await fleet.admit(engine.name)
     await fleet.fence(engine.name, "another one serves")
@@ -70,7 +72,7 @@ async def withdrawn(router_url: str, engine: EngineInfo) -> None:
 
 @pytest.fixture(scope="module")
 def killed(stack: Stack, servers: list[EngineInfo]) -> Played:
-    """In turns, so that the step's weights are those that sampled."""
+    """The run is synchronous, so each step starts from the weights that sampled."""
     router = ray.get(stack.cluster.surroundings.router_actor.pid.remote())
     kills = iter([(NODE_KILLED, servers[1].pid), (ROUTER_KILLED, router)])
     sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--eval-size", "0")
@@ -103,7 +105,7 @@ def test_every_batch_is_trained_and_no_group_is_lost(killed: Played) -> None:
     assert not (killed.folder.path / "dead_letters.jsonl").exists()
 
 
-def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
+def test_an_engine_that_spans_nodes_is_restarted_with_the_current_weights(
     killed: Played, stack: Stack, servers: list[EngineInfo]
 ) -> None:
     changes = [(event.state, event.version) for event in killed.of(EngineChanged)]
@@ -113,20 +115,24 @@ def test_the_whole_engine_is_replaced_and_comes_back_with_the_current_weights(
     assert all(after.pid != before.pid for before, after in zip(servers, now, strict=True))
 
 
-def test_requests_go_to_the_first_node_alone(killed: Played, stack: Stack) -> None:
+def test_only_the_first_node_receives_requests(killed: Played, stack: Stack) -> None:
     [engine] = stack.cluster.surroundings.engines
-    with urllib.request.urlopen(f"{stack.cluster.surroundings.router_url}/workers") as answer:
+    surroundings = stack.cluster.surroundings
+    request = urllib.request.Request(
+        f"{surroundings.router_url}/workers", headers=authorization(surroundings.router_key)
+    )
+    with urllib.request.urlopen(request) as answer:
         assert [worker["url"] for worker in json.load(answer)["workers"]] == [engine.url]
     assert engine.url.startswith(f"http://{NODES[0]}:")
 
 
-def test_every_token_was_drawn_from_the_weights_that_it_names(killed: Played) -> None:
+def test_every_token_was_sampled_from_the_weights_that_its_version_names(killed: Played) -> None:
     """The weights of the engine's start are others: a step at `lr` moves log-probabilities by more than this."""
     assert all(event.metrics["grad_norm"] > 0 for event in killed.of(StepEnded))
     assert max(event.metrics["logprob_gap_max"] for event in killed.of(StepEnded)) < 1e-4
 
 
-def test_generation_goes_on_as_soon_as_the_engine_is_back(killed: Played) -> None:
+def test_generation_continues_as_soon_as_the_engine_is_back(killed: Played) -> None:
     fenced, back = [event.time for event in killed.of(EngineChanged)][1:]
     after = next(event for event in killed.of(GroupGenerated) if event.time > fenced)
     # Requests that waited for a time limit somewhere would take longer.

@@ -18,13 +18,15 @@ from tests.stack.job import ROOT
 pytestmark = pytest.mark.stack
 
 
-def test_a_run_is_placed_by_node_and_device_and_refused_where_it_cannot_be(tmp_path: Path) -> None:
+def test_a_run_is_placed_by_node_and_device_or_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.stack.placement_on_three_nodes", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     first, second, third = ([[f"127.0.0.{last}", device] for device in (0, 1)] for last in (2, 3, 4))
     assert (found["learner"], found["engines"]) == (first, [second, third])
+    assert found["given_back"] == [third], "the devices of a removed engine"
+    assert found["learner_remains"]
     assert (found["unit"], found["local"]) == ("GPU", False)
     assert found["settled"] == [["127.0.0.2", [0]], ["127.0.0.2", [1]]]
     assert found["surroundings"] == [[str(tmp_path), "1"]] * 2, "processes on a Ray that was there find the run's own"

@@ -15,7 +15,7 @@ from tests.stack.conftest import Stack
 pytestmark = pytest.mark.stack
 
 
-def test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left(stack: Stack, tmp_path: Path) -> None:
+def test_a_resumed_run_trains_the_remaining_rollouts_and_prompts(stack: Stack, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     sizes = ("--rollout-batch-size", "8", "--over-sampling-batch-size", "12")
     often = ["--save", str(saved), "--save-interval", "2", "--save-keep", "1"]
@@ -42,7 +42,7 @@ def test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left(stack:
 
 
 async def logprobs(stack: Stack, tokens: list[int]) -> list[float]:
-    """Of each token but the first, by the learner as it is."""
+    """Log-probabilities of all tokens but the first under the current weights of the learner."""
     [found] = await stack.cluster.surroundings.learner_ranks[0].logprobs.remote([tokens])
     return found
 

@@ -23,15 +23,24 @@ EVENTS: list[Event] = [
     StepEnded(
         time=4.0,
         rollout=4,
-        started=2.0,
-        ended=4.0,
+        seconds=2.0,
         tokens=600,
         finite=True,
         reward=0.25,
         response_length=4.0,
         metrics={"loss": 0.5},
     ),
-    Evaluated(time=5.0, name="aime", rollout=4, accuracy=0.5, reward=0.75, problems=8, seconds=1.0, truncated=0.125),
+    Evaluated(
+        time=5.0,
+        name="aime",
+        rollout=4,
+        accuracy=0.5,
+        reward=0.75,
+        problems=8,
+        seconds=1.0,
+        truncated=0.125,
+        versions=(3, 4),
+    ),
 ]
 
 
@@ -76,7 +85,7 @@ def test_a_run_without_sinks_writes_nothing_for_them(tmp_path: Path) -> None:
     assert {path.name for path in run.path.iterdir()} == {"config.yaml", "logs"}
 
 
-def test_a_process_without_a_terminal_writes_lines_and_noise_into_its_files(tmp_path: Path) -> None:
+def test_a_process_without_a_terminal_writes_its_output_to_files(tmp_path: Path) -> None:
     program = """
 import os, sys, structlog
 from pathlib import Path

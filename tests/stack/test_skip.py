@@ -40,7 +40,7 @@ def recorded_tokens(folder: Path) -> list[list[int]]:
     return [sample.tokens for record in records for sample in record.samples]
 
 
-def test_a_second_run_in_turns_sends_no_request_and_trains_on_equal_tokens(stack: Stack, tmp_path: Path) -> None:
+def test_a_second_synchronous_run_sends_no_request_and_trains_on_equal_tokens(stack: Stack, tmp_path: Path) -> None:
     before = requests_so_far(stack)
     first = play(stack, "train.py", tmp_path, "rollout")
     between = requests_so_far(stack)

@@ -62,7 +62,7 @@ def test_the_over_sampling_filter_with_its_tensors_chooses() -> None:
 
 
 @pytest.mark.parametrize("name, expected", [("pop_first", ["q0", "q1"]), ("custom_buffer_filter", ["q2", "q1"])])
-def test_the_buffer_filters_hand_out_every_group_once(tmp_path: Path, name: str, expected: list[str]) -> None:
+def test_the_buffer_filters_return_every_group_once(tmp_path: Path, name: str, expected: list[str]) -> None:
     data = source(tmp_path, buffer_filter_path=f"{MINE}.{name}")
     back = data.get_samples(3)
     for position, returned in enumerate(back):
@@ -86,7 +86,7 @@ async def test_rewards_of_samples_and_of_groups_are_awaited() -> None:
     assert await scored("ab", "c", **grouped) == [1.0, 0.5]
 
 
-async def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: Path) -> None:
+async def test_a_rollout_function_fills_the_groups_of_the_data_buffer(tmp_path: Path) -> None:
     settings = run_config(
         rollout_function_path=f"{MINE}.generate_rollout",
         rollout_batch_size=3,
@@ -107,7 +107,7 @@ async def test_a_rollout_function_fills_what_the_data_buffer_gives_it(tmp_path: 
     assert metadata_means([sample for trained in groups for sample in trained]) == {"raw_reward": 0.5}
 
 
-def test_a_missing_chat_template_is_named_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_chat_template_is_reported_before_anything_starts(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")

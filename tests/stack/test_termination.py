@@ -10,20 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from tests.stack.job import Job, job
+from tests.waiting import PATIENCE_SECONDS
 
 LONG = ("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "500")
 START_SECONDS = 150
 
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its process group"])
-def test_sigterm_ends_the_run_with_summary_and_report_and_leaves_nothing_running(
+def test_sigterm_ends_the_run_with_summary_report_and_checkpoint_and_leaves_nothing_running(
     tmp_path: Path, send: Callable[[int, int], None]
 ) -> None:
-    with job(tmp_path, *LONG) as running:
+    saved = tmp_path / "saved"
+    patient = ("--termination-grace-seconds", str(PATIENCE_SECONDS))
+    with job(tmp_path, *LONG, *patient, "--save", str(saved)) as running:
         running.says("Staleness stats", START_SECONDS)
         send(running.pid, signal.SIGTERM)
-        assert running.ended(within=15) == 128 + signal.SIGTERM
+        assert running.ended(within=2 * PATIENCE_SECONDS) == 128 + signal.SIGTERM
         assert running.left_running() == {}
     assert "stopping after this step; send SIGTERM again" in running.err
     assert "*** SIGTERM received" not in running.err, "native code printed its stack"
@@ -32,10 +36,12 @@ def test_sigterm_ends_the_run_with_summary_and_report_and_leaves_nothing_running
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert summary["reason"] == "interrupted"
     assert summary["versions"] == summary["rollouts"]
+    newest = CheckpointFolder(saved).latest().checkpoint
+    assert read_progress(newest)["rollout"] == summary["rollouts"] - 1
     assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
 
 
-def test_without_rays_head_node_the_run_ends_with_a_sentence_and_a_summary(tmp_path: Path) -> None:
+def test_a_run_that_loses_the_ray_head_node_ends_with_an_error_message_and_a_summary(tmp_path: Path) -> None:
     with job(tmp_path, *LONG) as running:
         running.says("Staleness stats", START_SECONDS)
         os.kill(_process(running, "gcs_server"), signal.SIGKILL)

@@ -12,7 +12,7 @@ from tests.stack.weight_faults import publish_under_load
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 
-async def test_every_token_is_from_the_weights_that_its_span_names_whatever_happens_to_the_writes(
+async def test_every_token_is_from_the_weights_of_its_span_despite_faulty_writes(
     serving: Stack, tmp_path: Path
 ) -> None:
     faults = cycle(["lost", None, "slow", "torn", "refused", None, "torn", None, None])

@@ -102,7 +102,7 @@ def staged(tensors: dict[str, Tensor], engine: EngineMemory, source: int = 0, so
     return staging
 
 
-def test_bfloat16_weights_reach_a_float32_engine_as_they_are() -> None:
+def test_bfloat16_weights_reach_a_float32_engine_unchanged() -> None:
     own = {name: tensor.bfloat16() for name, tensor in weights().items()}
     rank = Rank(engine_shapes(1), torch.float32)
     engine = engine_of([rank])
@@ -116,7 +116,7 @@ def test_bfloat16_weights_reach_a_float32_engine_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("family", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
-def test_each_rank_gets_its_part_of_every_tensor_from_the_source_that_holds_it(
+def test_each_rank_gets_its_shard_of_every_tensor_from_the_source_that_holds_it(
     family: tuple[str, ...], ranks: int, dtype: torch.dtype, sources: int
 ) -> None:
     block, gate, up, down = family
@@ -153,7 +153,7 @@ def test_each_rank_gets_its_part_of_every_tensor_from_the_source_that_holds_it(
     )
 
 
-def test_ranks_that_outnumber_the_key_heads_hold_the_same_ones() -> None:
+def test_key_heads_are_replicated_if_there_are_fewer_than_ranks() -> None:
     there = [Rank(engine_shapes(4, key_heads=2)) for _ in range(4)]
     tensors = weights()
     MemoryTransport().send(staged(tensors, engine_of(there)), engine_of(there))
@@ -162,7 +162,7 @@ def test_ranks_that_outnumber_the_key_heads_hold_the_same_ones() -> None:
         assert torch.equal(held[f"{LAYER}.self_attn.qkv_proj"][4:6], keys[rank // 2 * 2 :][:2])
 
 
-def test_a_staged_tensor_is_read_back_whole_and_in_buckets_of_any_size() -> None:
+def test_a_staged_tensor_can_be_read_in_buckets_of_any_size() -> None:
     tensors = weights()
     staging = staged(tensors, engine_of([Rank(engine_shapes(2)) for _ in range(2)]))
     for name, tensor in tensors.items():
@@ -176,7 +176,7 @@ def test_a_staged_tensor_is_read_back_whole_and_in_buckets_of_any_size() -> None
         assert len(bucket) == 1 or flat.numel() * 4 <= 1024
 
 
-def test_a_byte_that_did_not_arrive_is_found_where_everything_is_compared() -> None:
+def test_the_full_comparison_finds_a_single_wrong_byte() -> None:
     there = [Rank(engine_shapes(2)) for _ in range(2)]
     staging = staged(weights(), engine_of(there))
     MemoryTransport().send(staging, engine_of(there))
@@ -193,7 +193,7 @@ def test_a_tied_output_layer_is_left_out() -> None:
     assert len(plan_tensors(named(with_shared_embedding), [engine_shapes(1)])) == len(tensors)
 
 
-def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_differs() -> None:
+def test_an_engine_of_another_model_is_refused_with_the_difference() -> None:
     tensors = weights()
     less = {name: tensor for name, tensor in tensors.items() if "layernorm" not in name}
     more = tensors | {f"{LAYER}.mlp.router.weight": torch.zeros(3)}
@@ -209,7 +209,7 @@ def test_an_engine_of_another_model_is_refused_in_one_sentence_that_names_what_d
             plan_tensors(named(learner), [engine_shapes(1)])
 
 
-def test_a_share_that_is_no_longer_exported_whole_is_not_staged() -> None:
+def test_an_incompletely_exported_share_is_not_staged() -> None:
     tensors = weights()
     staging = staged(tensors, engine_of([Rank(engine_shapes(1))]))
     del tensors[f"{LAYER}.mlp.up_proj.weight"]
@@ -218,13 +218,13 @@ def test_a_share_that_is_no_longer_exported_whole_is_not_staged() -> None:
     assert staging.version is None
 
 
-def test_a_write_that_stopped_short_is_continued_where_it_stopped() -> None:
+def test_an_interrupted_write_is_continued() -> None:
     assert _remaining([(0, 100, 10), (50, 200, 10)], 4) == [(4, 104, 6), (50, 200, 10)]
     assert _remaining([(0, 100, 10), (50, 200, 10)], 10) == [(50, 200, 10)]
     assert _remaining([(0, 100, 10), (50, 200, 10)], 20) == []
 
 
-def test_a_process_that_is_gone_cannot_be_written() -> None:
+def test_a_write_into_an_ended_process_fails() -> None:
     engine = engine_of([Rank(engine_shapes(1))])
     staging = staged(weights(), engine)
     gone = EngineMemory(engine.info, (RankMemory(2**22 - 1, machine_id(), engine.ranks[0].regions),))
@@ -232,14 +232,14 @@ def test_a_process_that_is_gone_cannot_be_written() -> None:
         MemoryTransport().send(staging, gone)
 
 
-def test_another_machines_memory_is_out_of_reach() -> None:
+def test_the_memory_of_another_machine_cannot_be_written() -> None:
     engine = engine_of([Rank(engine_shapes(1))])
     away = EngineMemory(engine.info, (RankMemory(1, "another boot", engine.ranks[0].regions),))
     with pytest.raises(EngineLostError, match="is on another machine"):
         MemoryTransport().connect(away)
 
 
-def test_changes_carry_the_bytes_that_changed_and_are_refused_by_another_base(tmp_path: Path) -> None:
+def test_a_delta_contains_the_changed_bytes_and_needs_the_same_base(tmp_path: Path) -> None:
     there = [Rank(engine_shapes(2)) for _ in range(2)]
     engine = engine_of(there)
     tensors = weights()
@@ -264,6 +264,6 @@ def test_changes_carry_the_bytes_that_changed_and_are_refused_by_another_base(tm
         apply_delta(there[0], tmp_path / "torn", 0)
 
 
-def test_a_missing_library_is_answered_with_the_command_that_installs_it() -> None:
+def test_the_error_for_a_missing_library_has_the_command_that_installs_it() -> None:
     missing = ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory")
     assert "apt-get install libibverbs1" in _mooncake_advice(missing)

@@ -70,7 +70,7 @@ class FaultyTransport:
 
 @dataclass
 class Outcome:
-    """What a run of publishes led to."""
+    """The results of a series of publishes."""
 
     steps: list[WriteFailed] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)

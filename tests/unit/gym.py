@@ -12,7 +12,7 @@ CHAIN_SUM = {"reasoning_gym_task": "chain_sum"}
 
 
 def open_gym(**data: Any) -> BufferedSource:
-    """Short sums, unless `data` says otherwise."""
+    """Opens a source of short sums; `data` overrides its settings."""
     settings = CHAIN_SUM | {
         "reasoning_gym_settings": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
         "reasoning_gym_size": 2000,

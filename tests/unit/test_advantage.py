@@ -8,7 +8,7 @@ import pytest
 from miles_async.batching.advantages import group_advantages, overlong_penalty, whiten
 
 
-def test_an_advantage_is_the_distance_from_the_groups_mean_reward() -> None:
+def test_an_advantage_is_the_difference_to_the_mean_reward_of_the_group() -> None:
     assert group_advantages([1.0, 0.0, 0.0, 1.0], std_normalization=False) == [0.5, -0.5, -0.5, 0.5]
 
 
@@ -33,8 +33,8 @@ def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
-def test_a_reward_that_is_not_finite_spoils_all_it_is_compared_with(reward: float) -> None:
-    """So that the learner finds the loss not finite and skips the step, instead of learning from what is left."""
+def test_a_reward_that_is_not_finite_makes_all_compared_advantages_nan(reward: float) -> None:
+    """Then the loss is not finite, and the learner skips the step instead of training on the other samples."""
     for rewards in ([reward, 1.0], [reward, -reward], [reward] * 2):
         for found in (
             group_advantages(rewards, std_normalization=True),
@@ -44,11 +44,11 @@ def test_a_reward_that_is_not_finite_spoils_all_it_is_compared_with(reward: floa
             assert [math.isnan(advantage) for advantage in found] == [True, True]
 
 
-def test_rewards_whose_squares_no_float_holds_are_compared_like_others() -> None:
+def test_rewards_whose_squares_overflow_are_normalized_correctly() -> None:
     assert group_advantages([1e200, 0.0], std_normalization=True) == pytest.approx([1, -1])
     assert whiten([1e200, 0.0], [1, 1]) == pytest.approx([1, -1])
 
 
-def test_the_overlong_penalty_grows_in_a_straight_line_over_the_buffer() -> None:
+def test_the_overlong_penalty_grows_linearly_over_the_buffer() -> None:
     penalties = [overlong_penalty(length, longest=100, buffer=20) for length in (10, 80, 85, 100, 120)]
     assert penalties == [0, 0, -0.25, -1, -1]

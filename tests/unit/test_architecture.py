@@ -69,5 +69,5 @@ def test_scheduling_uses_the_standard_library_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "miles_async" / "cpu_compat").glob("*.py")), ids=lambda path: path.stem)
-def test_what_every_import_of_torch_loads_costs_only_the_standard_library(path: Path) -> None:
+def test_modules_that_every_import_of_torch_loads_import_only_the_standard_library(path: Path) -> None:
     assert set(imported(path, top_level_only=True)) <= sys.stdlib_module_names

@@ -17,7 +17,9 @@ from miles_async.scheduling.window import WindowedFIFOCollector
     "ratio, generation_batch, window",
     [(0.0, 64, 1), (0.3, 64, 19), (0.3, 256, 76), (0.5, 1, 1), (1.0, 64, 64), (None, 64, 64), (0.29, 100, 29)],
 )
-def test_the_window_is_the_ratio_of_what_is_in_flight(ratio: float | None, generation_batch: int, window: int) -> None:
+def test_the_window_is_a_fraction_of_the_groups_in_flight(
+    ratio: float | None, generation_batch: int, window: int
+) -> None:
     assert window_size(ratio, generation_batch) == window
 
 
@@ -27,7 +29,7 @@ def test_a_ratio_outside_zero_and_one_is_refused_by_value(ratio: float) -> None:
         window_size(ratio, 64)
 
 
-def test_over_sampling_is_what_is_kept_in_flight() -> None:
+def test_the_over_sampling_batch_size_is_the_number_of_groups_in_flight() -> None:
     assert Bounds.derive(rollout_batch_size=16).generation_batch == 16
     assert Bounds.derive(rollout_batch_size=16, over_sampling_batch_size=32).generation_batch == 32
 
@@ -38,7 +40,7 @@ def test_publishing_every_third_batch_makes_a_version_of_three_batches() -> None
     assert bounds.slots == 2 * 48 - (16 - 1)
 
 
-def test_a_limit_of_two_leaves_three_batches_of_slots_less_the_window() -> None:
+def test_a_limit_of_two_gives_three_batches_of_slots_minus_the_window() -> None:
     bounds = Bounds.derive(rollout_batch_size=32, windowed_fifo_ratio=0.3, max_weight_staleness=2)
     assert (bounds.window, bounds.slots, bounds.staleness) == (9, 3 * 32 - 8, 2)
 
@@ -55,7 +57,7 @@ def test_without_a_limit_only_the_queue_bounds_the_groups_in_the_pipeline() -> N
     assert (bounds.slots, bounds.staleness, bounds.room) == (None, None, 100)
 
 
-def test_the_queue_never_needs_more_room_than_there_are_slots() -> None:
+def test_the_queue_never_needs_more_capacity_than_there_are_slots() -> None:
     assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=1000).room == 64 - 31
     assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=20).room == 20
 
@@ -104,7 +106,7 @@ def test_no_order_of_finishing_and_publishing_makes_a_group_older_than_the_bound
 
 
 def ages(bounds: Bounds, batch: int, random: Random, groups: int) -> list[int]:
-    """Ages in versions of trained groups, while what happens next is drawn at random whenever it can happen."""
+    """Returns the ages of trained groups, in versions. Each next event is drawn at random from the possible ones."""
     window: WindowedFIFOCollector[int] = WindowedFIFOCollector(None, bounds.window)
     assert bounds.slots is not None
     in_flight: dict[int, int] = {}
@@ -144,6 +146,6 @@ def ages(bounds: Bounds, batch: int, random: Random, groups: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_the_bound_is_tight_some_order_reaches_it(ratio: float) -> None:
+def test_some_order_of_events_reaches_the_bound(ratio: float) -> None:
     bounds = Bounds.derive(rollout_batch_size=4, windowed_fifo_ratio=ratio, max_weight_staleness=1)
     assert max(max(ages(bounds, 4, Random(seed), groups=80)) for seed in range(50)) == bounds.staleness

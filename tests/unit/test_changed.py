@@ -25,7 +25,7 @@ async def test_a_waiter_wakes_when_its_condition_holds_and_not_before() -> None:
     await waiting[0]
 
 
-async def test_what_changes_after_the_notification_but_before_the_next_turn_counts() -> None:
+async def test_a_change_between_notification_and_wake_up_counts() -> None:
     changed = ChangeSignal()
     facts: set[str] = set()
     waiting = asyncio.create_task(changed.until(lambda: "late" in facts))

@@ -138,6 +138,17 @@ def damage_weights(checkpoint: Path) -> None:
     (checkpoint / WEIGHTS).write_text("half")
 
 
+def flip_a_bit_of_the_weights(checkpoint: Path) -> None:
+    weights = bytearray((checkpoint / WEIGHTS).read_bytes())
+    weights[0] ^= 1
+    (checkpoint / WEIGHTS).write_bytes(weights)
+
+
+def change_a_digit_of_the_progress(checkpoint: Path) -> None:
+    text = (checkpoint / "progress.json").read_text()
+    (checkpoint / "progress.json").write_text(text.replace("9", "3"))
+
+
 def delete_weights(checkpoint: Path) -> None:
     (checkpoint / WEIGHTS).unlink()
 
@@ -160,6 +171,8 @@ def binary_file_list(checkpoint: Path) -> None:
 
 DAMAGES = [
     (damage_weights, r"rollout_0000009 is damaged: actor/__0_0.distcp has 4 bytes instead of 12"),
+    (flip_a_bit_of_the_weights, r"rollout_0000009 is damaged: the contents of actor/__0_0\.distcp have changed"),
+    (change_a_digit_of_the_progress, r"rollout_0000009 is damaged: the contents of progress\.json have changed"),
     (delete_weights, r"rollout_0000009 is damaged: actor/__0_0.distcp is missing"),
     (delete_checkpoint, r"rollout_0000009 is gone"),
     (empty_progress, r"progress\.json is broken: no valid rollout, data, owed"),
@@ -169,7 +182,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage, sentence", DAMAGES)
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_says_so(
+def test_a_run_falls_back_from_a_damaged_checkpoint_to_the_previous_one_with_a_warning(
     tmp_path: Path, damage: Any, sentence: str
 ) -> None:
     intact = save(CheckpointFolder(tmp_path), 4)
@@ -180,23 +193,31 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_and_says_so(
     assert re.search(sentence, said)
     settings = run_config(load=str(tmp_path), num_rollout=6)
     with capture_logs() as logs:
-        assert checkpoint_to_resume(settings, warn=True) == intact
+        assert checkpoint_to_resume(settings) == intact
     assert [line["event"] for line in logs] == [f"{said}; resuming from an older checkpoint"]
     save(CheckpointFolder(tmp_path, intact), 6)
     assert CheckpointFolder(tmp_path).latest().damage == []
 
 
 @pytest.mark.parametrize("damage, sentence", DAMAGES)
-def test_a_damaged_checkpoint_without_another_one_is_refused_with_a_sentence(
-    tmp_path: Path, damage: Any, sentence: str
-) -> None:
+def test_a_damaged_checkpoint_without_a_previous_one_is_refused(tmp_path: Path, damage: Any, sentence: str) -> None:
     damage(save(CheckpointFolder(tmp_path), 9))
     with pytest.raises(UserError, match=f"holds no intact checkpoint: .*{sentence}.*name of another checkpoint"):
         CheckpointFolder(tmp_path).latest()
 
 
+@pytest.mark.parametrize("written_with", [True, False])
+def test_without_checksums_only_sizes_are_compared(tmp_path: Path, written_with: bool) -> None:
+    newest = save(CheckpointFolder(tmp_path, checksums=written_with), 4, 9)
+    flip_a_bit_of_the_weights(newest)
+    loaded = {"load": str(tmp_path), "num_rollout": 20}
+    assert checkpoint_to_resume(run_config(**loaded, checkpoint_checksums=False)) == newest
+    checked = checkpoint_to_resume(run_config(**loaded))
+    assert (checked == newest) is not written_with
+
+
 @pytest.mark.parametrize("progress", ["[]", "3", '{"rollout": "3", "data": {}, "owed": []}', '{"rollout": 3}'])
-def test_progress_of_another_shape_is_refused_with_a_sentence(tmp_path: Path, progress: str) -> None:
+def test_progress_with_an_unknown_schema_is_refused(tmp_path: Path, progress: str) -> None:
     (tmp_path / "progress.json").write_text(progress)
     with pytest.raises(UserError, match=r"progress\.json is broken: no valid .*; load another checkpoint"):
         read_progress(tmp_path)

@@ -76,7 +76,7 @@ def test_a_buffered_group_is_saved_without_its_generated_tokens() -> None:
     assert (restored.tokens, restored.response, restored.spans) == ([0, 1, 2], "", [])
 
 
-def test_an_owed_group_keeps_its_prompt_its_attempts_and_its_metadata() -> None:
+def test_a_group_in_the_progress_keeps_prompt_attempts_and_metadata() -> None:
     feed = Feed()
     assert resume(json.loads(json.dumps(progress_with_owed_groups())), feed) == 8
     [group, *_] = feed.get_samples(GROUPS)
@@ -101,6 +101,6 @@ def test_no_call_of_the_encoder_covers_more_than_one_group() -> None:
 @pytest.mark.parametrize(
     "change", [{"owed": [{}]}, {"owed": [3]}, {"data": {}}, {"owed": [{"feed_index": "a", "attempt": 0, "samples": 1}]}]
 )
-def test_progress_with_missing_parts_is_refused_with_a_sentence(change: dict[str, Any]) -> None:
+def test_progress_with_missing_fields_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"the progress of the checkpoint is not valid .*: load another checkpoint"):
         resume({**progress_with_owed_groups(), **change}, Feed())

@@ -28,7 +28,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_the_newest_checkpoint_is_the_one_that_is_resumed(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_resumed(tmp_path: Path) -> None:
     save(tmp_path, 4)
     newest = save(tmp_path, 9)
     assert CheckpointFolder(tmp_path).latest().checkpoint == newest
@@ -45,7 +45,7 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "rollout_0000004"]
 
 
-def test_a_checkpoint_that_was_not_finished_is_never_resumed(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_never_resumed(tmp_path: Path) -> None:
     whole, folder = save(tmp_path, 1), CheckpointFolder(tmp_path)
     draft = folder.begin(2)
     (draft / "half").write_text("half")
@@ -54,7 +54,7 @@ def test_a_checkpoint_that_was_not_finished_is_never_resumed(tmp_path: Path) -> 
     assert names(tmp_path) == ["latest", "rollout_0000001"]
 
 
-def test_what_a_killed_run_left_half_written_is_cleared_by_the_next_checkpoint(tmp_path: Path) -> None:
+def test_the_next_checkpoint_deletes_incomplete_files_of_a_killed_run(tmp_path: Path) -> None:
     whole = save(tmp_path, 1)
     (CheckpointFolder(tmp_path).begin(2) / "half").write_text("half")
     assert CheckpointFolder(tmp_path).latest().checkpoint == whole
@@ -62,7 +62,7 @@ def test_what_a_killed_run_left_half_written_is_cleared_by_the_next_checkpoint(t
     assert names(tmp_path) == ["latest", "rollout_0000001", "rollout_0000007"]
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(
+def test_if_the_disk_is_full_the_previous_checkpoint_stays_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = save(tmp_path, 1)

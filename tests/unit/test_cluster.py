@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +15,20 @@ from miles_async.config.device_plan import Bundle
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.observability.run_folder import RunFolder
+from tests.configuration import run_config
 from workers import cluster as module
 from workers.cluster import Cluster, EngineDevices
 
 
+@dataclass
 class Placement:
     """Devices for one engine."""
 
-    def __init__(self) -> None:
-        self.plan = SimpleNamespace(engines=[[Bundle(0, "127.0.0.1", 0)]])
-        self.released = False
+    plan: Any = field(default_factory=lambda: SimpleNamespace(engines=[[Bundle(0, "127.0.0.1", 0)]]))
+    local: bool = True
+    released: bool = False
 
-    def release(self) -> None:
+    def release_engine(self, bundles: Any) -> None:
         self.released = True
 
 
@@ -41,7 +44,11 @@ class Actor:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """A running cluster with one engine, whose actors do nothing."""
-    made = Cluster(RunConfig(), RunFolder(tmp_path), "train_async.py")
+    return started(RunConfig(), tmp_path, monkeypatch)
+
+
+def started(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster(config, RunFolder(folder), "train_async.py")
     created: Any = Placement()
     handles: Any = made
     handles._worker = Actor()
@@ -82,19 +89,40 @@ def test_the_devices_of_an_added_engine_are_given_back_when_it_is_removed(
     assert [placement.released for placement in reserved] == [False, True]
 
 
-def test_an_engine_that_is_added_later_uses_the_devices_of_an_engine_that_the_run_started_with(
+def test_the_devices_of_an_engine_that_the_run_started_with_are_given_back_when_it_is_removed(
     cluster: Cluster, reserved: list[Placement]
 ) -> None:
+    initial: Any = cluster._placements[0]
+    asyncio.run(cluster.resize(0))
+    assert initial.released
+    asyncio.run(cluster.resize(1))
+    assert len(reserved) == 1
+
+
+def test_the_devices_of_a_colocated_engine_stay_with_the_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserved: list[Placement]
+) -> None:
+    cluster = started(run_config(colocate=True), tmp_path, monkeypatch)
+    initial: Any = cluster._placements[0]
+
     async def resize() -> None:
         await cluster.resize(0)
         await cluster.resize(1)
 
     asyncio.run(resize())
-    assert reserved == []
-    assert not cluster._placements[0].released  # type: ignore[attr-defined]
+    assert (initial.released, reserved) == (False, [])
 
 
-def test_a_lost_head_node_of_ray_ends_the_run_with_a_sentence(
+def test_an_added_engine_listens_on_loopback_only_if_the_whole_run_is_on_the_drivers_node(
+    cluster: Cluster, reserved: list[Placement]
+) -> None:
+    initial: Any = cluster._placements[0]
+    initial.local = False
+    asyncio.run(cluster.resize(2))
+    assert not cluster._engine_devices["engine-1"].placement.local
+
+
+def test_a_lost_ray_head_node_ends_the_run_with_an_error_message(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(address: str, within: float) -> None:

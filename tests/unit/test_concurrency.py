@@ -15,7 +15,7 @@ def test_one_full_engine_halves_the_limit() -> None:
         assert limit.limit == 32
 
 
-def test_the_next_change_waits_until_a_round_has_ended() -> None:
+def test_the_limit_changes_once_per_round() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe(FULL_CACHE, in_flight=64, ended=10)
     limit.observe(FULL_CACHE, in_flight=50, ended=41)
@@ -34,7 +34,7 @@ def test_a_limit_that_holds_admission_back_grows_by_a_sixteenth_per_round_up_to_
     assert sizes == [36, 40, 44, 48, 52, 56, 60, 64, 64, 64]
 
 
-def test_a_limit_that_nothing_touches_stays() -> None:
+def test_a_limit_that_is_never_reached_stays_unchanged() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe(FULL_CACHE, in_flight=64, ended=0)
     limit.observe(IDLE, in_flight=20, ended=10_000)
@@ -50,7 +50,7 @@ def test_an_overload_counts_from_what_is_in_flight_and_never_goes_below_one() ->
     assert limit.limit == 1
 
 
-def test_without_any_answer_nothing_changes() -> None:
+def test_without_answers_the_limit_stays_unchanged() -> None:
     limit = AdaptiveConcurrency(64)
     limit.observe([], in_flight=64, ended=0)
     assert limit.limit == 64

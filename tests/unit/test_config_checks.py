@@ -56,7 +56,7 @@ def test_a_valid_configuration_is_accepted() -> None:
         ((None, 3), "set num_steps_per_rollout to 2"),
     ],
 )
-def test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do(
+def test_incompatible_batch_sizes_are_refused_with_the_nearest_compatible_ones(
     sizes: tuple[int | None, int], advice: str
 ) -> None:
     size, steps = sizes
@@ -65,7 +65,7 @@ def test_batch_sizes_that_do_not_agree_are_refused_with_the_nearest_that_do(
     assert "rollout_batch_size 32 * n_samples_per_prompt 8 = 256 samples" in said
 
 
-def test_batch_sizes_that_agree_are_accepted() -> None:
+def test_compatible_batch_sizes_are_accepted() -> None:
     sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8}
     assert refusals(**sizes, global_batch_size=64, num_steps_per_rollout=4) == []
     assert refusals(**sizes, num_steps_per_rollout=4) == []
@@ -102,7 +102,7 @@ def test_over_sampling_below_the_batch_is_refused() -> None:
     assert "over_sampling_batch_size 8 is below rollout_batch_size 32" in refusal(over_sampling_batch_size=8)
 
 
-def test_groups_of_one_are_refused_since_grpo_learns_nothing_from_them() -> None:
+def test_groups_of_one_sample_are_refused_because_grpo_learns_nothing_from_them() -> None:
     assert "n_samples_per_prompt to 2 or more" in refusal(n_samples_per_prompt=1)
 
 
@@ -157,7 +157,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert len(refusals(rm_type=None, reasoning_gym_task=None, hf_checkpoint="nowhere")) == 3
 
 
-def test_a_window_that_cannot_matter_is_noted() -> None:
+def test_a_window_without_effect_is_noted() -> None:
     (note,) = notes(config(windowed_fifo_ratio=0.3), "train_async.py")
     assert note.startswith("windowed_fifo_ratio has no effect")
     assert notes(config(windowed_fifo_ratio=0.3, over_sampling_batch_size=64), "train_async.py") == []
@@ -188,7 +188,7 @@ def test_a_window_is_noted_and_ignored_with_the_greedy_rollout_function() -> Non
         ("train_async.py", {**ASYNC, "load_debug_rollout_data": "{rollout_id}"}, Schedule.SYNCHRONOUS),
     ],
 )
-def test_the_entry_and_the_rollout_function_decide_who_waits_for_whom(
+def test_the_schedule_follows_from_entry_script_and_rollout_function(
     entry: str, settings: dict[str, Any], schedule: Schedule
 ) -> None:
     assert schedule_of(config(**settings), entry) is schedule
@@ -211,7 +211,7 @@ def test_batches_come_from_the_queue_without_a_rollout_function_only_in_fully_as
 
 
 @pytest.mark.parametrize("path", [SFT_FUNCTION, EXTERNAL_FUNCTION])
-def test_a_function_that_brings_its_own_batches_cannot_use_the_stream(path: str) -> None:
+def test_a_function_that_makes_batches_itself_cannot_use_the_stream(path: str) -> None:
     complaint = refusal(schedule="fully_async", rollout_function_path=path, loss_type="sft_loss")
     assert f"schedule fully_async has no effect on {path}" in complaint
 

@@ -68,7 +68,7 @@ def test_switches_can_be_turned_on_and_off() -> None:
     assert load("--progress-bar", "false").observability.progress_bar is False
 
 
-def test_a_setting_whose_name_begins_with_no_is_not_taken_for_a_negation() -> None:
+def test_a_flag_whose_name_begins_with_no_is_not_a_negation() -> None:
     assert load("--no-progress-warn-seconds", "5").observability.no_progress_warn_seconds == 5
 
 
@@ -200,7 +200,7 @@ def test_the_short_path_of_a_shipped_rollout_function_is_completed(given: str) -
     assert load("--rollout-function-path", given).rollout.rollout_function_path == f"miles_async.rollout.{given}"
 
 
-def test_a_users_module_of_the_same_name_is_used_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_module_shadows_a_shipped_rollout_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fully_async_rollout.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     mine = "fully_async_rollout.generate_rollout_fully_async"
@@ -221,7 +221,7 @@ def leaves(section: type[BaseModel]) -> Iterator[str]:
             yield name
 
 
-def test_a_ratio_selects_the_windowed_function_unless_another_is_named() -> None:
+def test_a_ratio_selects_the_windowed_function_unless_another_one_is_set() -> None:
     windowed = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
     greedy = "miles_async.rollout.sglang_rollout.generate_rollout"
     ratio = ("--windowed-fifo-ratio", "0.3")

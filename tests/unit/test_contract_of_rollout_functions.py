@@ -43,7 +43,7 @@ async def call(function: Any, *, evaluation: bool = False) -> Any:
     return await call_rollout_function(function, args, 5, source, evaluation=evaluation)
 
 
-def test_every_leaf_of_the_configuration_and_what_the_run_adds_is_an_attribute() -> None:
+def test_args_has_an_attribute_for_every_setting_and_every_value_of_the_run() -> None:
     config = run_config(rollout_batch_size=7)
     args = flat_args(config, sglang_router_ip="127.0.0.1")
     assert args.rollout_batch_size == 7
@@ -51,7 +51,7 @@ def test_every_leaf_of_the_configuration_and_what_the_run_adds_is_an_attribute()
     assert args.sglang_router_ip == "127.0.0.1"
 
 
-def test_no_two_settings_share_a_name_once_their_section_has_prefixed_it() -> None:
+def test_setting_names_are_unique_in_args() -> None:
     def names(section: Section) -> list[str]:
         found = []
         for name, value in section:
@@ -62,7 +62,7 @@ def test_no_two_settings_share_a_name_once_their_section_has_prefixed_it() -> No
     assert len(flat) == len(set(flat))
 
 
-def test_args_are_read_only_and_name_the_nearest_setting() -> None:
+def test_args_are_read_only_and_suggest_the_nearest_setting() -> None:
     args = flat_args(run_config())
     with pytest.raises(AttributeError, match=r"args\.lr is read-only"):
         args.lr = 1.0
@@ -70,11 +70,11 @@ def test_args_are_read_only_and_name_the_nearest_setting() -> None:
         _ = args.rollout_batchsize
 
 
-def test_args_travel_between_processes() -> None:
+def test_args_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(flat_args(run_config()))).n_samples_per_prompt == 8
 
 
-async def test_an_async_function_is_awaited_with_everything_it_is_promised() -> None:
+async def test_an_async_function_is_awaited_with_all_documented_arguments() -> None:
     async def function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         await asyncio.sleep(0)
         return args.sglang_router_port, rollout_id, type(data_source), evaluation
@@ -82,7 +82,7 @@ async def test_an_async_function_is_awaited_with_everything_it_is_promised() -> 
     assert await call(function, evaluation=True) == (30000, 5, NoData, True)
 
 
-async def test_a_plain_function_runs_beside_the_loop() -> None:
+async def test_a_plain_function_does_not_block_the_event_loop() -> None:
     def function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         return threading.current_thread()
 
@@ -96,7 +96,7 @@ async def test_a_plain_function_that_returns_a_coroutine_is_awaited_too() -> Non
     assert await call(lambda args, rollout_id, data_source, evaluation: later(rollout_id)) == 5
 
 
-def test_groups_come_back_as_they_are() -> None:
+def test_groups_are_returned_unchanged() -> None:
     group = Group([finished(0), finished(1)], feed_index="sample_0_0", attempt=2, sequence=9)
     assert as_groups([group], 2)[0] is group
 
@@ -107,21 +107,21 @@ def test_lists_of_samples_become_groups_with_their_feed_index() -> None:
     assert [group.feed_index for group in groups] == ["sample_0_0", "sample_0_1"]
 
 
-def test_a_flat_list_is_regrouped_by_index_whatever_its_order() -> None:
+def test_a_flat_list_in_any_order_is_grouped_by_index() -> None:
     groups = as_groups([finished(index) for index in (3, 0, 1, 2)], 2)
     assert [[sample.index for sample in group] for group in groups] == [[0, 1], [2, 3]]
 
 
-def test_a_flat_list_without_indices_is_regrouped_in_order() -> None:
+def test_a_flat_list_without_indices_is_grouped_in_order() -> None:
     groups = as_groups([finished(None, prompt) for prompt in "aabb"], 2)
     assert [[sample.prompt for sample in group] for group in groups] == [["a", "a"], ["b", "b"]]
 
 
-def test_an_empty_batch_is_an_empty_batch() -> None:
+def test_an_empty_batch_is_accepted() -> None:
     assert as_groups([], 2) == []
 
 
-def test_a_group_of_the_wrong_size_names_its_sample() -> None:
+def test_a_group_of_the_wrong_size_is_reported_with_its_sample() -> None:
     with pytest.raises(
         UserError, match=r"1 samples in the group of sample 4 \(sample_0_0\): n_samples_per_prompt is 2"
     ):
@@ -130,7 +130,7 @@ def test_a_group_of_the_wrong_size_names_its_sample() -> None:
         as_groups([[finished(4), finished(5), finished(6)]], 2)
 
 
-def test_wrong_lengths_name_their_sample() -> None:
+def test_wrong_lengths_are_reported_with_their_sample() -> None:
     mask, logprobs, tokens = finished(6), finished(7), finished(8)
     mask.loss_mask = [1]
     logprobs.rollout_log_probs = [-0.1]
@@ -145,7 +145,7 @@ def test_wrong_lengths_name_their_sample() -> None:
 
 
 @pytest.mark.parametrize("result", [None, {"samples": []}, [None], [[]], [["text"]]])
-def test_anything_else_is_one_sentence(result: Any) -> None:
+def test_another_return_type_is_refused(result: Any) -> None:
     with pytest.raises(UserError, match="the rollout function returned"):
         as_groups(result, 2)
 
@@ -175,7 +175,7 @@ def test_a_function_is_loaded_by_its_path(user_module: str) -> None:
     ],
 )
 @pytest.mark.usefixtures("user_module")
-def test_a_function_that_cannot_be_loaded_is_one_sentence(path: str, complaint: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_refused(path: str, complaint: str) -> None:
     with pytest.raises(UserError) as error:
         load_function(path, setting="rollout_function_path")
     assert complaint in str(error.value)

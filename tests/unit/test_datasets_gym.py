@@ -16,7 +16,7 @@ def asked(groups: list[Group]) -> list[Any]:
     return [group[0].prompt for group in groups]
 
 
-def test_an_epoch_has_as_many_problems_as_asked_for() -> None:
+def test_an_epoch_has_the_configured_number_of_problems() -> None:
     data = open_gym(reasoning_gym_size=3, eval_size=0)
     assert [group.feed_index for group in data.get_samples(5)][2:] == ["sample_0_2", "sample_1_3", "sample_1_4"]
 
@@ -31,7 +31,7 @@ def test_no_held_out_question_occurs_in_training_or_warm_start() -> None:
     assert not held_out & warm_start
 
 
-def test_holding_out_leaves_the_small_strata_to_training() -> None:
+def test_holding_out_problems_does_not_exhaust_small_strata() -> None:
     fed = [sample.metadata["entry"]["metadata"]["num_digits"] for [sample] in open_gym(eval_size=512).get_samples(2000)]
     assert 0.4 < fed.count(1) / len(fed) < 0.5
 

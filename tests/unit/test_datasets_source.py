@@ -51,13 +51,13 @@ def test_a_group_holds_the_samples_of_one_prompt_with_rising_indices(rows: str) 
     assert second[0].metadata is not second[1].metadata
 
 
-def test_feed_indices_count_on_over_epochs(rows: str) -> None:
+def test_feed_indices_continue_over_epochs(rows: str) -> None:
     groups = open_rows(rows).get_samples(8)
     assert prompts(groups) == ["q0", "q1", "q2", "q3", "q4", "q5", "q0", "q1"]
     assert [group.feed_index for group in groups[5:]] == ["sample_0_5", "sample_1_6", "sample_1_7"]
 
 
-def test_every_epoch_has_its_own_order_and_the_seed_decides_it(rows: str) -> None:
+def test_each_epoch_has_another_order_that_depends_on_the_seed(rows: str) -> None:
     fed = prompts(open_rows(rows, rollout_shuffle=True).get_samples(12))
     first, second = fed[:6], fed[6:]
     assert sorted(first) == sorted(second) == [f"q{i}" for i in range(6)]
@@ -75,14 +75,14 @@ def test_recycled_groups_go_first_and_keep_their_feed_index(rows: str) -> None:
     assert [group.feed_index for group in source.get_samples(3)] == ["sample_0_0", "sample_0_1", "sample_0_2"]
 
 
-def test_plain_lists_given_back_keep_their_feed_index(rows: str) -> None:
+def test_returned_plain_lists_keep_their_feed_index(rows: str) -> None:
     source = open_rows(rows)
     group = source.get_samples(1)[0]
     source.add_samples([list(group)])  # type: ignore[list-item]
     assert source.get_samples(1)[0].feed_index == "sample_0_0"
 
 
-def test_half_a_group_is_not_taken_back(rows: str) -> None:
+def test_an_incomplete_group_cannot_be_returned(rows: str) -> None:
     source = open_rows(rows)
     group = source.get_samples(1)[0]
     group.pop()
@@ -102,7 +102,7 @@ def test_a_restored_source_continues_where_the_saved_one_stopped(rows: str) -> N
     assert found[0].attempt == 1
 
 
-def test_a_restored_source_gives_partly_generated_groups_out_afresh(rows: str) -> None:
+def test_a_restored_source_feeds_partly_generated_groups_without_their_tokens(rows: str) -> None:
     saved, restored = open_rows(rows), open_rows(rows)
     [partial] = saved.get_samples(1)
     partial[0].tokens, partial[0].response_length = [1, 2, 3, 4], 3
@@ -114,7 +114,7 @@ def test_a_restored_source_gives_partly_generated_groups_out_afresh(rows: str) -
     assert restarted[0].status is SampleStatus.PENDING
 
 
-def test_held_out_rows_are_never_fed_even_where_the_file_repeats_them(tmp_path: Path) -> None:
+def test_held_out_rows_are_never_fed_even_if_the_file_repeats_them(tmp_path: Path) -> None:
     source = open_rows(write_rows(tmp_path, ROWS * 3), eval_size=2)
     held_out = prompts(source.eval_problems())
     fed = prompts(source.get_samples(24))
@@ -132,7 +132,7 @@ def test_evaluation_gets_fresh_groups_of_one_sample_each_time(rows: str) -> None
     assert after[0].feed_index == "eval_0"
 
 
-def test_holding_out_everything_says_what_to_set(rows: str) -> None:
+def test_holding_out_all_rows_is_refused_with_the_setting_to_change(rows: str) -> None:
     with pytest.raises(UserError, match=r"holds 6 different prompts.*set eval_size below 6"):
         open_rows(rows, eval_size=6)
 
@@ -147,7 +147,7 @@ def test_holding_out_everything_says_what_to_set(rows: str) -> None:
         ('{"prompt": 3, "label": 1}', r"data\.jsonl, line 2: 'prompt' is a int"),
     ],
 )
-def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_broken_line_is_reported_with_file_and_line_number(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"prompt": "q", "label": "a"}}\n{line}\n')
     with pytest.raises(UserError, match=complaint):
@@ -155,14 +155,14 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, co
 
 
 def report_of(path: str, **data: Any) -> tuple[BufferedSource, list[tuple[str, str]]]:
-    """A source over `path`, and what it reports as it goes."""
+    """A source over `path`, and the list of the problems that it reports."""
     said: list[tuple[str, str]] = []
     settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
     config = run_config(**settings, n_samples_per_prompt=2)
     return open_data(config, report=lambda reason, sentence: said.append((reason, sentence))), said
 
 
-def test_a_row_that_turns_out_broken_later_is_named_and_passed_over(tmp_path: Path) -> None:
+def test_a_broken_row_that_is_found_during_the_run_is_reported_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "q", "label": 1}\n' * 1000 + '{"prompt": "q"}\n{"prompt": "last", "label": 2}\n')
     source, said = report_of(str(path))
@@ -179,7 +179,7 @@ def test_rows_without_answers_need_no_label_key(tmp_path: Path) -> None:
     assert source.get_samples(1)[0][0].label is None
 
 
-def test_metadata_and_tools_are_found_under_the_keys_that_are_named(tmp_path: Path) -> None:
+def test_metadata_and_tools_are_read_from_the_configured_keys(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     path = write_rows(tmp_path, [{"prompt": "q", "label": 1, "extra": {"level": 3}, "functions": tools}])
     [sample, _] = open_rows(path, metadata_key="extra", tool_key="functions").get_samples(1)[0]
@@ -191,11 +191,11 @@ def test_metadata_and_tools_are_found_under_the_keys_that_are_named(tmp_path: Pa
 @pytest.mark.parametrize(
     "part, expected", [("@[1:3]", ["q1", "q2"]), ("@[-2:]", ["q4", "q5"]), ("@[:1]", ["q0"]), ("@[4:99]", ["q4", "q5"])]
 )
-def test_a_part_of_a_file_can_be_named(rows: str, part: str, expected: list[str]) -> None:
+def test_a_range_of_rows_can_be_selected(rows: str, part: str, expected: list[str]) -> None:
     assert prompts(open_rows(rows + part).get_samples(len(expected) + 1)) == [*expected, expected[0]]
 
 
-def test_an_empty_part_is_refused(rows: str) -> None:
+def test_an_empty_range_of_rows_is_refused(rows: str) -> None:
     with pytest.raises(UserError, match=r"data\.jsonl@\[9:\] has no rows"):
         open_rows(rows + "@[9:]")
 
@@ -269,7 +269,7 @@ def returned(source: BufferedSource, *rewards: float | None) -> None:
         source.add_samples([group])
 
 
-def test_slimes_buffer_filter_hands_out_each_group_once_although_it_removes_none(rows: str, filters: str) -> None:
+def test_a_buffer_filter_of_slime_that_removes_no_group_returns_each_group_once(rows: str, filters: str) -> None:
     source, said = report_of(rows, buffer_filter_path=f"{filters}.custom_buffer_filter")
     returned(source, 0.1, 0.9, 0.5)
     assert prompts(source.get_samples(2)) == ["q1", "q2"]
@@ -284,14 +284,14 @@ def test_a_buffer_filter_that_removes_what_it_returns_works_too(rows: str, filte
     assert said == []
 
 
-def test_of_more_groups_than_were_asked_for_the_rest_goes_back(rows: str, filters: str) -> None:
+def test_groups_beyond_the_requested_number_return_to_the_buffer(rows: str, filters: str) -> None:
     source, said = report_of(rows, buffer_filter_path=f"{filters}.everything")
     returned(source, None, None, None)
     assert [prompts(source.get_samples(1)) for _ in range(4)] == [["q2"], ["q1"], ["q0"], ["q3"]]
     assert said == []
 
 
-def test_a_buffer_filter_that_raises_or_throws_groups_away_is_reported(rows: str, filters: str) -> None:
+def test_a_buffer_filter_that_raises_or_discards_groups_is_reported(rows: str, filters: str) -> None:
     source, said = report_of(rows, buffer_filter_path=f"{filters}.custom_buffer_filter")
     returned(source, None, None)
     assert prompts(source.get_samples(2)) == ["q0", "q1"]
@@ -303,7 +303,7 @@ def test_a_buffer_filter_that_raises_or_throws_groups_away_is_reported(rows: str
 
 
 class Template:
-    """A tokenizer that shows what its chat template is given."""
+    """A tokenizer that returns the arguments of its chat template."""
 
     chat_template = "there is one"
 
@@ -318,9 +318,7 @@ def test_a_buffer_filter_that_is_a_coroutine_function_is_refused(rows: str) -> N
         open_rows(rows, buffer_filter_path="asyncio.sleep")
 
 
-def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chats_are_rendered_with_tools_and_template_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "chat_tokenizer", lambda checkpoint: Template())
     path = write_rows(
         tmp_path, [{"prompt": "unfit", "label": 1}, {"prompt": "hi", "label": 1, "tools": [{"name": "t"}]}]
@@ -335,26 +333,26 @@ def test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments(
     assert said == ["the chat template cannot render 'unfit': roles must alternate"]
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_rows(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_windows_line_ends_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(Path(write_rows(tmp_path, ROWS)).read_text().replace("\n", "\r\n").encode("utf-8-sig"))
     assert prompts(open_rows(str(path)).get_samples(2)) == ["q0", "q1"]
 
 
-def test_blank_lines_are_skipped_and_other_keys_can_be_named(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped_and_the_keys_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('\n{"q": "é", "a": 1}\n\n{"q": "last", "a": 2}')
     groups = open_rows(str(path), input_key="q", label_key="a").get_samples(2)
     assert [(group[0].prompt, group[0].label) for group in groups] == [("é", 1), ("last", 2)]
 
 
-def test_data_that_is_missing_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_data_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl cannot be read: No such file"):
         open_rows(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(UserError, match="no data: set prompt_data"):
         open_data(run_config())
 
 
-def test_chats_without_a_tokenizer_say_what_to_set(rows: str) -> None:
+def test_chats_without_a_tokenizer_are_refused_with_the_setting_to_change(rows: str) -> None:
     with pytest.raises(UserError, match="set hf_checkpoint"):
         open_rows(rows, apply_chat_template=True)

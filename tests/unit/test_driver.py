@@ -16,7 +16,7 @@ from workers.driver import StopRequest
 
 
 class Hung:
-    """A cluster whose rollout worker takes calls and answers none."""
+    """A cluster whose rollout worker never answers a call."""
 
     probes: dict[str, Any] = {}
 
@@ -52,13 +52,13 @@ class Watchdog:
             raise FatalError("the rollout worker has not answered")
 
 
-async def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_up(
+async def test_a_run_that_hangs_after_ctrl_c_is_still_monitored_and_then_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(driver, "TICK_SECONDS", 0.0)
     hung: Any = Hung()
     subscribers: Any = Summary()
-    stop = StopRequest(subscribers)
+    stop = StopRequest(subscribers, 8.0)
     stop.request(signal.SIGINT)
     watchdog: Any = Watchdog()
     with pytest.raises(FatalError, match="has not answered"):
@@ -67,7 +67,7 @@ async def test_a_run_that_hangs_when_ctrl_c_is_pressed_is_watched_on_and_given_u
 
 
 class Ended:
-    """A cluster whose run is over, and whose last event is on its way in the answer that was asked for before."""
+    """A cluster whose run has ended, and whose last event is in the answer to a pending call."""
 
     probes: dict[str, Any] = {}
 
@@ -92,5 +92,5 @@ async def test_the_last_event_of_a_run_is_emitted() -> None:
     ended: Any = Ended()
     subscribers: Any = EventSubscribers()
     watchdog: Any = Watchdog()
-    await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers), RunConfig)
+    await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers, 8.0), RunConfig)
     assert emitted == ["the last event"]

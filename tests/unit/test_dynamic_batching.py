@@ -24,17 +24,17 @@ def computed(max_tokens: int, multiple: int = 1) -> int:
     return sum(len(bin_) * width for bins in plan.bins for bin_, width in zip(bins, plan.padded, strict=True))
 
 
-def test_rolls_example_is_sorted_and_sharded_as_documented() -> None:
+def test_the_example_of_roll_is_sorted_and_sharded_as_documented() -> None:
     assert lengths_of(sort_and_shard(LENGTHS, 2)) == [[1, 5, 6, 8], [3, 6, 7, 8]]
 
 
 @pytest.mark.parametrize("max_tokens", [12, 13, 14, 15])
-def test_rolls_three_micro_batches_of_56_tokens_need_a_budget_of_12_to_15(max_tokens: int) -> None:
+def test_the_three_micro_batches_of_56_tokens_in_roll_need_a_budget_of_12_to_15(max_tokens: int) -> None:
     assert widths(max_tokens) == [6, 8, 8]
     assert computed(max_tokens) == 56
 
 
-def test_rolls_rule_at_its_budget_of_10_makes_four_micro_batches_of_52_tokens() -> None:
+def test_the_rule_of_roll_makes_four_micro_batches_of_52_tokens_at_a_budget_of_10() -> None:
     assert widths(10) == [4, 6, 8, 8]
     assert computed(10) == 52
 
@@ -58,7 +58,7 @@ def test_a_micro_batch_is_split_as_often_as_needed() -> None:
     assert [(half.start, half.end) for half in split_to_multiple([rows], 4)] == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_where_nothing_is_left_to_split_empty_micro_batches_make_up_the_number() -> None:
+def test_if_no_micro_batch_can_be_split_empty_ones_are_added() -> None:
     one_row = partition([3], max_tokens=4, round_to=2)
     assert [(rows.start, rows.end, rows.padded) for rows in split_to_multiple(one_row, 3, round_to=2)] == [
         (0, 1, 4),
@@ -69,7 +69,7 @@ def test_where_nothing_is_left_to_split_empty_micro_batches_make_up_the_number()
     assert (plan.bins, plan.padded) == ([[[], []], [[], []]], [4, 4])
 
 
-def test_a_sample_above_the_limit_once_rounded_is_refused_with_what_to_set() -> None:
+def test_a_sample_whose_rounded_length_exceeds_the_limit_is_refused_with_the_setting_to_change() -> None:
     with pytest.raises(ValueError, match=r"9 tokens, rounded up to 12.*raise max_tokens_per_microbatch_in_train"):
         dynamic_batches([9], 1, max_tokens=10, round_to=4)
 

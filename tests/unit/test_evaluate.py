@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError
-from miles_async.events import WarningRaised
-from miles_async.pipeline.evaluate import EvalSet, Evaluator
+from miles_async.events import EvaluationSkipped, WarningRaised
+from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
 from miles_async.pipeline.run_state import RunState
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trace
 
@@ -22,7 +23,7 @@ Attempt = Callable[[Group], None]
 
 @dataclass
 class Scripted:
-    """A generator whose calls go as the script says, and well after that."""
+    """A generator whose calls follow a script and succeed after its end."""
 
     script: list[Attempt]
     seen: list[int] = field(default_factory=list)
@@ -73,6 +74,47 @@ def refused(group: Group) -> None:
     raise TrajectoryError("prompt of 99 tokens")
 
 
+def continued_by_version(version: int) -> Attempt:
+    def answer(group: Group) -> None:
+        for sample in group:
+            end = sample.response_length + 1
+            sample.spans = [*sample.spans, VersionSpan(version, sample.response_length, end)]
+            sample.tokens.append(7)
+            sample.response_length = end
+            sample.status = SampleStatus.ABORTED if version < 7 else SampleStatus.COMPLETED
+
+    return answer
+
+
+async def test_the_scores_name_every_weight_version_that_generated_their_tokens() -> None:
+    problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
+    generator = Scripted([continued_by_version(3), continued_by_version(7)])
+    sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
+    scores = await Evaluator(RunState(VirtualClock(), Trace()), Judge(), sets, lambda: True).evaluate(0)
+    assert scores["held_out"]["versions"] == [3, 7]
+
+
+async def test_an_evaluation_that_waits_for_engines_is_skipped_when_a_newer_one_is_due() -> None:
+    trace, made, serving = Trace(), list[int](), list[bool]()
+    run_state = RunState(VirtualClock(), trace)
+
+    async def evaluate(rollout_id: int) -> None:
+        made.append(rollout_id)
+
+    async with TaskSupervisor() as tasks:
+        due = DueEvaluations(run_state, tasks, evaluate, lambda: bool(serving))
+        due.add(4)
+        await run_state.clock.sleep(1.0)
+        due.add(9)
+        serving.append(True)
+        run_state.changed.notify()
+        await due.idle()
+        due.add(14)
+        await due.idle()
+    assert made == [9, 14]
+    assert [(event.rollout, event.overtaken_by) for event in trace.of(EvaluationSkipped)] == [(4, 9)]
+
+
 async def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
     """Rewards, response tokens at each call, warnings."""
     trace, generator = Trace(), Scripted(list(script))
@@ -85,12 +127,12 @@ async def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]
 
 
 @pytest.mark.parametrize("times", [1, 100])
-async def test_an_answer_that_the_end_of_a_batch_aborts_is_continued_however_often(times: int) -> None:
+async def test_an_answer_that_ends_of_batches_abort_is_continued_any_number_of_times(times: int) -> None:
     rewards, seen, warnings = await evaluated(*[aborted_after_a_token] * times)
     assert (rewards, seen, warnings) == ([1.0], list(range(times + 1)), [])
 
 
-async def test_an_agents_conversation_that_was_aborted_begins_again() -> None:
+async def test_an_aborted_conversation_of_an_agent_starts_again() -> None:
     rewards, seen, warnings = await evaluated(conversation_aborted, conversation_aborted)
     assert (rewards, seen, warnings) == ([1.0], [0, 0, 0], [])
 
@@ -102,18 +144,18 @@ async def test_a_problem_that_loses_five_engines_ends_the_evaluation_without_a_s
     assert warning == "held_out was not evaluated: 1 of 1 problems lost their engine 5 times: gone"
 
 
-async def test_an_outage_of_the_router_is_waited_out_however_long() -> None:
+async def test_an_evaluation_waits_for_the_router_without_a_limit() -> None:
     rewards, _, warnings = await evaluated(*[router_lost] * 200)
     assert (rewards, warnings) == ([1.0], [])
 
 
-async def test_a_problem_that_cannot_be_answered_scores_nothing_and_is_named() -> None:
+async def test_a_problem_that_cannot_be_answered_scores_zero_and_is_reported() -> None:
     rewards, seen, [warning] = await evaluated(refused)
     assert (rewards, seen) == ([0.0], [0])
     assert "prompt of 99 tokens" in warning
 
 
-async def test_an_answer_that_is_aborted_without_end_is_given_up() -> None:
+async def test_an_answer_that_is_aborted_again_and_again_is_given_up() -> None:
     rewards, seen, [warning] = await evaluated(*[aborted_after_a_token] * 1000)
     assert (rewards, len(seen)) == ([0.0], 300)
     assert "aborted again and again" in warning

@@ -41,7 +41,15 @@ from tests.configuration import run_config
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 from tests.unit.gym import CHAIN_SUM
-from workers.specs import engine_spec, external_router, greedy_of, ray_arguments, router_spec, sampling_of
+from workers.specs import (
+    engine_spec,
+    external_router,
+    external_router_key,
+    greedy_of,
+    ray_arguments,
+    router_spec,
+    sampling_of,
+)
 
 TESTS = Path(__file__).parents[1]
 
@@ -52,7 +60,7 @@ Observe = Callable[[RunConfig], object]
 
 
 def plan(config: RunConfig) -> object:
-    """What start-up derives under each of the two schedules, and the devices that it asks for."""
+    """Returns the values that start-up derives for each entry script, and the devices that it requests."""
     entries = ("train_async.py", "train.py")
     return [(table(config, entry), bounds_of(config, entry)) for entry in entries], demand_of(config)
 
@@ -66,7 +74,8 @@ def engine(config: RunConfig) -> object:
 
 def routing(config: RunConfig) -> object:
     """The router that is used, and the arguments of one that is started."""
-    return external_router(config), router.arguments(router_spec(config, Path("logs")), 30000, 30001)
+    arguments = router.arguments(router_spec(config, Path("logs")), 30000, 30001)
+    return external_router(config), external_router_key(config), arguments
 
 
 def requests(config: RunConfig) -> object:
@@ -269,6 +278,7 @@ OBSERVED: dict[str, Change] = {
     "sglang_router_request_timeout_secs": change(routing, 9.0),
     "sglang_router_ip": change(routing, "10.0.0.1", sglang_router_port=30000),
     "sglang_router_port": change(routing, 30001, sglang_router_ip="10.0.0.1"),
+    "sglang_router_api_key": change(routing, "secret"),
     "ray_address": change(ray_start, "10.0.0.1:6379"),
     "colocate": change(plan, True),
     # stalls
@@ -295,7 +305,7 @@ RUN = "unit/test_observability_run.py"
 GENERATORS = "unit/test_generators.py"
 GENERATE = "unit/test_generate_functions.py"
 HEAD = "sim/test_head_policy.py"
-PLACE = "unit/test_settings_reach_their_place.py"
+PLACE = "unit/test_settings_take_effect.py"
 REPAIR = "sim/test_repair.py"
 SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
@@ -308,54 +318,54 @@ PARALLEL = "stack/test_learner_parallel.py"
 NAMED: dict[str, str] = {
     # model and warm start
     "hf_checkpoint": "unit/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
-    "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
-    "hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
-    "ffn_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
-    "num_attention_heads": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
-    "num_query_groups": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
-    "max_position_embeddings": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
-    "init_std": f"{LEARNER}::test_the_tiny_model_has_the_shape_asked_for",
-    "warm_start_max_steps": f"{LEARNER}::test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step",
-    "warm_start_accuracy": f"{LEARNER}::test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step",
-    "warm_start_lr": f"{LEARNER}::test_another_warm_start_teaches_another_model",
-    "warm_start_batch_size": f"{LEARNER}::test_another_warm_start_teaches_another_model",
-    "warm_start_check_every": f"{LEARNER}::test_a_warm_start_looks_as_often_as_asked_and_ends_at_its_last_step",
-    "warm_start_template": f"{PREFLIGHT}::test_a_warm_start_teaches_prompts_in_the_form_that_training_gives_them",
-    "cache_dir": f"{LEARNER}::test_another_warm_start_teaches_another_model",
+    "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "ffn_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "num_attention_heads": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "num_query_groups": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "max_position_embeddings": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "init_std": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "warm_start_max_steps": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
+    "warm_start_accuracy": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
+    "warm_start_lr": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
+    "warm_start_batch_size": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
+    "warm_start_check_every": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
+    "warm_start_template": f"{PREFLIGHT}::test_a_warm_start_formats_prompts_with_its_template",
+    "cache_dir": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     # data
-    "apply_chat_template": f"{DATA}::test_chats_without_a_tokenizer_say_what_to_set",
-    "metadata_key": f"{DATA}::test_metadata_and_tools_are_found_under_the_keys_that_are_named",
-    "tool_key": f"{DATA}::test_metadata_and_tools_are_found_under_the_keys_that_are_named",
-    "apply_chat_template_kwargs": f"{DATA}::test_chats_are_rendered_with_their_tools_and_the_templates_own_arguments",
+    "apply_chat_template": f"{DATA}::test_chats_without_a_tokenizer_are_refused_with_the_setting_to_change",
+    "metadata_key": f"{DATA}::test_metadata_and_tools_are_read_from_the_configured_keys",
+    "tool_key": f"{DATA}::test_metadata_and_tools_are_read_from_the_configured_keys",
+    "apply_chat_template_kwargs": f"{DATA}::test_chats_are_rendered_with_tools_and_template_arguments",
     "disable_rollout_global_dataset": f"{DATA}::test_without_data_blank_samples_are_fed_with_rising_indices",
-    "buffer_filter_path": f"{DATA}::test_slimes_buffer_filter_hands_out_each_group_once_although_it_removes_none",
+    "buffer_filter_path": f"{DATA}::test_a_buffer_filter_of_slime_that_removes_no_group_returns_each_group_once",
     # rollout
     "rollout_max_prompt_len": f"{PLACE}::test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine",
     "custom_rm_isolated": f"{GRADERS}::test_an_isolated_reward_that_ends_its_process_fails_its_sample",
     "group_rm": f"{BUILTIN}::test_a_group_reward_scores_all_samples_in_one_call",
-    "reward_key": f"{BUILTIN}::test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts",
-    "rm_url": f"{BUILTIN}::test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx",
-    "remote_rm_concurrency": f"{BUILTIN}::test_at_most_so_many_requests_are_at_the_reward_server_at_once",
-    "remote_rm_retries": f"{BUILTIN}::test_a_remote_reward_gives_up_after_its_tries",
-    "reward_processes": f"{GRADERS}::test_as_many_groups_are_graded_at_once_as_there_are_processes",
+    "reward_key": f"{BUILTIN}::test_a_dictionary_reward_is_kept_completely_and_one_entry_is_trained_on",
+    "rm_url": f"{BUILTIN}::test_a_remote_reward_receives_prompt_response_and_label_and_a_5xx_is_retried",
+    "remote_rm_concurrency": f"{BUILTIN}::test_the_number_of_concurrent_remote_reward_requests_is_limited",
+    "remote_rm_retries": f"{BUILTIN}::test_a_remote_reward_fails_after_the_configured_retries",
+    "reward_processes": f"{GRADERS}::test_each_grader_process_scores_one_group_at_a_time",
     "reward_memory_gb": "stack/test_confined_graders.py::test_a_response_that_needs_too_much_memory_fails_its_group",
     "over_sampling_filter_path": f"{FILTERS}::test_the_over_sampling_filter_is_loaded_by_its_path_and_given_the_groups",
     "rollout_sample_filter_path": f"{FILTERS}::test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch",
-    "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder",
-    "dump_details": f"{FILTERS}::test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder",
+    "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
+    "dump_details": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
     "queue_capacity": f"{GENERATORS}::test_posted_trajectories_wait_up_to_the_capacity_of_the_queue",
-    "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_that_cannot_matter_is_noted",
-    "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_has_its_own_sampling",
-    "eval_function_path": f"{GENERATORS}::test_a_users_evaluation_is_called_by_its_path",
-    "custom_generate_function_path": f"{GENERATORS}::test_a_users_generate_function_has_the_configured_time",
-    "agent_port": f"{GENERATORS}::test_agents_are_served_at_the_port_that_is_configured",
-    "generate_timeout_seconds": f"{GENERATORS}::test_a_users_generate_function_has_the_configured_time",
-    "tool_max_turns": f"{GENERATE}::test_a_model_that_only_calls_tools_is_cut_after_so_many",
+    "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_without_effect_is_noted",
+    "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_may_set_its_sampling",
+    "eval_function_path": f"{GENERATORS}::test_a_user_defined_evaluation_is_loaded_by_its_path",
+    "custom_generate_function_path": f"{GENERATORS}::test_a_user_defined_generate_function_has_the_configured_timeout",
+    "agent_port": f"{GENERATORS}::test_agents_are_served_at_the_configured_port",
+    "generate_timeout_seconds": f"{GENERATORS}::test_a_user_defined_generate_function_has_the_configured_timeout",
+    "tool_max_turns": f"{GENERATE}::test_a_response_ends_after_the_maximum_number_of_tool_calls",
     "tool_search_corpus": f"{GENERATE}::test_a_search_answers_from_the_corpus",
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
-    "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_never_comes_fails_the_group",
+    "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_times_out_fails_its_group",
     # algorithm
     "eps_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip]",
     "eps_clip_high": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip_high]",
@@ -371,46 +381,48 @@ NAMED: dict[str, str] = {
     "kl_loss_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_loss_coef]",
     "kl_loss_type": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_loss_type]",
     "kl_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_coef]",
-    "ref_load": f"{LEARNER}::test_the_reference_model_is_another_checkpoint_where_one_is_named",
+    "ref_load": f"{LEARNER}::test_the_reference_model_may_be_another_checkpoint",
     # learner
     "loss_type": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[loss_type]",
     "weight_decay": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[weight_decay]",
     "adam_beta1": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[adam_beta1]",
     "adam_beta2": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[adam_beta2]",
     "clip_grad": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[clip_grad]",
-    "save_hf": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
+    "save_hf": "stack/test_run_resume.py::test_a_resumed_run_trains_the_remaining_rollouts_and_prompts",
     "train_env_vars": f"{PLACE}::test_the_learners_processes_get_their_environment",
     "ref_env_vars": f"{LEARNER}::test_each_role_is_built_and_computes_under_its_own_environment",
     "critic_env_vars": f"{LEARNER}::test_each_role_is_built_and_computes_under_its_own_environment",
     "deterministic_mode": f"{PLACE}::test_the_learners_processes_get_their_environment",
-    "use_pytorch_profiler": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
-    "profile_step_start": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
-    "profile_step_end": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
-    "profile_dir": f"{LEARNER}::test_the_steps_asked_for_are_profiled",
+    "use_pytorch_profiler": f"{LEARNER}::test_the_configured_steps_are_profiled",
+    "profile_step_start": f"{LEARNER}::test_the_configured_steps_are_profiled",
+    "profile_step_end": f"{LEARNER}::test_the_configured_steps_are_profiled",
+    "profile_dir": f"{LEARNER}::test_the_configured_steps_are_profiled",
     "gamma": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[gamma]",
     "lambd": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[lambd]",
     "normalize_advantages": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[normalize_advantages]",
     "value_clip": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[value_clip]",
     "critic_load": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[critic_load]",
     "num_critic_only_steps": f"{CRITIC}::test_the_policy_is_frozen_while_only_the_critic_learns",
-    "recompute_granularity": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
-    "recompute_method": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
-    "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_the_same_and_are_not_kept",
-    "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_rollouts_and_the_prompts_that_were_left",
+    "recompute_granularity": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
+    "recompute_method": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
+    "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
+    "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_remaining_rollouts_and_prompts",
+    "termination_grace_seconds": "unit/test_stop_request.py::test_the_time_after_sigterm_is_configurable",
+    "checkpoint_checksums": "unit/test_checkpoint_folder.py::test_without_checksums_only_sizes_are_compared",
     "load": "unit/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
     "expert_tensor_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
-    "use_distributed_optimizer": f"{PARALLEL}::test_the_distributed_optimizer_keeps_a_part_of_the_moments_on_each_rank",
+    "use_distributed_optimizer": f"{PARALLEL}::test_the_distributed_optimizer_shards_its_moments_over_the_ranks",
     "learner_cpus": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
     "learner_threads": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
-    "seed": f"{LEARNER}::test_another_warm_start_teaches_another_model",
+    "seed": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     # weights
     "update_weight_buffer_size": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "check_weight_update_equal": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "update_weight_timeout_seconds": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
-    "pause_generation_mode": f"{PLACE}::test_engines_are_paused_in_the_mode_asked_for",
+    "pause_generation_mode": f"{PLACE}::test_engines_are_paused_in_the_configured_mode",
     # engine
-    "engine_health_interval_seconds": f"{REPAIR}::test_a_kill_is_noticed_at_the_next_look",
+    "engine_health_interval_seconds": f"{REPAIR}::test_a_killed_engine_is_noticed_at_the_next_health_check",
     "adaptive_concurrency": f"{HEAD}::test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short",
     # skip
     "skip_rollout": f"{SKIP_MANAGER}::test_the_legacy_switch_alone_skips_every_step",
@@ -424,16 +436,18 @@ NAMED: dict[str, str] = {
     "skip_async_rollout_action": f"{SKIP}::test_repeat_replays_the_recorded_groups_for_all_others_of_the_stream",
     "skip_roles": f"{SKIP_MANAGER}::test_a_configured_step_runs_once_and_is_replayed_afterwards",
     "skip_replay_timing": f"{SKIP}::test_an_untimed_replay_takes_no_time",
-    "skip_drain_seconds": f"{SKIP}::test_what_is_under_way_when_a_recording_run_ends_is_finished_for_so_long",
-    "skip_mismatch": f"{SKIP}::test_it_may_be_left_alone_instead_with_one_warning",
+    "skip_drain_seconds": f"{SKIP}::test_a_recording_run_waits_a_limited_time_for_groups_in_flight_when_it_ends",
+    "skip_mismatch": f"{SKIP}::test_a_recording_that_does_not_match_may_be_ignored_with_one_warning",
     "skip_max_bytes": f"{SKIP}::test_a_full_folder_ends_recording_with_one_warning_and_the_run_continues",
     # observability
     "project_name": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
     "experiment_name": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
-    "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_written_is_one_sentence",
+    "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_created_is_a_user_error",
     "metrics_port": f"{RUN}::test_metrics_are_served_at_the_configured_port",
-    "trace": f"{RUN}::test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page",
+    "trace": f"{RUN}::test_subscribers_write_trace_and_summary_and_serve_metrics_and_page",
     "trace_max_bytes": f"{RUN}::test_the_trace_of_a_run_stays_within_its_configured_size",
+    "event_log_rotate_bytes": f"{RUN}::test_the_event_log_of_a_run_is_split_at_the_configured_size",
+    "event_log_max_bytes": f"{RUN}::test_the_event_log_of_a_run_stays_within_its_configured_size",
     "log_format": f"{RUN}::test_the_driver_logs_in_the_configured_format",
     "progress_bar": f"{RUN}::test_the_bar_of_a_run_is_shown_if_it_is_enabled",
     "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",

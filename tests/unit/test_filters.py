@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import pack_samples
 from miles_async.config.derived import trains_only
 from miles_async.errors import UserError
-from miles_async.events import SamplesRemoved
+from miles_async.events import SamplesRemoved, WarningRaised
 from miles_async.filters import (
     check_no_aborted,
     check_no_truncated,
@@ -27,8 +28,10 @@ from miles_async.filters import (
 from miles_async.pipeline.training import metadata_means
 from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
+from miles_async.sample_schema import SampleLimits
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
+from tests.disks import files_at_most
 from tests.sim.world import Trace
 from workers.batches import BatchPreparation, SavedBatches
 from workers.preflight import dynamic_filter
@@ -50,20 +53,20 @@ def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COM
     return Group(samples, feed_index=f"sample_0_{first}")
 
 
-def test_a_group_whose_samples_all_scored_the_same_goes_with_its_score_as_reason() -> None:
+def test_a_group_of_equal_rewards_is_dropped_with_the_reward_as_reason() -> None:
     assert check_reward_nonzero_std(None, group(0.0, 1.0))
     assert check_reward_nonzero_std(None, group(1.0, 1.0)) == Verdict(False, "all_1.0")
     assert check_reward_nonzero_std(None, group(0.0, 0.0)) == Verdict(False, "all_0.0")
 
 
-def test_a_dictionary_reward_is_judged_by_the_entry_that_counts() -> None:
+def test_a_filter_uses_the_configured_entry_of_a_dictionary_reward() -> None:
     scored = group({"acc": 1, "style": 0.1}, {"acc": 1, "style": 0.9})
     for sample in scored:
         sample.reward_key = "acc"
     assert not check_reward_nonzero_std(None, scored)
 
 
-def test_aborted_failed_or_truncated_samples_cost_their_group() -> None:
+def test_a_group_with_an_aborted_failed_or_truncated_sample_is_dropped() -> None:
     assert check_no_aborted(None, group(0.0, status=SampleStatus.ABORTED)) == Verdict(False, "aborted")
     assert not check_no_aborted(None, group(0.0, status=SampleStatus.FAILED))
     assert check_no_aborted(None, group(0.0, status=SampleStatus.TRUNCATED))
@@ -113,7 +116,7 @@ def test_a_dynamic_filter_written_for_slime_reads_the_reward_by_its_key(mine: st
     assert not keep(group({"acc": 1.0}, {"acc": 1.0}))
 
 
-def test_the_reason_of_a_verdict_reaches_the_pipeline() -> None:
+def test_the_pipeline_receives_the_reason_of_a_filter() -> None:
     settings = run_config(dynamic_sampling_filter_path="miles_async.filters.check_reward_nonzero_std")
     assert dynamic_filter(settings, flat_args(settings))(group(1.0, 1.0)) == Verdict(False, "all_1.0")
 
@@ -129,7 +132,7 @@ async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> lis
 
     args, source = flat_args(chosen), SimpleNamespace(trainer_version=2)
     if trains_only(chosen):
-        return await SavedBatches(chosen)(4, source)  # type: ignore[arg-type]
+        return await SavedBatches(chosen, SampleLimits(vocabulary=10))(4, source)  # type: ignore[arg-type]
     prepare = BatchPreparation(chosen, args, events)
     found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source)  # type: ignore[arg-type]
     await prepare(4, found)
@@ -137,7 +140,9 @@ async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> lis
 
 
 @pytest.mark.parametrize("loss, rated", [("policy_loss", -1.0), ("sft_loss", 0.0)])
-async def test_what_a_function_in_slimes_shape_did_not_record_is_added(mine: str, loss: str, rated: float) -> None:
+async def test_missing_versions_and_log_probabilities_are_added_to_the_samples_of_a_function(
+    mine: str, loss: str, rated: float
+) -> None:
     plain = [Sample(index=position, tokens=[1, 2, 3], response_length=2, reward=1.0) for position in range(2)]
     [trained] = await batches(mine, Trace(), [plain], loss_type=loss)
     assert [sample.rollout_log_probs for sample in trained] == [[rated, rated]] * 2
@@ -145,7 +150,7 @@ async def test_what_a_function_in_slimes_shape_did_not_record_is_added(mine: str
 
 
 @pytest.mark.parametrize("count", [0, 2])
-async def test_a_batch_of_another_size_is_the_functions_error(mine: str, count: int) -> None:
+async def test_a_function_that_returns_a_batch_of_another_size_is_reported(mine: str, count: int) -> None:
     groups = [group(0.0, 1.0) for _ in range(count)]
     with pytest.raises(UserError, match=f"the rollout function returned {count} groups: rollout_batch_size is 1"):
         await batches(mine, Trace(), groups)
@@ -172,17 +177,48 @@ async def test_a_sample_filter_that_raises_stops_the_run_by_name(mine: str) -> N
         await batches(mine, Trace(), [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.broken")
 
 
-async def test_dictionary_rewards_of_a_users_own_rollout_function_are_read_by_the_key(mine: str) -> None:
+async def test_dictionary_rewards_of_a_user_defined_rollout_function_are_read_by_the_key(mine: str) -> None:
     [trained] = await batches(mine, Trace(), [group({"acc": 0.0}, {"acc": 1.0})], reward_key="acc")
     assert [sample.scalar_reward for sample in trained] == [0.0, 1.0]
 
 
-async def test_every_batch_is_saved_where_it_is_asked_for_and_under_the_dump_folder(mine: str, tmp_path: Path) -> None:
+async def test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder(mine: str, tmp_path: Path) -> None:
     await batches(mine, Trace(), [group(0.0, 1.0)], save_debug_rollout_data=str(tmp_path / "a" / "{rollout_id}.st"))
     await batches(mine, Trace(), [group(0.0, 1.0)], dump_details=str(tmp_path / "dump"))
     for path in (tmp_path / "a" / "4.st", tmp_path / "dump" / "rollout_data" / "4.safetensors"):
         rollout_id, groups = load_groups(path)
         assert (rollout_id, groups) == (4, [group(0.0, 1.0)])
+
+
+async def test_batches_that_cannot_be_saved_are_trained_and_cause_one_warning(mine: str, tmp_path: Path) -> None:
+    events = Trace()
+    chosen = run_config(save_debug_rollout_data=str(tmp_path / "{rollout_id}.st"))
+    prepare = BatchPreparation(chosen, flat_args(chosen), events)
+    with files_at_most(100):
+        for rollout_id in range(3):
+            await prepare(rollout_id, [group(0.0, 1.0)])
+    [warning] = events.of(WarningRaised)
+    assert re.search(r"rollout data cannot be written to .*0\.st \(.*File too large", warning.text)
+
+
+@pytest.mark.parametrize(
+    "field, value, reason",
+    [
+        ("tokens", [1, 2, 99], "token 99 is outside the vocabulary of 10 tokens"),
+        ("metadata", [1], "metadata: expected object, got array"),
+        ("reward", "high", "reward: expected"),
+        ("rollout_log_probs", [-0.5], "1 rollout_log_probs; response_length is 2"),
+    ],
+)
+async def test_a_saved_batch_with_an_invalid_sample_is_refused_by_name(
+    mine: str, tmp_path: Path, field: str, value: Any, reason: str
+) -> None:
+    template = str(tmp_path / "{rollout_id}.st")
+    saved = group(0.0, 1.0)
+    setattr(saved[0], field, value)
+    save_groups(rollout_path(template, 4), 4, [saved])
+    with pytest.raises(UserError, match=rf"4\.st cannot be trained: sample 0: {re.escape(reason)}"):
+        await batches(mine, Trace(), None, load_debug_rollout_data=template)
 
 
 @pytest.mark.parametrize("switch", [{}, {"debug_train_only": True}])
@@ -198,7 +234,7 @@ async def test_a_run_that_only_trains_takes_its_batches_from_disk(
         await batches(mine, Trace(), None, **again | {"rollout_batch_size": 3})
 
 
-async def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: str, tmp_path: Path) -> None:
+async def test_saved_tokens_of_future_versions_are_shifted_back_by_the_same_distance(mine: str, tmp_path: Path) -> None:
     late = group(0.0, 1.0)
     late[0].spans, late[1].spans = [VersionSpan(7, 0, 1), VersionSpan(9, 1, 2)], [VersionSpan(5, 0, 2)]
     template = str(tmp_path / "{rollout_id}.st")
@@ -208,13 +244,13 @@ async def test_saved_tokens_of_versions_to_come_are_moved_back_together(mine: st
     assert found[1].spans == [VersionSpan(0, 0, 2)]
 
 
-def test_what_functions_note_of_every_sample_is_averaged() -> None:
+def test_numbers_that_functions_record_for_every_sample_are_averaged() -> None:
     samples = [Sample(metadata={"raw_reward": value, "round_number": 2}) for value in (1.0, 0.0)]
     assert metadata_means(samples) == {"raw_reward": 0.5, "round_number": 2.0}
     assert metadata_means([*samples, Sample()]) == {}
 
 
-def test_a_rewards_spread_is_seen_whatever_kind_of_number_it_is() -> None:
+def test_rewards_of_any_numeric_type_are_compared() -> None:
     assert check_reward_nonzero_std(None, group(float(np.float32(0.5)), 1.0))
 
 

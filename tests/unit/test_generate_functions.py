@@ -27,11 +27,11 @@ LIVE = 7
 
 
 class Script(SGLangGenerator):
-    """An engine that says the lines of a script, one per turn, then `ok`; a line of None is never finished."""
+    """An engine that answers with the lines of a script, one per turn, then with `ok`. A line of None never ends."""
 
     def __init__(self, *lines: str | None) -> None:
         sampling = SamplingParams(max_new_tokens=200)
-        super().__init__("http://127.0.0.1:1", Bytes(), sampling, limit=lambda: 64, engine_urls=list)
+        super().__init__("http://127.0.0.1:1", Bytes(), sampling, limit=lambda: 64, engines=list)
         self.lines = list(lines)
         self.asked: list[SamplingParams] = []
         self.rated: list[Sample] = []
@@ -71,7 +71,7 @@ class Script(SGLangGenerator):
 async def generating_with(
     function: Any, *lines: str | None, timeout_seconds: float = 60.0, **settings: Any
 ) -> AsyncIterator[tuple[FunctionGenerator, Script]]:
-    """A generator that sends samples through `function`, and its engine, which says `lines`."""
+    """A generator that calls `function`, and its engine, which answers with `lines`."""
     engine = Script(*lines)
     turns = MultiTurnSampler(engine, Bytes())
     generator = FunctionGenerator(
@@ -112,7 +112,7 @@ async def test_each_sample_goes_through_the_function() -> None:
     assert seen == [(0, 200), (1, 200), (2, 200)]
 
 
-async def test_what_a_tool_says_is_masked_and_has_no_version() -> None:
+async def test_tool_output_is_masked_and_has_no_version() -> None:
     async with generating_with(tool_use.generate, "<python>6*7</python>", "It is 42.") as (generator, engine):
         group = one()
         await generator.generate(group)
@@ -128,7 +128,7 @@ async def test_what_a_tool_says_is_masked_and_has_no_version() -> None:
         assert engine.asked[0].stop == ("</python>", "</search>")
 
 
-async def test_a_model_that_only_calls_tools_is_cut_after_so_many() -> None:
+async def test_a_response_ends_after_the_maximum_number_of_tool_calls() -> None:
     async with generating_with(tool_use.generate, *["<python>1+1</python>"] * 9, tool_max_turns=2) as (
         generator,
         engine,
@@ -161,7 +161,7 @@ async def test_a_search_answers_from_the_corpus(tmp_path: Path) -> None:
         assert masked(group[0], 0).startswith("<result>Berlin is the capital of Germany.")
 
 
-def test_a_broken_corpus_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_corpus_line_is_reported(tmp_path: Path) -> None:
     corpus = tmp_path / "documents.jsonl"
     corpus.write_text('{"text": "a"}\n{"words": "b"}\n')
     with pytest.raises(UserError, match=r"documents\.jsonl, line 2: expected an object with a text"):
@@ -180,7 +180,7 @@ def test_a_broken_corpus_line_is_named(tmp_path: Path) -> None:
         ("", "error: "),
     ],
 )
-def test_the_calculator_does_arithmetic_and_nothing_else(expression: str, value: str) -> None:
+def test_the_calculator_only_does_arithmetic(expression: str, value: str) -> None:
     assert calculate(expression).startswith(value)
 
 
@@ -194,7 +194,7 @@ async def test_a_function_that_hangs_fails_its_group() -> None:
             await generator.generate(one())
 
 
-async def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
+async def test_a_function_that_raises_fails_its_group_with_its_message() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         raise KeyError("page")
 
@@ -203,7 +203,7 @@ async def test_a_function_that_raises_fails_its_group_and_is_quoted() -> None:
             await generator.generate(one())
 
 
-async def test_a_function_that_says_nothing_of_how_it_ended_fails_its_group() -> None:
+async def test_a_function_that_sets_no_status_fails_its_group() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         return sample
 
@@ -217,7 +217,7 @@ def half_filled(sample: Sample) -> None:
     sample.loss_mask = [1, 0]
 
 
-async def test_what_a_function_left_half_filled_is_not_taken_for_the_prompt_of_the_next_attempt() -> None:
+async def test_the_next_attempt_does_not_see_the_tokens_of_a_failed_function() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         half_filled(sample)
         raise KeyError("page")
@@ -230,7 +230,7 @@ async def test_what_a_function_left_half_filled_is_not_taken_for_the_prompt_of_t
         assert (bytes(sample.tokens), sample.response_length, sample.loss_mask) == (b"Q", 0, None)
 
 
-async def test_what_an_abort_cut_short_is_not_taken_for_the_prompt_either(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_attempt_does_not_see_the_tokens_of_an_aborted_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.rollout.generate.ABORT_GRACE_SECONDS", 0.01)
     reached = asyncio.Event()
 
@@ -275,9 +275,9 @@ async def test_a_function_written_for_slime_gets_versions_and_log_probabilities_
         assert group.oldest_version == LIVE
 
 
-async def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
+async def test_a_request_that_no_engine_can_serve_fails_before_it_is_sent() -> None:
     engine = SGLangGenerator(
-        "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=lambda: 4, engine_urls=list
+        "http://127.0.0.1:1", Bytes(), SamplingParams(max_new_tokens=9), limit=lambda: 4, engines=list
     )
     try:
         with pytest.raises(TrajectoryError, match="sample 3 of group sample_0_0: its prompt has no tokens"):
@@ -288,7 +288,7 @@ async def test_what_an_engine_cannot_be_asked_fails_without_a_request() -> None:
         await engine.close()
 
 
-async def test_an_abort_ends_the_turn_under_way_and_every_later_one() -> None:
+async def test_an_abort_ends_the_current_turn_and_all_later_ones() -> None:
     async with generating_with(tool_use.generate, None) as (generator, engine):
         group = one()
         running = asyncio.create_task(generator.generate(group))
@@ -318,6 +318,6 @@ async def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest
         assert group[0].response_length == 0
 
 
-def test_a_plain_function_is_refused_before_anything_starts() -> None:
+def test_a_plain_function_is_refused_at_start() -> None:
     with pytest.raises(UserError, match="is not an async function: define it with async def"):
         load_generate_function("json.dumps")

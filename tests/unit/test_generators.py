@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from miles_async.adapters.agents.trajectories import BufferFullError
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.config.derived import EXTERNAL_FUNCTION
 from miles_async.errors import TrajectoryError
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rollout.contract import flat_args
@@ -39,23 +41,48 @@ async def generators(**settings: Any) -> AsyncIterator[Generators]:
     fleet = SGLangFleet(NOBODY)
     tokenizer: Any = Bytes()
     args, events = flat_args(config), Trace()
-    made = Generators(config, NOBODY, fleet, tokenizer, args, events=events, live_version=lambda: 0, limits=NO_LIMITS)
-    try:
-        async with made:
-            yield made
-    finally:
-        await made.frontend.close()
-        await made._evaluation.close()
-        await fleet.close()
+    with TemporaryDirectory() as folder:
+        made = Generators(
+            config,
+            NOBODY,
+            "",
+            fleet,
+            tokenizer,
+            args,
+            events=events,
+            live_version=lambda: 0,
+            limits=NO_LIMITS,
+            agent_key_file=Path(folder) / "agent_key",
+        )
+        try:
+            async with made:
+                yield made
+        finally:
+            await made.frontend.close()
+            await made._evaluation.close()
+            await fleet.close()
 
 
-async def test_agents_are_served_at_the_port_that_is_configured() -> None:
+async def test_agents_are_served_at_the_configured_port() -> None:
     port = free_port()
-    async with generators(agent_port=port) as made:
+    async with generators(agent_port=port, custom_generate_function_path=f"{__name__}.hangs") as made:
         assert made._endpoint.url == f"http://127.0.0.1:{port}"
 
 
-async def test_a_users_generate_function_has_the_configured_time() -> None:
+async def test_no_port_is_opened_in_a_run_without_agents() -> None:
+    async with generators() as made:
+        assert made._endpoint.url == ""
+
+
+async def test_an_external_generator_finds_the_key_of_the_endpoint_in_a_file_of_the_user_alone() -> None:
+    async with generators(rollout_function_path=EXTERNAL_FUNCTION) as made:
+        assert made._agent_key_file.read_text() == made._endpoint.key
+        assert made._agent_key_file.stat().st_mode & 0o777 == 0o600
+    async with generators(custom_generate_function_path=f"{__name__}.hangs") as made:
+        assert not made._agent_key_file.exists()
+
+
+async def test_a_user_defined_generate_function_has_the_configured_timeout() -> None:
     settings = {"custom_generate_function_path": f"{__name__}.hangs", "generate_timeout_seconds": 0.05}
     async with generators(**settings) as made:
         with pytest.raises(TrajectoryError, match=r"longer than 0\.05 s \(generate_timeout_seconds\)"):
@@ -83,7 +110,7 @@ async def scores(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
     return {"mine": {"rewards": [float(rollout_id)]}}
 
 
-async def test_a_users_evaluation_is_called_by_its_path(tmp_path: Path) -> None:
+async def test_a_user_defined_evaluation_is_loaded_by_its_path(tmp_path: Path) -> None:
     config = run_config(eval_function_path=f"{__name__}.scores", run_dir=str(tmp_path))
     worker = RolloutWorker(config, "train_async.py", RunFolder.create(config))
     evaluate = worker._evaluation(flat_args(config))

@@ -21,6 +21,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.json_values import json_value
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import DropReason, Group, Sample
+from tests.sim.world import Trace
 
 WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 ODD: dict[Any, Any] = {
@@ -51,7 +52,7 @@ ODD: dict[Any, Any] = {
         ("四", "四"),
     ],
 )
-def test_each_value_becomes_one_that_json_can_express(value: Any, expected: Any) -> None:
+def test_each_value_is_converted_to_one_that_json_can_express(value: Any, expected: Any) -> None:
     assert json_value(value) == expected
     assert type(json_value(value)) is type(expected)
 
@@ -64,7 +65,7 @@ def odd_group() -> Group:
 
 
 def test_a_dead_letter_with_odd_metadata_is_written(tmp_path: Path) -> None:
-    DeadLetterFile(tmp_path / "dead.jsonl").dead_letter(odd_group(), DropReason.FAILED, "it failed")
+    DeadLetterFile(tmp_path / "dead.jsonl", Trace()).dead_letter(odd_group(), DropReason.FAILED, "it failed")
     [line] = (tmp_path / "dead.jsonl").read_text().splitlines()
     metadata = json.loads(line)["samples"][0]["metadata"]
     assert metadata["3"] == "a number as key"
@@ -80,7 +81,7 @@ def test_a_checkpoint_and_a_rollout_file_with_odd_metadata_are_written(tmp_path:
     assert group[0].metadata["scores"] == [1.5, 2.5]
 
 
-def test_dates_of_a_parquet_file_are_text_when_they_are_fed(tmp_path: Path) -> None:
+def test_dates_of_a_parquet_file_are_fed_as_text(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     rows = [{"prompt": "1+1", "label": WHEN, "metadata": {"when": WHEN}}]
     parquet.write_table(pa.Table.from_pylist(rows), path)
@@ -89,7 +90,7 @@ def test_dates_of_a_parquet_file_are_text_when_they_are_fed(tmp_path: Path) -> N
     assert (group[0].label, group[0].metadata["when"]) == (WHEN.isoformat(), WHEN.isoformat())
 
 
-def test_numpy_numbers_beside_the_reward_that_counts_become_plain() -> None:
+def test_numpy_numbers_in_a_dictionary_reward_become_plain() -> None:
     def reward(args: Any, sample: Sample) -> Any:
         return {"acc": np.float32(0.5), "steps": np.int64(3)}
 

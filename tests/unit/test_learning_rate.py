@@ -18,17 +18,17 @@ def test_the_first_step_learns_and_the_last_step_of_the_warm_up_reaches_the_peak
     assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_a_straight_line_reaches_the_floor_one_step_after_the_last() -> None:
+def test_a_linear_decay_reaches_the_floor_one_step_after_the_last() -> None:
     assert rates(4, style="linear") == [1.0, 0.75, 0.5, 0.25]
     assert rates(4, style="linear", warmup_steps=2) == [0.5, 1.0, 1.0, 0.5]
     assert rates(4, style="linear", floor=0.2)[2:] == pytest.approx([0.6, 0.4])
 
 
-def test_a_cosine_falls_slowly_at_both_ends() -> None:
+def test_a_cosine_decay_is_slow_at_both_ends() -> None:
     assert rates(5, style="cosine", decay_steps=4) == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
 
 
-def test_an_inverse_square_root_goes_on_falling_to_the_floor() -> None:
+def test_an_inverse_square_root_decay_continues_to_the_floor() -> None:
     assert rates(17, style="inverse-square-root", warmup_steps=4)[16] == pytest.approx(0.5)
     assert rates(17, style="inverse-square-root", warmup_steps=4, floor=0.7)[16] == 0.7
 
@@ -43,7 +43,7 @@ def test_wsd_stays_at_the_peak_until_its_last_steps(shape: str, half_way: float)
     assert found[12] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_schedule_is_the_configurations() -> None:
+def test_the_learning_rate_follows_the_configuration() -> None:
     def at(step: int, **settings: Any) -> float:
         usual: dict[str, Any] = {"lr": 1.0, "lr_decay_style": "WSD", "num_steps_per_rollout": 2}
         return learning_rate(run_config(**usual | settings, num_rollout=50)).at(step)
@@ -56,5 +56,5 @@ def test_the_schedule_is_the_configurations() -> None:
     assert at(15, lr_decay_steps=20, lr_decay_style="linear") == pytest.approx(0.25)
 
 
-def test_after_the_decay_the_floor_is_kept() -> None:
+def test_the_learning_rate_stays_at_the_floor_after_the_decay() -> None:
     assert rates(9, style="cosine", decay_steps=4, floor=0.1)[5:] == [0.1] * 4

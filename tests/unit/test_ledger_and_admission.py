@@ -26,7 +26,7 @@ def walk(ledger: Ledger, until: GroupState) -> int:
     return sequence
 
 
-def test_a_group_walks_from_fed_to_published_and_leaves() -> None:
+def test_a_group_passes_all_states_and_leaves_the_ledger() -> None:
     ledger = Ledger()
     sequence = walk(ledger, GroupState.PUBLISHED)
     assert ledger.state(sequence) is None
@@ -65,7 +65,7 @@ def test_a_group_ends_once() -> None:
     ledger.check_conservation()
 
 
-def test_admission_names_the_limit_it_waits_for() -> None:
+def test_admission_names_the_limit_that_blocks_it() -> None:
     ledger = Ledger()
     assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is None
     walk(ledger, GroupState.IN_FLIGHT)
@@ -74,7 +74,7 @@ def test_admission_names_the_limit_it_waits_for() -> None:
     assert Admission(max_in_flight=2, room=1, slots=None).blocked_by(ledger) is Blocked.ROOM
 
 
-def test_a_group_takes_its_place_when_it_is_fed_before_its_task_begins() -> None:
+def test_a_group_counts_against_the_limits_from_the_moment_it_is_fed() -> None:
     ledger = Ledger()
     ledger.feed()
     assert Admission(max_in_flight=1, room=10, slots=10).blocked_by(ledger) is Blocked.IN_FLIGHT
@@ -89,7 +89,7 @@ def test_a_slot_is_held_until_the_weights_are_live() -> None:
     assert admission.blocked_by(ledger) is None
 
 
-def test_room_counts_what_is_under_way_so_that_a_put_never_meets_a_full_queue() -> None:
+def test_groups_in_flight_count_against_the_queue_so_that_it_is_never_full() -> None:
     ledger = Ledger()
     for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED):
         walk(ledger, state)
@@ -107,7 +107,7 @@ def test_the_queue_is_first_in_first_out_and_refuses_a_put_when_full() -> None:
     assert [queue.get(), queue.get()] == [1, 2]
 
 
-def test_a_sweep_takes_the_hopeless_and_keeps_the_order() -> None:
+def test_a_sweep_removes_groups_that_will_be_too_old_and_keeps_the_order() -> None:
     queue = GroupQueue[int](5)
     for group in range(5):
         queue.put(group)
@@ -115,7 +115,7 @@ def test_a_sweep_takes_the_hopeless_and_keeps_the_order() -> None:
     assert [queue.get(), queue.get()] == [1, 3]
 
 
-def test_the_gate_passes_groups_up_to_the_limit() -> None:
+def test_the_staleness_gate_accepts_groups_up_to_the_limit() -> None:
     gate = StalenessGate(limit=2)
     assert not gate.too_old(oldest_version=3, trainer_version=5)
     assert gate.too_old(oldest_version=2, trainer_version=5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
@@ -27,8 +28,7 @@ STEP: list[Event] = [
     StepEnded(
         time=4.0,
         rollout=4,
-        started=2.0,
-        ended=4.0,
+        seconds=2.0,
         tokens=600,
         finite=True,
         reward=0.25,
@@ -36,8 +36,29 @@ STEP: list[Event] = [
         metrics={"loss": 0.5, "grad_norm": 1.5, "tokens_per_second": 300.0, "memory_gib": 0.85},
     ),
 ]
+PUBLISHED = PublishEnded(
+    time=6.0,
+    version=1,
+    live=True,
+    staged_seconds=1,
+    paused_seconds=1,
+    stopping_seconds=0.0,
+    write_seconds=1,
+    resuming_seconds=0.0,
+    bytes=1,
+    queue=0,
+    fenced=[],
+)
 EVALUATED = Evaluated(
-    time=5.0, name="aime", rollout=4, accuracy=0.5, reward=0.25, problems=8, seconds=1.0, truncated=0.125
+    time=5.0,
+    name="aime",
+    rollout=4,
+    accuracy=0.5,
+    reward=0.25,
+    problems=8,
+    seconds=1.0,
+    truncated=0.125,
+    versions=(3, 4),
 )
 
 
@@ -89,7 +110,7 @@ def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(t
     ]
 
 
-def test_errors_of_engines_and_router_surface_once_and_not_without_end(tmp_path: Path, logged: Any) -> None:
+def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_path: Path, logged: Any) -> None:
     engine = tmp_path / "engine-0.log"
     engine.write_text("INFO all is well\n[2026] ERROR out of memory\nERROR not yet wri")
     log_tail = LogTail(tmp_path)
@@ -110,16 +131,25 @@ def points(*events: Event, always_train_step: bool = False) -> list[Point]:
     return [point for event in events for point in curves.points(event)]
 
 
-def test_curves_carry_slimes_names_over_steps_and_rollouts() -> None:
+def test_curves_have_the_names_of_slime_over_steps_and_rollouts() -> None:
     train, rollout, evaluation = points(*STEP, EVALUATED)
     assert (train.axis, train.step, train.values["train/loss"]) == ("train/step", 10, 0.5)
     assert (rollout.axis, rollout.step, rollout.values["rollout/staleness_max"]) == ("rollout/step", 5, 2)
     assert (evaluation.axis, evaluation.step) == ("rollout/step", 5)
     assert evaluation.values["eval/aime"] == 0.25
     assert evaluation.values["eval/aime-truncated_ratio"] == 0.125
+    assert evaluation.values["eval/aime-oldest_weight_version"] == 3
+    assert evaluation.values["eval/aime-newest_weight_version"] == 4
 
 
-def test_everything_is_plotted_over_optimizer_steps_if_asked_for() -> None:
+def test_an_evaluation_that_ends_late_is_plotted_over_its_own_rollout_and_moves_no_other_curve() -> None:
+    late = replace(EVALUATED, rollout=1)
+    *_, evaluation, published = points(*STEP, late, PUBLISHED)
+    assert (evaluation.axis, evaluation.step) == ("rollout/step", 2)
+    assert (published.axis, published.step) == ("rollout/step", 5)
+
+
+def test_all_curves_are_plotted_over_optimizer_steps_if_configured() -> None:
     assert {(point.axis, point.step) for point in points(*STEP, EVALUATED, always_train_step=True)} == {
         ("train/step", 10)
     }
@@ -138,21 +168,8 @@ def test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured(
     assert {point.axis for point in kept.points} == {"train/step"}
 
 
-def test_a_publish_that_no_engine_took_is_no_point() -> None:
-    publish = PublishEnded(
-        time=1.0,
-        version=1,
-        live=False,
-        staged_seconds=1,
-        paused_seconds=1,
-        stopping_seconds=0.0,
-        write_seconds=1,
-        resuming_seconds=0.0,
-        bytes=1,
-        queue=0,
-        fenced=[],
-    )
-    assert points(publish) == []
+def test_a_publish_to_no_engine_adds_no_point() -> None:
+    assert points(replace(PUBLISHED, live=False)) == []
 
 
 class Kept:
@@ -180,7 +197,7 @@ def test_a_tracker_gets_every_point_before_it_is_closed() -> None:
 
 
 @pytest.mark.parametrize("breaks", ["open", "write", "close"])
-def test_a_tracker_that_fails_is_one_warning_and_never_an_exception(breaks: str, logged: Any) -> None:
+def test_a_tracker_that_fails_causes_one_warning_and_no_exception(breaks: str, logged: Any) -> None:
     class Broken(Kept):
         def __init__(self) -> None:
             super().__init__()
@@ -204,9 +221,7 @@ def test_a_tracker_that_fails_is_one_warning_and_never_an_exception(breaks: str,
     assert (line["tracker"], line["error"]) == ("broken", "OSError: no space left")
 
 
-def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_its_end(
-    monkeypatch: pytest.MonkeyPatch, logged: Any
-) -> None:
+def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setattr(trackers, "MAX_QUEUED_POINTS", 4)
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     for_ever = threading.Event()

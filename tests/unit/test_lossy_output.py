@@ -37,7 +37,7 @@ def test_output_to_a_closed_pipe_is_discarded_with_one_log_line() -> None:
     assert second == "still here"
 
 
-def test_output_to_a_terminal_that_has_vanished_is_discarded() -> None:
+def test_output_to_a_closed_terminal_is_discarded() -> None:
     controller, terminal = os.openpty()
     losses: list[str | None] = []
     with open(terminal, "w") as original:

@@ -17,8 +17,11 @@ from miles_async.errors import UserError
 from miles_async.events import (
     AdmissionBlocked,
     DataSkipped,
+    DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
+    Evaluated,
+    EvaluationSkipped,
     Event,
     GroupFiltered,
     GroupGenerated,
@@ -77,8 +80,7 @@ def step(started: float, ended: float, staleness: list[int]) -> list[Event]:
     end = StepEnded(
         time=ended,
         rollout=0,
-        started=started,
-        ended=ended,
+        seconds=ended - started,
         tokens=50,
         finite=True,
         reward=0.5,
@@ -136,8 +138,8 @@ def test_staleness_histogram_counts_each_group_of_a_step() -> None:
     assert watched("step_metric", name="loss") == 0.1
 
 
-def test_seconds_without_progress_grow_while_nothing_happens() -> None:
-    watched = Watched(RUN, moved("queued", time=120.0))
+def test_seconds_without_progress_count_from_the_last_progress() -> None:
+    watched = Watched(RUN, moved("queued", time=120.0), pulse(121.0, idle_seconds=1.0))
     watched.metrics.tick(150.0)
     assert watched("since_progress_seconds") == 30
     assert watched("last_progress_timestamp_seconds", what="queued") == 120
@@ -176,7 +178,7 @@ def test_engine_idle_seconds_stand_still_while_requests_are_in_flight() -> None:
     assert watched("engine_idle_seconds_total") == 8
 
 
-def test_a_publish_moves_the_version_of_routed_engines_and_not_of_fenced_ones() -> None:
+def test_a_publish_raises_the_version_of_routed_engines_only() -> None:
     watched = Watched(
         EngineChanged(time=101.0, engine="a", state="routed", version=0, reason=None),
         EngineChanged(time=101.0, engine="b", state="routed", version=0, reason=None),
@@ -192,7 +194,7 @@ def test_a_publish_moves_the_version_of_routed_engines_and_not_of_fenced_ones() 
     assert watched("publish_bytes_total") == 1000
 
 
-def test_a_publish_that_no_engine_took_moves_no_version() -> None:
+def test_a_publish_to_no_engine_leaves_the_version_gauges_unchanged() -> None:
     watched = Watched(
         EngineChanged(time=101.0, engine="a", state="routed", version=0, reason=None), published(1, live=False)
     )
@@ -220,14 +222,14 @@ def test_metrics_are_served_on_loopback_until_closed() -> None:
         urlopen(server.url, timeout=PATIENCE_SECONDS)
 
 
-def test_a_port_in_use_is_one_sentence_that_names_it() -> None:
+def test_a_port_in_use_is_named_in_the_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"metrics_port {port} .*set --metrics-port"):
             HttpServer(CollectorRegistry(), LivePage(View()), port)
 
 
-def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -> None:
+def test_metrics_give_a_reason_for_every_dropped_or_skipped_group() -> None:
     see = Watched(
         RUN,
         GroupFiltered(time=101.0, sequence=1, reason="all_0"),
@@ -235,7 +237,9 @@ def test_every_drop_and_everything_passed_over_has_its_reason_in_the_metrics() -
         GroupFiltered(time=101.0, sequence=3, reason="over_sampling"),
         SamplesRemoved(time=102.0, rollout=0, samples=5),
         DataSkipped(time=103.0, reason="bad_row", sentence="data.jsonl, line 4: no key 'label'"),
+        DeadLettersUnwritten(time=104.0, letters=2, prompts=["sample_0_1"], error="No space left on device"),
     )
+    assert see("unwritten_dead_letters") == 2
     assert see("filtered_groups_total", reason="all_0") == 2
     assert see("filtered_groups_total", reason="over_sampling") == 1
     assert see("removed_samples_total") == 5
@@ -246,8 +250,8 @@ def generated(sequence: int, started: float, ended: float, versions: tuple[int, 
     return GroupGenerated(
         time=ended,
         sequence=sequence,
-        started=started,
-        generated=ended,
+        generation_seconds=ended - started,
+        reward_seconds=0.0,
         versions=versions,
         response_tokens=10,
         reward=1.0,
@@ -272,6 +276,7 @@ def pulse(time: float, **changes: Any) -> Pulse:
         "wanted": 0,
         "trainer_version": 0,
         "live_version": 0,
+        "idle_seconds": 0.0,
     }
     return Pulse(time=time, **{**figures, **changes})
 
@@ -295,7 +300,7 @@ def test_staleness_is_the_sum_of_publish_lag_sampling_and_waiting() -> None:
     assert see("staleness_seconds_sum", groups="trained") == 8.0
 
 
-def test_recycled_and_queued_groups_have_an_age_too() -> None:
+def test_metrics_show_the_ages_of_recycled_and_queued_groups() -> None:
     see = Watched(
         RUN,
         PublishStarted(time=101.0, version=3, queue=0),
@@ -314,7 +319,20 @@ def test_blocked_admission_is_counted_while_it_lasts_and_once() -> None:
     assert see("admission_blocked_seconds_total", cause="slots") == 3.0
 
 
-def test_the_head_the_oldest_request_and_the_versions_move_without_any_group_moving() -> None:
+def test_an_evaluation_names_its_weight_versions_and_skipped_ones_are_counted() -> None:
+    scores: dict[str, Any] = {"accuracy": 0.5, "reward": 0.5, "problems": 8, "seconds": 9.0, "truncated": 0.0}
+    see = Watched(
+        RUN,
+        EvaluationSkipped(time=103.0, rollout=4, overtaken_by=9),
+        EvaluationSkipped(time=104.0, rollout=9, overtaken_by=14),
+        Evaluated(time=105.0, name="math", rollout=14, versions=(14, 16), **scores),
+    )
+    assert see("skipped_evaluations_total") == 2
+    assert see("eval_oldest_weight_version", name="math") == 14
+    assert see("eval_newest_weight_version", name="math") == 16
+
+
+def test_gauges_of_head_oldest_request_and_versions_change_without_group_events() -> None:
     see = Watched(RUN, pulse(103.0, head_seconds=7.0, oldest_seconds=6.0, rewarding=2, live_version=4))
     assert see("head_age_seconds") == 7.0
     assert see("oldest_request_seconds") == 6.0
@@ -322,7 +340,7 @@ def test_the_head_the_oldest_request_and_the_versions_move_without_any_group_mov
     assert see("live_weight_version") == 4
 
 
-def test_the_series_of_a_lost_engine_go_away() -> None:
+def test_the_series_of_a_lost_engine_are_removed() -> None:
     def engine(state: str) -> EngineChanged:
         return EngineChanged(time=101.0, engine="a", state=state, version=0, reason=None)
 
@@ -353,7 +371,7 @@ def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
     assert see("filtered_groups_total", reason="other") == 501 - 64
 
 
-def test_the_verdict_is_one_and_the_trainers_time_never_falls() -> None:
+def test_one_verdict_is_set_at_a_time_and_trainer_seconds_never_decrease() -> None:
     see = Watched(RUN)
     see.metrics.set_verdict(Bottleneck.WINDOW, {"window": 5.0, "step": 1.0})
     assert [see("verdict", verdict=kind) for kind in Bottleneck].count(1.0) == 1
@@ -392,7 +410,7 @@ def test_a_scrape_during_shutdown_ends_and_does_not_delay_it(capfd: pytest.Captu
     assert capfd.readouterr().err == ""
 
 
-def test_a_histogram_counts_what_prometheus_own_counts() -> None:
+def test_a_histogram_counts_the_same_as_that_of_the_prometheus_client() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     bounds = (0.5, 1.0, 2.0)
     histogram = Histogram("h", "Of anything.", "kind", bounds, ours)
@@ -404,7 +422,7 @@ def test_a_histogram_counts_what_prometheus_own_counts() -> None:
     assert generate_latest(ours).decode().splitlines() == expected
 
 
-def test_engines_that_come_and_go_and_the_routers_health_are_shown() -> None:
+def test_metrics_show_added_and_removed_engines_and_the_health_of_the_router() -> None:
     watched = Watched(
         EngineChanged(time=101.0, engine="a", state="fenced", version=3, reason="it drew no token"),
         RouterChanged(time=101.0, up=True, engines=3, healthy=2),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import random
+import re
+import string
 import sys
 import time
 from collections.abc import Iterator
@@ -19,10 +22,11 @@ from msgspec import structs
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
-from miles_async.errors import FatalError, UserError
+from miles_async.errors import UserError
 from miles_async.events import (
     BatchDrained,
     ClusterReady,
+    DataSkipped,
     EngineBusy,
     Evaluated,
     Event,
@@ -41,7 +45,8 @@ from miles_async.observability.console.terminal import PlainLines, ProgressBar
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import RunSummary
-from miles_async.observability.trace.event_log import EventLogWriter, read_events
+from miles_async.observability.trace import event_log
+from miles_async.observability.trace.event_log import read_events
 from tests.configuration import run_config
 from tests.unit import example_events
 from tests.waiting import PATIENCE_SECONDS
@@ -59,8 +64,7 @@ def step(rollout: int, started: float, ended: float, staleness: list[int], *, fi
         StepEnded(
             time=ended,
             rollout=rollout,
-            started=started,
-            ended=ended,
+            seconds=ended - started,
             tokens=600,
             finite=finite,
             reward=0.25 + rollout / 4,
@@ -109,6 +113,7 @@ def evaluated(rollout: int, accuracy: float) -> Evaluated:
         problems=512,
         seconds=1,
         truncated=0,
+        versions=(3, 4),
     )
 
 
@@ -153,7 +158,7 @@ def drained(recycled: int) -> BatchDrained:
     return BatchDrained(time=1.0, rollout=0, depth=17, waited=0.1, recycled=recycled)
 
 
-def test_a_drain_prints_queue_size_and_the_staleness_of_what_is_trained() -> None:
+def test_a_drain_prints_queue_size_and_staleness_of_its_groups() -> None:
     assert lines_of(drained(3), StepStarted(time=2.0, rollout=0, version=4, staleness=[0, 1, 3], groups=[5, 6, 7])) == [
         "Global worker queue size: 17",
         "Staleness stats: recycled=3, avg_staleness=1.33, max_staleness=3",
@@ -190,7 +195,7 @@ def test_the_bar_shows_rollout_queue_staleness_and_reward_on_a_terminal() -> Non
 
 
 @pytest.mark.parametrize("stream, enabled", [(io.StringIO(), True), (Terminal(), False)])
-def test_the_bar_is_silent_without_a_terminal_or_when_switched_off(stream: io.StringIO, enabled: bool) -> None:
+def test_the_bar_is_not_shown_without_a_terminal_or_if_disabled(stream: io.StringIO, enabled: bool) -> None:
     bar = ProgressBar(stream, enabled=enabled)
     for event in WHOLE_RUN:
         bar.observe(event)
@@ -198,7 +203,7 @@ def test_the_bar_is_silent_without_a_terminal_or_when_switched_off(stream: io.St
     assert stream.getvalue() == ""
 
 
-def test_the_summary_speaks_of_the_whole_run_and_of_its_training_phase() -> None:
+def test_the_summary_covers_the_whole_run_and_the_training_phase() -> None:
     figures = summary_of(WHOLE_RUN).figures()
     assert figures["accuracy_before"] == 0.2
     assert figures["accuracy_after"] == 0.6
@@ -232,12 +237,12 @@ def test_groups_of_a_step_that_was_not_finite_do_not_count_as_trained() -> None:
     assert figures["groups_per_second"] == 0.25
 
 
-def test_engine_busy_seconds_are_read_off_between_two_reports() -> None:
+def test_engine_busy_seconds_are_the_difference_between_two_reports() -> None:
     events = [RUN, *step(0, 110.0, 120.0, [0]), EngineBusy(time=130.0, busy=15.0, in_flight=1)]
     assert summary_of(events).figures()["engine_idle_share"] == pytest.approx(0.5)
 
 
-def test_a_run_that_ended_before_its_first_step_has_a_summary_too(tmp_path: Path) -> None:
+def test_a_run_without_a_completed_step_has_a_summary(tmp_path: Path) -> None:
     summary = summary_of([RUN, RunEnded(time=103.0, reason="the engine died at start")])
     summary.write(tmp_path / "summary.json")
     figures = json.loads((tmp_path / "summary.json").read_text())
@@ -247,7 +252,7 @@ def test_a_run_that_ended_before_its_first_step_has_a_summary_too(tmp_path: Path
     assert "the engine died at start" in summary.text()
 
 
-def test_the_summary_text_shows_the_figures_and_the_file_holds_them_alone(tmp_path: Path) -> None:
+def test_the_summary_file_holds_exactly_the_figures_and_the_text_shows_them(tmp_path: Path) -> None:
     summary = summary_of(WHOLE_RUN)
     summary.write(tmp_path / "summary.json")
     assert json.loads((tmp_path / "summary.json").read_text()) == summary.figures()
@@ -256,44 +261,11 @@ def test_the_summary_text_shows_the_figures_and_the_file_holds_them_alone(tmp_pa
     assert "40 ms median, 50 ms max, p2p, version 2" in summary.text()
 
 
-def test_a_trace_reads_back_what_was_written(tmp_path: Path) -> None:
-    trace = EventLogWriter(tmp_path / "events.jsonl")
-    for event in WHOLE_RUN:
-        trace.observe(event)
-    trace.close()
-    assert list(read_events(tmp_path / "events.jsonl")) == WHOLE_RUN
-
-
-def test_a_trace_reaches_the_disk_once_its_interval_is_over(tmp_path: Path) -> None:
-    trace = EventLogWriter(tmp_path / "events.jsonl", flush_seconds=1.0)
-    trace.tick(100.0)
-    trace.observe(RUN)
-    trace.tick(100.5)
-    assert list(read_events(tmp_path / "events.jsonl")) == []
-    trace.tick(101.0)
-    assert list(read_events(tmp_path / "events.jsonl")) == [RUN]
-    trace.close()
-
-
-def test_a_line_cut_by_a_crash_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    trace = EventLogWriter(path)
-    trace.observe(RUN)
-    trace.close()
-    with path.open("a") as file:
-        file.write('{"type":"Queue","ti')
-    assert list(read_events(path)) == [RUN]
-    with path.open("a") as file:
-        file.write("\n")
-    with pytest.raises(UserError, match=r"events\.jsonl, line 2"):
-        list(read_events(path))
-
-
 def config_in(run_dir: Path, **observability: Any) -> RunConfig:
     return run_config(run_dir=str(run_dir), **observability, reasoning_gym_task="chain_sum")
 
 
-def test_latest_points_at_the_newest_run_and_no_two_runs_share_a_folder(tmp_path: Path) -> None:
+def test_the_link_latest_names_the_newest_run_and_every_run_has_a_separate_folder(tmp_path: Path) -> None:
     config = config_in(tmp_path / "runs")
     folders = []
     for _ in range(3):
@@ -310,13 +282,13 @@ def test_a_run_folder_holds_the_configuration_that_ran(tmp_path: Path) -> None:
     assert build(read_yaml(folder.path / "config.yaml")) == config
 
 
-def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run_dir .*file/runs cannot be used .*set --run-dir"):
         RunFolder.create(config_in(tmp_path / "file/runs"))
 
 
-def test_a_run_folder_on_a_full_disk_is_one_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_on_a_full_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: RunConfig, path: Path) -> None:
         with Path("/dev/full").open("w") as file:
             file.write("model: {}")
@@ -326,13 +298,13 @@ def test_a_run_folder_on_a_full_disk_is_one_sentence_too(tmp_path: Path, monkeyp
         RunFolder.create(config_in(tmp_path))
 
 
-def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
+def test_subscribers_write_trace_and_summary_and_serve_metrics_and_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.create(config_in(tmp_path))
     with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
         subscribers.emit(*WHOLE_RUN[:-1])
-        subscribers.tick(time.time())
+        subscribers.tick(time.monotonic())
         with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
             assert "miles_async_eval_accuracy_ratio" in response.read().decode()
         with urlopen(subscribers.page_url, timeout=PATIENCE_SECONDS) as response:
@@ -348,6 +320,27 @@ def test_onlookers_leave_trace_and_summary_and_serve_metrics_and_page(
     assert "0.200 before, 0.600 after" in out
 
 
+@pytest.mark.parametrize("step", [600.0, -600.0])
+def test_subscribers_survive_a_jump_of_the_wall_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    half = len(WHOLE_RUN) // 2
+    after = [structs.replace(event, time=event.time + step) for event in WHOLE_RUN[half:]]
+    with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
+        now = time.monotonic()
+        wall = time.time()
+        subscribers.emit(*WHOLE_RUN[:half])
+        subscribers.tick(now)
+        monkeypatch.setattr(time, "time", lambda: wall + step)
+        subscribers.emit(*after[:-1])
+        subscribers.tick(now + 2.0)
+        assert list(read_events(folder.events)) == WHOLE_RUN[:half] + after[:-1], "flushed although time went back"
+        assert subscribers.stalled_for(now + 2.0) == 0.0
+        subscribers.emit(after[-1])
+    assert json.loads(folder.summary.read_text())["reason"] == "done"
+
+
 def test_metrics_are_served_at_the_configured_port(tmp_path: Path) -> None:
     port = free_port()
     with EventSubscribers(config_in(tmp_path, metrics_port=port), RunFolder.create(config_in(tmp_path))) as subscribers:
@@ -361,6 +354,33 @@ def test_the_trace_of_a_run_stays_within_its_configured_size(tmp_path: Path) -> 
             subscribers.emit(*WHOLE_RUN[:-1])
         subscribers.emit(WHOLE_RUN[-1])
     assert folder.trace.stat().st_size <= 2**16
+
+
+def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[Path]:
+    """Return the files of the event log of a run with 6 MB of events."""
+    monkeypatch.setattr(event_log, "CLOSE_SECONDS", PATIENCE_SECONDS)
+    folder = RunFolder.create(config_in(tmp_path))
+    text = "".join(random.Random(0).choices(string.ascii_letters, k=10_000))
+    with EventSubscribers(config_in(tmp_path, **settings), folder) as subscribers:
+        for second in range(600):
+            subscribers.emit(DataSkipped(time=100.0 + second, reason="bad_row", sentence=text))
+    return sorted(folder.path.glob("events*"))
+
+
+def test_the_event_log_of_a_run_is_split_at_the_configured_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [file.name for file in long_run(tmp_path, monkeypatch)] == ["events.jsonl"]
+    assert len(long_run(tmp_path, monkeypatch, event_log_rotate_bytes=2**20)) in (6, 7)
+
+
+def test_the_event_log_of_a_run_stays_within_its_configured_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = long_run(tmp_path, monkeypatch, event_log_max_bytes=2**20)
+    assert sum(file.stat().st_size for file in files) <= 2**20
+    assert files[0].name == "events-000001.jsonl.gz"
+    assert "".join(capsys.readouterr()).count("the event log is full (--event-log-max-bytes)") == 1
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -382,7 +402,7 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(
     with EventSubscribers(config_in(tmp_path), folder) as subscribers:
         subscribers.emit(*WHOLE_RUN)
     assert folder.summary.exists()
-    assert "report.html was not written" in "".join(capsys.readouterr())
+    assert re.search(r"file of the run cannot be written.*report\.html", "".join(capsys.readouterr()))
 
 
 def test_a_router_that_died_and_came_back_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,21 +413,21 @@ def test_a_router_that_died_and_came_back_is_logged(tmp_path: Path, capsys: pyte
     assert printed.index("router does not answer") < printed.index("router answers")
 
 
-def test_a_full_disk_ends_the_run_with_one_sentence_and_its_summary_is_printed_all_the_same(
+def test_a_run_on_a_full_disk_continues_with_one_warning_and_prints_its_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.create(config_in(tmp_path))
     folder.events.symlink_to("/dev/full")
     folder.summary.mkdir()
-    with EventSubscribers(config_in(tmp_path), folder) as subscribers:
-        subscribers.emit(*WHOLE_RUN[:-1])
-        with pytest.raises(FatalError, match=r"events\.jsonl cannot be written \(No space left on device\): make room"):
-            subscribers.tick(time.time())
-        subscribers.emit(WHOLE_RUN[-1])
+    folder.report.mkdir()
+    (tmp_path / "targets").write_text("")
+    with EventSubscribers(config_in(tmp_path, trace=True), folder) as subscribers:
+        for second, event in enumerate(WHOLE_RUN):
+            subscribers.emit(event)
+            subscribers.tick(time.monotonic() + 2 * second)
     printed = "".join(capsys.readouterr())
     assert "0.200 before, 0.600 after" in printed
-    assert "summary.json was not written" in printed
-    assert list((tmp_path / "targets").iterdir()) == []
+    assert printed.count("cannot be written") == 1
 
 
 @pytest.fixture
@@ -422,7 +442,7 @@ def _logging_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_logging_restored")
-def test_json_log_lines_carry_what_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_lines_contain_the_bound_fields(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("json")
     with structlog.contextvars.bound_contextvars(run="r", version=3):
         structlog.get_logger("miles_async.x").info("published", seconds=0.5)
@@ -453,7 +473,7 @@ def test_json_tracebacks_show_no_local_variables(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("_logging_restored")
-def test_other_libraries_are_heard_from_warnings_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_libraries_log_only_warnings_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("console")
     logging.getLogger("noisy").info("chatter")
     logging.getLogger("noisy").warning("disk almost full")

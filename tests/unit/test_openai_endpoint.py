@@ -27,12 +27,19 @@ class Agent:
     """Speaks HTTP to the endpoint; answers are `(status, body)`."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, endpoint: AgentEndpoint, engine: Script, turns: MultiTurnSampler
+        self,
+        http: aiohttp.ClientSession,
+        endpoint: AgentEndpoint,
+        engine: Script,
+        turns: MultiTurnSampler,
+        trajectories: TrajectoryBuffer,
     ) -> None:
+        self.trajectories = trajectories
         self._http, self.endpoint, self.engine, self.turns = http, endpoint, engine, turns
+        self.headers = {"Authorization": f"Bearer {endpoint.key}"}
 
     async def post(self, url: str, body: Any) -> tuple[int, Any]:
-        async with self._http.post(url, json=body) as response:
+        async with self._http.post(url, json=body, headers=self.headers) as response:
             return response.status, await response.json()
 
     async def ask(self, base_url: str, *messages: Any, **more: Any) -> tuple[int, Any]:
@@ -44,14 +51,15 @@ class Agent:
 
 @asynccontextmanager
 async def connected_agent(*lines: str | None, capacity: int = 2, size: int = 1) -> AsyncIterator[Agent]:
-    """An agent at the endpoint of an engine that says `lines`."""
+    """An agent at the endpoint of an engine that answers with `lines`."""
     engine = Script(*lines)
-    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(TrajectoryBuffer(capacity, size))
+    trajectories = TrajectoryBuffer(capacity, size)
+    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(trajectories)
     await endpoint.start()
     endpoint.accept_external(turns, PARAMS, live=lambda: True)
     try:
         async with aiohttp.ClientSession() as http:
-            yield Agent(http, endpoint, engine, turns)
+            yield Agent(http, endpoint, engine, turns, trajectories)
     finally:
         await endpoint.close()
         await engine.close()
@@ -75,14 +83,14 @@ async def test_a_conversation_becomes_one_sample_whose_other_turns_are_masked() 
         assert [(span.start, span.end) for span in sample.spans] == [(0, 1), (25, 29)]
 
 
-async def test_a_reply_that_the_agent_asks_for_again_is_the_same_and_sampled_once() -> None:
+async def test_a_repeated_request_returns_the_same_reply_without_sampling_again() -> None:
     async with connected_agent() as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
             assert said(await agent.ask(url, USER)) == said(await agent.ask(url, USER))
         assert len(agent.engine.asked) == 1
 
 
-async def test_tool_calls_are_taken_out_of_the_text_and_trained_as_they_were_sampled() -> None:
+async def test_tool_calls_are_parsed_from_the_text_and_trained_as_sampled() -> None:
     call = '<tool_call>\n{"name": "calculate",  "arguments": {"expression": "6*7"}}\n</tool_call>'
 
     async with connected_agent(call) as agent:
@@ -96,14 +104,14 @@ async def test_tool_calls_are_taken_out_of_the_text_and_trained_as_they_were_sam
         assert masked(sample, 1) == call + "ok"
 
 
-async def test_a_malformed_tool_call_stays_text() -> None:
+async def test_a_malformed_tool_call_remains_text() -> None:
     async with connected_agent('<tool_call>{"name": "f", "arguments": 5}</tool_call>') as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
             message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
         assert message == {"role": "assistant", "content": '<tool_call>{"name": "f", "arguments": 5}</tool_call>'}
 
 
-async def test_requests_may_ask_for_less_but_not_for_another_distribution() -> None:
+async def test_requests_may_shorten_a_response_but_not_change_its_distribution() -> None:
     async with connected_agent() as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
             await agent.ask(url, USER, max_tokens=5, temperature=0.1, stop=["END"])
@@ -127,9 +135,7 @@ async def test_requests_may_ask_for_less_but_not_for_another_distribution() -> N
         ),
     ],
 )
-async def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(
-    request_: dict[str, Any], complaint: str
-) -> None:
+async def test_an_invalid_request_is_refused_with_an_explanation(request_: dict[str, Any], complaint: str) -> None:
     async with connected_agent() as agent:
         sample = Sample()
         async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
@@ -175,7 +181,7 @@ async def test_a_session_that_has_ended_is_not_found() -> None:
 
 async def test_the_endpoint_listens_at_the_given_port() -> None:
     port = free_port()
-    one, other = AgentEndpoint(TrajectoryBuffer(1, 1)), AgentEndpoint(TrajectoryBuffer(1, 1))
+    one, other = AgentEndpoint(), AgentEndpoint()
     try:
         await one.start(port)
         assert one.url == f"http://127.0.0.1:{port}"
@@ -199,7 +205,7 @@ async def test_an_external_generator_posts_what_was_sampled_in_its_sessions() ->
         sessions = [await played(agent), await played(agent)]
         samples = [{"session": session, "reward": position} for position, session in enumerate(sessions)]
         assert (await agent.trajectory(samples))[0] == 200
-        group = await agent.endpoint._trajectories.take()
+        group = await agent.trajectories.take()
         assert [(sample.index, sample.reward, sample.response) for sample in group] == [(0, 0.0, "a"), (1, 1.0, "b")]
         assert group.oldest_version == 7
         status, body = await agent.trajectory(samples)
@@ -215,10 +221,10 @@ OWN: dict[str, Any] = {
 }
 
 
-async def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
+async def test_a_generator_that_samples_by_itself_posts_its_tokens() -> None:
     async with connected_agent() as agent:
         assert (await agent.trajectory([OWN]))[0] == 200
-        [sample] = await agent.endpoint._trajectories.take()
+        [sample] = await agent.trajectories.take()
         assert (sample.tokens, sample.spans, sample.reward) == ([1, 2, 3], [VersionSpan(4, 0, 2)], 1.0)
 
 
@@ -235,14 +241,14 @@ async def test_a_generator_that_samples_by_itself_brings_its_tokens() -> None:
         ([{**OWN, "response_length": 3, "rollout_log_probs": [0] * 3}], "3 tokens, 3 of them response"),
     ],
 )
-async def test_a_trajectory_that_cannot_be_trained_is_refused_with_a_sentence(samples: Any, complaint: str) -> None:
+async def test_a_trajectory_that_cannot_be_trained_is_refused_with_an_explanation(samples: Any, complaint: str) -> None:
     async with connected_agent() as agent:
         status, body = await agent.trajectory(samples)
         assert status == 400
         assert complaint in body["error"]["message"]
 
 
-async def test_a_session_with_a_request_under_way_is_not_posted() -> None:
+async def test_a_session_with_an_unfinished_request_cannot_be_posted() -> None:
     async with connected_agent("2", None) as agent:
         _, body = await agent.post(f"{agent.endpoint.url}/sessions", {})
         said(await agent.ask(body["base_url"], USER))
@@ -262,6 +268,6 @@ async def test_a_session_with_a_request_under_way_is_not_posted() -> None:
         await going_on
 
 
-async def test_a_full_buffer_says_to_come_again() -> None:
+async def test_a_full_buffer_asks_the_client_to_retry() -> None:
     async with connected_agent(capacity=2) as agent:
         assert [(await agent.trajectory([OWN]))[0] for _ in range(3)] == [200, 200, 429]

@@ -44,7 +44,7 @@ def test_long_samples_are_placed_first_and_short_ones_fill_the_gaps() -> None:
     assert sorted(bins) == [[0, 2, 3, 5], [1, 4]]
 
 
-def test_ranks_do_the_same_work_which_is_more_than_their_tokens_say() -> None:
+def test_ranks_are_balanced_by_work_instead_of_tokens() -> None:
     lengths = [800] + [100] * 24
     by_tokens, by_work = pack(lengths, 4000, 2), pack(lengths, 4000, 2, crossover=800)
     tokens = [sum(lengths[i] for bin_ in bins for i in bin_) for bins in by_tokens]
@@ -55,7 +55,7 @@ def test_ranks_do_the_same_work_which_is_more_than_their_tokens_say() -> None:
     assert packing_report(by_work, lengths, 4000, crossover=800).imbalance < 0.01
 
 
-def test_a_plan_is_reported_with_its_distance_from_the_fewest_micro_batches() -> None:
+def test_a_plan_reports_how_many_micro_batches_it_has_above_the_minimum() -> None:
     lengths = [6, 6, 6, 2]
     report = packing_report(pack(lengths, 10), lengths, 10)
     assert (report.micro_batches, report.lower_bound, report.padding) == (3, 2, 1.0)
@@ -70,12 +70,12 @@ def test_micro_batches_do_not_come_in_the_order_of_their_lengths() -> None:
     assert abs(sum(heads[:half]) - sum(heads[half:])) < 0.2 * sum(heads)
 
 
-def test_the_same_samples_are_always_packed_alike() -> None:
+def test_packing_is_deterministic() -> None:
     lengths = [7, 3, 9, 3, 3, 8, 1] * 30
     assert pack(lengths, 20, 3, crossover=50) == pack(lengths, 20, 3, crossover=50)
 
 
-def test_one_sample_or_none_leaves_ranks_with_empty_micro_batches() -> None:
+def test_ranks_without_samples_get_empty_micro_batches() -> None:
     assert pack([], 10, 2) == [[[]], [[]]]
     one, other = pack([4], 10, 2, multiple=2)
     assert (sorted(one), other) == ([[], [0]], [[], []])
@@ -93,15 +93,15 @@ def test_bins_are_split_as_often_as_the_pipeline_needs() -> None:
     assert sorted(bins) == [[0], [1], [2], [3]]
 
 
-def test_a_sample_above_the_cap_is_named_with_what_to_set() -> None:
+def test_a_sample_above_the_cap_is_refused_with_the_setting_to_change() -> None:
     with pytest.raises(ValueError, match=r"sample 1 has 11 tokens.*max_tokens_per_gpu"):
         pack([3, 11], 10)
 
 
-def test_empty_micro_batches_make_up_the_number_where_no_bin_can_be_split() -> None:
+def test_empty_micro_batches_are_added_if_no_bin_can_be_split() -> None:
     one, other = pack([6, 5, 7], 10, 2)
     assert (sorted(one), sorted(other)) == ([[], [2]], [[0], [1]])
 
 
-def test_a_bin_is_split_before_a_rank_goes_empty() -> None:
+def test_a_bin_is_split_rather_than_leaving_a_rank_without_samples() -> None:
     assert pack([1, 1, 1, 1], 10, 2) == [[[0, 2]], [[1, 3]]]

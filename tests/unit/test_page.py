@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http.client import HTTPConnection
 from threading import Thread
 from urllib.request import urlopen
@@ -29,7 +30,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 
 def words(file: str, constant: str) -> set[str]:
-    """What one of the page's dictionaries has words or colours for."""
+    """Returns the keys of one of the page's dictionaries of texts or colours."""
     found = re.search(rf"const {constant} = {{(.*?)}};", (SOURCES / file).read_text(), re.DOTALL)
     assert found is not None
     return set(re.findall(r'"?([a-z][\w-]*)"?:\s', found[1]))
@@ -55,6 +56,23 @@ class Kept(EventSink):
         self.events.append(event)
 
 
+@dataclass
+class ManualClock:
+    """A clock that a test sets."""
+
+    elapsed: float = 0.0
+    wall_offset: float = 100.0
+
+    def time(self) -> float:
+        return self.elapsed + self.wall_offset
+
+    def monotonic(self) -> float:
+        return self.elapsed
+
+    async def sleep(self, seconds: float) -> None:
+        self.elapsed += seconds
+
+
 def group(response: str = "42", **fields: object) -> Group:
     sample = Sample(prompt="6 * 7 =", response=response, response_length=2, reward=1.0, spans=[VersionSpan(3, 0, 2)])
     for name, value in fields.items():
@@ -64,7 +82,7 @@ def group(response: str = "42", **fields: object) -> Group:
 
 def shown(offered: Group) -> SampleDisplayed:
     sink = Kept()
-    SampleDisplay(sink, 5.0).offer(100.0, offered)
+    SampleDisplay(ManualClock(), sink, 5.0).offer(offered)
     return sink.events[0]
 
 
@@ -77,20 +95,34 @@ def view_with(response: str) -> View:
 
 def test_one_sample_is_shown_per_interval() -> None:
     sink = Kept()
-    shown = SampleDisplay(sink, 5.0)
+    clock = ManualClock()
+    shown = SampleDisplay(clock, sink, 5.0)
     for second in range(12):
-        shown.offer(100.0 + second, group())
+        clock.elapsed = float(second)
+        shown.offer(group())
     assert [event.time for event in sink.events] == [100.0, 105.0, 110.0]
     assert (sink.events[0].sequence, sink.events[0].versions, sink.events[0].rewards) == (17, (3, 3), [1.0])
 
 
+@pytest.mark.parametrize("step", [600.0, -600.0])
+def test_a_jump_of_the_wall_clock_changes_no_interval(step: float) -> None:
+    sink, clock = Kept(), ManualClock()
+    shown = SampleDisplay(clock, sink, 5.0)
+    shown.offer(group())
+    clock.wall_offset += step
+    for second in range(1, 6):
+        clock.elapsed = float(second)
+        shown.offer(group())
+    assert [event.time for event in sink.events] == [100.0, 105.0 + step]
+
+
 def test_no_interval_shows_no_samples() -> None:
     sink = Kept()
-    SampleDisplay(sink, None).offer(100.0, group())
+    SampleDisplay(ManualClock(), sink, None).offer(group())
     assert sink.events == []
 
 
-def test_control_characters_become_visible_and_lone_surrogates_do_no_harm() -> None:
+def test_control_characters_become_visible_and_lone_surrogates_are_replaced() -> None:
     assert readable("a\x00b\x1b[2J\x7f\tc\nd") == "a␀b␛[2J␡\tc\nd"
     assert readable("\x9b\ud800\u202egnp.exe") == "\ufffd?<U+202E>gnp.exe"
 
@@ -141,15 +173,31 @@ def test_one_port_serves_metrics_page_and_state(server: HttpServer) -> None:
     assert (state["span"], state["now"]["run"]["run"]) == ("whole", "tested")
 
 
-@pytest.mark.parametrize("path, host, status", [("/", "evil.example", 403), ("/etc/passwd", "localhost", 404)])
-def test_other_hosts_names_and_other_paths_are_refused(server: HttpServer, path: str, host: str, status: int) -> None:
+@pytest.mark.parametrize(
+    "path, headers, status",
+    [
+        ("/", {"Host": "evil.example:80"}, 403),
+        ("/metrics", {"Host": "evil.example:80"}, 403),
+        ("/state.json", {"Host": "localhost:80", "Origin": "http://evil.example"}, 403),
+        ("/state.json", {"Host": "localhost:80", "Origin": "http://localhost:81"}, 403),
+        ("/state.json", {"Host": "localhost:80", "Origin": "null"}, 403),
+        ("/metrics", {"Host": "["}, 403),
+        # Through a tunnel (`ssh -L 80:127.0.0.1:…`) the port is another one.
+        ("/state.json", {"Host": "localhost:80", "Origin": "http://localhost:80"}, 200),
+        ("/metrics", {"Host": "[::1]:80"}, 200),
+        ("/etc/passwd", {"Host": "localhost:80"}, 404),
+    ],
+)
+def test_other_host_names_other_origins_and_other_paths_are_refused(
+    server: HttpServer, path: str, headers: dict[str, str], status: int
+) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
-    connection.request("GET", path, headers={"Host": f"{host}:{server.port}"})
+    connection.request("GET", path, headers=headers)
     assert connection.getresponse().status == status
     connection.close()
 
 
-def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
+def test_a_scrape_during_shutdown_is_answered_completely_or_refused() -> None:
     registry = CollectorRegistry()
     gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
     for position in range(500):
@@ -178,7 +226,7 @@ def test_a_scrape_during_shutdown_is_answered_whole_or_refused() -> None:
     assert len(answers) == 24
 
 
-def test_a_client_that_says_nothing_does_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_does_not_delay_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.observability.http_server._Handler.timeout", 0.05)
     server = HttpServer(CollectorRegistry(), LivePage(View()), 0)
     with socket.create_connection(("127.0.0.1", server.port)):

@@ -49,8 +49,8 @@ def life(sequence: int, start: float, *, end: str = "published", reason: str | N
     generated = GroupGenerated(
         time=start + 1.9,
         sequence=sequence,
-        started=start + 1.1,
-        generated=start + 1.8,
+        generation_seconds=0.7,
+        reward_seconds=0.1,
         versions=(3, 4),
         response_tokens=20,
         reward=0.5,
@@ -59,8 +59,12 @@ def life(sequence: int, start: float, *, end: str = "published", reason: str | N
     return [*events[:2], generated, *events[2:]]
 
 
+def fail(path: Path, error: OSError) -> None:
+    raise AssertionError(f"{path}: {error}")
+
+
 def traced(tmp_path: Path, *events: Event, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
-    trace = PerfettoTrace(tmp_path / "trace.json", max_bytes)
+    trace = PerfettoTrace(tmp_path / "trace.json", max_bytes, fail)
     for event in (RUN, *events):
         trace.observe(event)
     trace.close()
@@ -90,7 +94,7 @@ def test_a_group_is_a_slice_on_its_slot_with_its_phases_inside(tmp_path: Path) -
     assert found["waiting for its version to go live"] == (6_000_000, 7_000_000)
 
 
-def test_a_group_that_was_dropped_says_why(tmp_path: Path) -> None:
+def test_the_slice_of_a_dropped_group_has_the_reason(tmp_path: Path) -> None:
     entries = traced(tmp_path, *life(7, 101.0, end="dropped", reason="filtered"))
     [group] = [entry for entry in entries if entry["name"] == "group 7"]
     assert group["args"]["outcome"] == "filtered"
@@ -105,10 +109,10 @@ def test_groups_take_the_smallest_free_slot(tmp_path: Path) -> None:
     assert [e["args"]["outcome"] for e in entries if e["name"] == "group 2"] == ["unfinished at the end of the run"]
 
 
-def test_slices_of_one_lane_never_overlap_but_by_lying_inside_each_other(tmp_path: Path) -> None:
+def test_slices_of_one_lane_are_nested_or_disjoint(tmp_path: Path) -> None:
     events = sorted((event for n in range(40) for event in life(n, 101.0 + 0.37 * n)), key=lambda event: event.time)
     requests = [
-        RequestEnded(time=102.0 + n / 7, started=101.0 + n / 9, sequence=n, samples=4, response_tokens=9)
+        RequestEnded(time=102.0 + n / 7, seconds=1.0 + n / 7 - n / 9, sequence=n, samples=4, response_tokens=9)
         for n in range(40)
     ]
     entries = traced(tmp_path, *sorted([*events, *requests], key=lambda event: event.time))
@@ -123,7 +127,7 @@ def test_slices_of_one_lane_never_overlap_but_by_lying_inside_each_other(tmp_pat
                 inside.append(entry["ts"] + entry["dur"])
 
 
-def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) -> None:
+def test_steps_publishes_and_pauses_have_separate_lanes(tmp_path: Path) -> None:
     entries = traced(
         tmp_path,
         TrainerPhaseChanged(time=101.0, to="batch"),
@@ -132,8 +136,7 @@ def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) 
         StepEnded(
             time=103.0,
             rollout=5,
-            started=102.1,
-            ended=102.9,
+            seconds=0.9,
             tokens=64,
             finite=True,
             reward=0.5,
@@ -158,13 +161,13 @@ def test_steps_publishes_and_pauses_stand_on_lanes_of_their_own(tmp_path: Path) 
     )
     trainer, weights = slices(entries, LEARNER), slices(entries, WEIGHTS)
     assert trainer["waiting for a batch"] == (1_000_000, 2_000_000)
-    assert trainer["rollout 5"] == (2_100_000, 2_900_000)
+    assert trainer["rollout 5"] == (2_100_000, 3_000_000)
     assert weights["publish version 6"] == (3_500_000, 4_000_000)
     assert weights["engines paused"] == (3_500_000, 3_800_000)
 
 
 def test_the_file_is_valid_json_whenever_the_run_is_killed(tmp_path: Path) -> None:
-    trace = PerfettoTrace(tmp_path / "trace.json", 1 << 20)
+    trace = PerfettoTrace(tmp_path / "trace.json", 1 << 20, fail)
     assert read(tmp_path) == []
     trace.observe(RUN)
     for second in range(5):
@@ -187,20 +190,27 @@ def test_the_file_stays_within_its_size_and_steps_outlive_groups(tmp_path: Path)
     assert last_step >= 119_000_000
 
 
-def test_a_full_disk_ends_the_trace_and_leaves_it_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = TraceFile(tmp_path / "trace.json", 1 << 20)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("repairable", [True, False])
+def test_a_disk_that_fails_ends_the_trace_and_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, repairable: bool
+) -> None:
+    errors: list[tuple[Path, int | None]] = []
+    file = TraceFile(tmp_path / "trace.json", 1 << 20, on_error=lambda path, error: errors.append((path, error.errno)))
     file.write({"name": "kept"}, detail=False)
     file.tick(1.0)
     write = os.pwrite
 
-    def full(descriptor: int, content: bytes, offset: int) -> int:
-        if len(content) > 8:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def failing(descriptor: int, content: bytes, offset: int) -> int:
+        if len(content) > 8 or not repairable:
+            raise OSError(number, os.strerror(number))
         return write(descriptor, content, offset)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", failing)
     for second in range(2, 5):
         file.write({"name": "lost"}, detail=False)
         file.tick(float(second))
     file.close()
-    assert [entry["name"] for entry in read(tmp_path)] == ["kept"]
+    assert errors == [(tmp_path / "trace.json", number)]
+    if repairable:
+        assert [entry["name"] for entry in read(tmp_path)] == ["kept"]

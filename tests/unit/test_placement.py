@@ -27,7 +27,7 @@ def demand(**settings: object) -> Demand:
     return demand_of(run_config(**settings))
 
 
-def test_neighbouring_ranks_get_neighbouring_devices_whatever_order_ray_returns_them_in() -> None:
+def test_neighbouring_ranks_get_neighbouring_devices_in_any_order_of_the_nodes_of_ray() -> None:
     wanted = Demand(learner=4, engines=2, per_engine=2)
     for seed in range(5):
         found = plan(cluster(("10.0.0.10", 4), ("10.0.0.9", 4), seed=seed), wanted)
@@ -50,14 +50,14 @@ def test_an_engine_larger_than_a_node_spans_nodes_evenly_and_answers_on_the_firs
     assert ({bundle.node for bundle in second}, len(second)) == ({"10.0.0.2"}, 8)
 
 
-def test_an_engine_that_would_be_torn_unevenly_is_refused_in_one_sentence() -> None:
+def test_an_engine_that_cannot_be_split_evenly_over_nodes_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"engine 0 would get 1 of a and 3 of b: SGLang needs the same number of devices"
     ):
         plan(cluster(("a", 4), ("b", 4)), Demand(learner=3, engines=1, per_engine=4))
 
 
-def test_debug_modes_and_colocation_shrink_what_is_asked_for() -> None:
+def test_debug_modes_and_colocation_need_fewer_devices() -> None:
     sizes = {
         "actor_num_nodes": 2,
         "actor_num_gpus_per_node": 4,

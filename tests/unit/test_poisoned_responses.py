@@ -19,7 +19,7 @@ TOOLS = [{"type": "function", "function": {"name": "search"}}]
 
 
 @pytest.mark.parametrize("response", ["answer is" + "\n" * MANY, "option" + " " * MANY, "answer" * (MANY // 6)])
-def test_a_choice_is_looked_for_once_per_character(response: str) -> None:
+def test_a_multiple_choice_answer_is_found_in_linear_time(response: str) -> None:
     assert gpqa(None, Sample(response=response, label="A")) == 0.0
 
 
@@ -60,7 +60,7 @@ def test_a_title_is_between_double_angle_brackets_on_one_line(response: str, exp
 
 
 @pytest.mark.parametrize("response", ["<tool_call>{" * MANY, "<tool_call>" + " " * MANY, "}" + " " * MANY])
-def test_tool_calls_that_never_end_are_text(response: str) -> None:
+def test_unfinished_tool_calls_are_text(response: str) -> None:
     assert reply(response, TOOLS) == {"role": "assistant", "content": response}
 
 
@@ -77,7 +77,7 @@ def test_a_tool_call_may_contain_tags_as_text() -> None:
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [arguments] * 2
 
 
-def test_results_that_never_end_are_none() -> None:
+def test_an_unfinished_result_scores_zero_and_the_last_result_counts() -> None:
     metadata = {"tool_calls": 1, "answer": "4"}
     assert tool_reward.reward(None, Sample(response="<result>" * MANY, metadata=metadata)) == 0.0
     assert tool_reward.reward(None, Sample(response="<result>3</result><result>4</result>", metadata=metadata)) == 1.0

@@ -50,7 +50,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_a_valid_run_passes_and_needs_no_labels_without_a_warm_start() -> None:
-    sft_examples = preflight(config(), "train_async.py")
+    sft_examples = preflight(config(), "train_async.py").sft_examples
     assert (sft_examples.problems, sft_examples.check) == ([], [])
 
 
@@ -72,14 +72,14 @@ def test_a_filter_that_cannot_be_imported_is_named_with_its_setting(setting: str
         preflight(config(**{setting: "nowhere.f"}), "train.py")
 
 
-def test_a_warm_start_is_handed_what_it_learns_from_and_what_it_is_checked_on() -> None:
-    sft_examples = preflight(config(warm_start_max_steps=1), "train_async.py")
+def test_a_warm_start_gets_separate_examples_for_training_and_for_the_check() -> None:
+    sft_examples = preflight(config(warm_start_max_steps=1), "train_async.py").sft_examples
     assert (len(sft_examples.check), len(sft_examples.problems)) == (512, 8192)
 
 
-def test_a_warm_start_teaches_prompts_in_the_form_that_training_gives_them() -> None:
+def test_a_warm_start_formats_prompts_with_its_template() -> None:
     plain, chat = (
-        preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").check[0]
+        preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").sft_examples.check[0]
         for template in ("{prompt}", "user: {prompt}<eos>assistant: ")
     )
     assert chat == (f"user: {plain[0]}<eos>assistant: ", plain[1])
@@ -120,7 +120,7 @@ def test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named(tmp_path: Pa
         preflight(settings, "train_async.py")
 
 
-def test_the_named_function_generates_and_taking_turns_needs_one_without_a_background_producer(
+def test_the_configured_function_generates_but_train_py_replaces_one_with_a_background_producer(
     user_module: str,
 ) -> None:
     own = config(rollout_function_path=f"{user_module}.generate")
@@ -136,7 +136,7 @@ def group(reward: float) -> Group:
     return Group([sample], feed_index="sample_0_0")
 
 
-def test_the_filter_that_is_named_decides_what_is_kept(user_module: str) -> None:
+def test_the_configured_filter_decides_which_groups_are_kept(user_module: str) -> None:
     settings = config(dynamic_sampling_filter_path=f"{user_module}.rewarded", tis_clip=2.0)
     keep = dynamic_filter(settings, flat_args(settings))
     assert [keep(group(1.0)), keep(group(3.0))] == [False, True]
@@ -144,7 +144,7 @@ def test_the_filter_that_is_named_decides_what_is_kept(user_module: str) -> None
     assert keep_all(group(1.0))
 
 
-def test_a_filter_that_raises_blames_the_group(user_module: str) -> None:
+def test_a_filter_that_raises_fails_the_group(user_module: str) -> None:
     settings = config(dynamic_sampling_filter_path=f"{user_module}.broken")
     with pytest.raises(TrajectoryError, match=r"group sample_0_0: filter preflight_mine\.broken raised IndexError"):
         dynamic_filter(settings, flat_args(settings))(group(1.0))
@@ -159,7 +159,7 @@ def test_a_filter_that_is_a_coroutine_function_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["agent_port", "metrics_port"])
-def test_a_port_that_is_taken_is_named_before_anything_starts(setting: str) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(setting: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(
@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_is_named_before_anything_starts(setting: str) -> N
             preflight(config(**{setting: port}), "train_async.py")
 
 
-def test_a_ray_address_at_which_no_cluster_answers_is_named() -> None:
+def test_a_ray_address_without_a_cluster_is_reported() -> None:
     check_ray(None)
     check_ray("auto")
     with pytest.raises(UserError, match=r"no Ray cluster answers at ray_address 127\.0\.0\.1:9 .*refused"):
@@ -177,7 +177,7 @@ def test_a_ray_address_at_which_no_cluster_answers_is_named() -> None:
 
 
 @pytest.mark.parametrize("answer, ray", [(HTTP2_SETTINGS, True), (b"HTTP/1.1 505 HTTP Version Not Supported", False)])
-def test_another_server_at_the_address_of_a_ray_cluster_is_found_out(answer: bytes, ray: bool) -> None:
+def test_another_server_at_the_address_of_a_ray_cluster_is_detected(answer: bytes, ray: bool) -> None:
     """The dashboard's, say: Ray itself would go on trying for minutes."""
 
     def serve(listener: socket.socket) -> None:

@@ -51,7 +51,7 @@ def test_a_suspect_that_lost_an_engine_in_its_trial_is_tried_alone_and_before_th
     assert quarantine.release() is other
 
 
-def test_an_attempt_that_ends_clears_the_prompt_of_all_its_losses() -> None:
+def test_a_completed_attempt_resets_the_losses_of_a_prompt() -> None:
     quarantine = Quarantine()
     prompt = suspect(quarantine, "a", CULPRIT_LOSSES - 1)
     quarantine.clear(prompt)

@@ -42,7 +42,7 @@ def test_the_run_folder_holds_no_secret_and_is_for_its_owner_alone(tmp_path: Pat
     assert stat.S_IMODE((folder / "logs").stat().st_mode) == 0o700
 
 
-def test_values_that_are_no_secrets_stay(tmp_path: Path) -> None:
+def test_values_that_are_no_secrets_are_kept(tmp_path: Path) -> None:
     values = redacted_values(config_with_secrets(tmp_path))
     assert values["engine"]["sglang_server_args"] == {
         "api_key": REDACTED,

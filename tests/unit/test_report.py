@@ -51,8 +51,7 @@ def run(folder: Path, *, reward: float = 0.5, limit: int = 2, steps: int = 3) ->
             StepEnded(
                 time=begun + 1,
                 rollout=step,
-                started=begun,
-                ended=begun + 1,
+                seconds=1.0,
                 tokens=64,
                 finite=True,
                 reward=reward,
@@ -86,7 +85,7 @@ def test_a_report_holds_figures_plots_configuration_and_verdicts(
     assert [phase[2] for phase in shown["phases"]] == ["rollout-bound"]
 
 
-def test_two_runs_are_put_into_one_report(tmp_path: Path) -> None:
+def test_one_report_can_compare_two_runs(tmp_path: Path) -> None:
     one, other = run(tmp_path / "one"), run(tmp_path / "other", reward=0.75, limit=4)
     assert main([str(one), "--with", str(other)]) == 0
     runs = data_of(one / "report-with-other.html")["runs"]
@@ -122,7 +121,7 @@ def test_a_longer_run_makes_no_larger_report(tmp_path: Path) -> None:
         (lambda folder: (folder / "report.html").mkdir(), "cannot be written (Is a directory): name another file"),
     ],
 )
-def test_a_folder_that_cannot_be_read_or_written_is_one_sentence(
+def test_a_folder_that_cannot_be_read_or_written_is_a_user_error(
     spoil: Any, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(tmp_path / "one")

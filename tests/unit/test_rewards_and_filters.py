@@ -95,13 +95,13 @@ async def test_a_plain_reward_may_block_without_stopping_the_loop() -> None:
         (lambda args, sample: 1 / 0, "sample 7: reward my.reward raised ZeroDivisionError: division by zero"),
     ],
 )
-async def test_a_reward_that_goes_wrong_names_its_sample(reward: Callable[[Any, Sample], Any], complaint: str) -> None:
+async def test_an_error_of_a_reward_names_its_sample(reward: Callable[[Any, Sample], Any], complaint: str) -> None:
     with pytest.raises(TrajectoryError, match=complaint):
         await scored(custom(reward), group_of("4"))
 
 
 @pytest.mark.parametrize("escape", [SystemExit(3), StopIteration()])
-async def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape: BaseException) -> None:
+async def test_a_reward_that_exits_its_thread_fails_only_its_group(escape: BaseException) -> None:
     def leave(args: Any, samples: Any) -> Any:
         raise escape
 
@@ -113,7 +113,7 @@ async def test_a_reward_that_would_leave_its_thread_fails_its_group_only(escape:
 
 
 @pytest.mark.parametrize("whole_groups", [False, True])
-async def test_an_async_reward_that_would_end_the_process_fails_its_group_only(whole_groups: bool) -> None:
+async def test_an_async_reward_that_exits_the_process_fails_only_its_group(whole_groups: bool) -> None:
     async def leave(args: Any, samples: Any) -> Any:
         raise SystemExit(3)
 
@@ -122,8 +122,8 @@ async def test_an_async_reward_that_would_end_the_process_fails_its_group_only(w
         await scored(rewarder, group_of("4"))
 
 
-async def test_a_plain_reward_sees_the_context_of_its_group() -> None:
-    """A skip role finds its manager there, a log line its group."""
+async def test_a_plain_reward_runs_in_the_context_of_its_group() -> None:
+    """Skip roles read their manager from the context, and log lines their group."""
     here: ContextVar[float] = ContextVar("here")
     here.set(2.0)
     assert await scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]
@@ -142,7 +142,7 @@ async def awaited_length(args: Any, sample: Sample) -> float:
         (lambda args, sample: 1 / 0, {"error": "ZeroDivisionError: division by zero (sample 7)"}),
     ],
 )
-def test_a_grader_process_answers_whatever_its_function_returns(function: Any, answer: dict[str, Any]) -> None:
+def test_a_grader_process_answers_for_any_result_of_its_function(function: Any, answer: dict[str, Any]) -> None:
     [(key, value)] = json.loads(grade(function, None, list(group_of("ab")), whole_groups=False)).items()
     [(expected, start)] = answer.items()
     assert key == expected
@@ -171,7 +171,7 @@ async def test_an_async_reward_that_raises_names_its_sample() -> None:
         await scored(custom(reward), group_of("a", "b"))
 
 
-async def test_a_reward_that_never_comes_fails_the_group() -> None:
+async def test_a_reward_that_times_out_fails_its_group() -> None:
     rewarder = configured(custom_rm_path=f"{__name__}.never", reward_timeout_seconds=0.01)
     with pytest.raises(TrajectoryError, match=r"group sample_0_3: .* longer than 0\.01 s \(reward_timeout_seconds\)"):
         await asyncio.wait_for(scored(rewarder, group_of("a")), 30)
@@ -193,12 +193,12 @@ async def test_numpy_numbers_and_booleans_are_numbers() -> None:
         ({"custom_rm_path": "no_such_module.f"}, "custom_rm_path 'no_such_module.f' cannot be imported: .*No module"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_refused_in_one_sentence(settings: dict[str, Any], complaint: str) -> None:
+def test_a_reward_that_cannot_be_loaded_is_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         configured(**settings)
 
 
 @pytest.mark.parametrize("rewards, kept", [([1.0, 1.0, 1.0], False), ([0.0, 1.0, 0.0], True), ([0.5], False)])
-def test_groups_whose_samples_all_scored_the_same_are_not_kept(rewards: list[float], kept: bool) -> None:
+def test_groups_of_equal_rewards_are_not_kept(rewards: list[float], kept: bool) -> None:
     group = Group(Sample(reward=reward) for reward in rewards)
     assert bool(check_reward_nonzero_std(None, group)) is kept

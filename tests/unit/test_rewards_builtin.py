@@ -36,7 +36,7 @@ def test_the_last_answer_line_is_the_answer() -> None:
     assert answer_line("Answer: 3" + " " * 300) is None
 
 
-async def test_the_boxed_prefix_shows_a_reward_only_what_the_last_box_holds() -> None:
+async def test_the_boxed_prefix_passes_only_the_content_of_the_last_box_to_the_reward() -> None:
     assert await scored(r"4 \boxed{5}", r"\boxed{ 4 }", "4", label="4", rm_type="boxed_exact") == [0.0, 1.0, 0.0]
 
 
@@ -67,7 +67,7 @@ def test_gpqa_looks_for_the_letter(response: str, label: Any, expected: float) -
 
 
 @pytest.mark.parametrize("kind", ["exact", "f1"])
-async def test_a_missing_label_is_no_answer_that_could_be_right(kind: str) -> None:
+async def test_a_missing_label_is_an_error(kind: str) -> None:
     with pytest.raises(TrajectoryError, match=f"sample 0: reward {kind} raised TypeError: the label is None"):
         await scored("None", label=None, rm_type=kind)
 
@@ -116,12 +116,12 @@ async def test_a_label_of_the_wrong_type_names_its_sample() -> None:
         ("change_case:capital_word_frequency", {"capital_frequency": 1}, "so BIG", "so big"),
     ],
 )
-def test_an_instruction_is_kept_or_not(name: str, arguments: dict[str, Any], right: str, wrong: str) -> None:
+def test_instructions_of_ifeval_are_checked(name: str, arguments: dict[str, Any], right: str, wrong: str) -> None:
     assert follows(right, name, arguments)
     assert not follows(wrong, name, arguments)
 
 
-async def test_ifeval_pays_the_share_of_instructions_kept_and_knows_no_unknown_ones() -> None:
+async def test_ifeval_rewards_the_fraction_of_followed_instructions_and_refuses_unknown_ones() -> None:
     asked = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [None, {}]}
     assert ifeval(None, Sample(response="no title", metadata=asked)) == 0.5
     with pytest.raises(TrajectoryError, match="instruction 'language:none' is unknown"):
@@ -175,19 +175,19 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_BACKOFF_SECONDS", 0.001)
 
 
-async def test_a_remote_reward_is_asked_with_prompt_response_and_label_and_again_after_a_5xx() -> None:
+async def test_a_remote_reward_receives_prompt_response_and_label_and_a_5xx_is_retried() -> None:
     judge = Judge((503, "busy"), (200, 0.5))
     assert await judge.score() == 0.5
     assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}] * 2
 
 
-async def test_a_remote_reward_whose_answer_breaks_off_is_asked_again() -> None:
+async def test_a_truncated_answer_of_a_remote_reward_is_retried() -> None:
     judge = Judge((200, None), (200, 0.5))
     assert await judge.score() == 0.5
     assert len(judge.asked) == 2
 
 
-async def test_a_remote_reward_that_refuses_is_not_asked_again() -> None:
+async def test_a_refusal_of_a_remote_reward_is_not_retried() -> None:
     judge = Judge((422, "no label"))
     with pytest.raises(
         TrajectoryError, match=r'sample 3: reward remote_rm raised .*answered 422: "no label" \(rm_url\)'
@@ -196,7 +196,7 @@ async def test_a_remote_reward_that_refuses_is_not_asked_again() -> None:
     assert len(judge.asked) == 1
 
 
-async def test_a_remote_reward_gives_up_after_its_tries() -> None:
+async def test_a_remote_reward_fails_after_the_configured_retries() -> None:
     judge = Judge((500, "broken"))
     with pytest.raises(TrajectoryError, match="answered 500"):
         await judge.score(remote_rm_retries=1)
@@ -207,7 +207,7 @@ async def test_a_remote_reward_may_be_a_dictionary() -> None:
     assert await Judge((200, {"score": 0.25, "why": "so"})).score(reward_key="score") == 0.25
 
 
-def test_at_most_so_many_requests_are_at_the_reward_server_at_once() -> None:
+def test_the_number_of_concurrent_remote_reward_requests_is_limited() -> None:
     rewarder: Any = open_rewarder(
         run_config(rm_type="remote_rm", rm_url="http://x", remote_rm_concurrency=2),
         args=None,
@@ -237,7 +237,7 @@ async def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
         await scored("a", "b", custom_rm_path=f"{__name__}.too_few", group_rm=True)
 
 
-async def test_a_dictionary_reward_is_kept_whole_and_one_entry_of_it_counts() -> None:
+async def test_a_dictionary_reward_is_kept_completely_and_one_entry_is_trained_on() -> None:
     path = f"{__name__}.both"
     assert await scored("a", custom_rm_path=path, reward_key="style") == [{"acc": 1.0, "style": 0.5}]
     with pytest.raises(UserError, match="returned a dictionary: set reward_key to one of acc, style"):

@@ -41,7 +41,7 @@ def batch() -> list[Group]:
     return [Group([plain, chat], feed_index="sample_0_0", attempt=1), Group(empty, feed_index="sample_0_1")]
 
 
-def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
+def test_saved_groups_are_loaded_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "7.safetensors"
     save_groups(path, 7, batch())
     rollout_id, groups = load_groups(path)
@@ -51,12 +51,12 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_batch_without_samples_is_one_too(tmp_path: Path) -> None:
+def test_a_batch_without_samples_can_be_saved(tmp_path: Path) -> None:
     save_groups(tmp_path / "0", 0, [])
     assert load_groups(tmp_path / "0") == (0, [])
 
 
-def test_a_file_that_is_cut_off_changed_or_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_changed_or_foreign_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "0.safetensors"
     save_groups(path, 0, batch())
     whole = path.read_bytes()
@@ -70,13 +70,13 @@ def test_a_file_that_is_cut_off_changed_or_something_else_is_refused(tmp_path: P
         load_groups(tmp_path / "nowhere")
 
 
-def test_the_file_name_may_hold_the_rollouts_number_and_nothing_else() -> None:
+def test_the_rollout_number_is_the_only_placeholder_of_a_file_name() -> None:
     assert rollout_path("d/{rollout_id}.st", 3) == Path("d/3.st")
     with pytest.raises(UserError, match=r"has a placeholder other than \{rollout_id\}"):
         rollout_path("d/{step}.st", 3)
 
 
-def test_a_saved_batch_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_batch_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "7.safetensors"
     save_groups(path, 7, batch())
     assert main([str(path)]) == 0

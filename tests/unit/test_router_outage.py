@@ -47,7 +47,7 @@ async def router(answer: Answer, port: int = 0) -> AsyncIterator[str]:
 async def error_of(url: str) -> EngineLostError:
     """The error of one request to a router."""
     generator = SGLangGenerator(
-        url, NoTokenizer(), SamplingParams(max_new_tokens=4), limit=lambda: 4, engine_urls=lambda: ()
+        url, NoTokenizer(), SamplingParams(max_new_tokens=4), limit=lambda: 4, engines=lambda: ()
     )
     try:
         with pytest.raises(EngineLostError) as caught:
@@ -58,11 +58,11 @@ async def error_of(url: str) -> EngineLostError:
         await generator.close()
 
 
-async def test_a_router_that_refuses_connections_is_no_lost_engine() -> None:
+async def test_a_router_that_refuses_connections_does_not_count_as_a_lost_engine() -> None:
     assert isinstance(await error_of("http://127.0.0.1:1"), RouterLostError)
 
 
-async def test_a_router_that_dies_during_a_request_is_no_lost_engine() -> None:
+async def test_a_router_that_dies_during_a_request_does_not_count_as_a_lost_engine() -> None:
     async def closes(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.close()

@@ -7,17 +7,19 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
 import pytest
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
+from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.response import extend
 from miles_async.batching.layout import longest_sequence
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import PromptTooLongError, TrajectoryError, UserError
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
-from miles_async.sample_schema import SampleLimits, check_group, check_sample
+from miles_async.sample_schema import SampleLimits, check_group, check_sample, decode_answers
 from miles_async.types import Group, Sample, VersionSpan
 
 LIMITS = SampleLimits(vocabulary=100, longest=8)
@@ -56,7 +58,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize("fields, complaint", INVALID)
-def test_an_invalid_sample_is_refused_by_the_name_of_its_field(fields: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_sample_is_refused_with_the_name_of_the_field(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(TrajectoryError) as error:
         check_sample(finished(**fields), LIMITS, NEWEST)
     assert str(error.value).startswith("sample 6: ")
@@ -94,7 +96,7 @@ def test_a_generated_group_of_a_future_version_or_of_too_many_tokens_is_refused(
         ),
     ],
 )
-def test_the_longest_sequence_is_what_a_micro_batch_holds(learner: Learner, longest: int) -> None:
+def test_the_longest_sequence_is_the_capacity_of_a_micro_batch(learner: Learner, longest: int) -> None:
     assert longest_sequence(learner) == longest
 
 
@@ -122,11 +124,29 @@ def reported(**meta: Any) -> dict[str, Any]:
         ("no", "expected object, got str"),
     ],
 )
-def test_an_invalid_answer_of_an_engine_fails_its_group_only(answer: Any, complaint: str) -> None:
+def test_an_invalid_answer_of_an_engine_fails_only_its_group(answer: Any, complaint: str) -> None:
     sample = Sample(index=6, tokens=[1])
     with pytest.raises(TrajectoryError, match=f"sample 6: the engine's answer: .*{complaint}"):
         extend(sample, answer, lambda ids: "")
     assert sample == Sample(index=6, tokens=[1])
+
+
+def test_reading_an_answer_in_one_pass_or_in_two_gives_the_same_sample() -> None:
+    answer = reported(output_token_logprobs=[[-0.5, 7, None], [-1, 8, "b"]])
+    in_one_pass = decode_answers(orjson.dumps([answer]))
+    assert in_one_pass is not None
+    samples = Sample(index=6, tokens=[1]), Sample(index=6, tokens=[1])
+    for sample, given in zip(samples, (in_one_pass[0], answer), strict=True):
+        extend(sample, given, lambda ids: "")
+    assert samples[0] == samples[1]
+    assert samples[0].rollout_log_probs == [-0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"[", b"{}", b"[{}]", orjson.dumps([reported(), reported(output_token_logprobs=None)])]
+)
+def test_invalid_answers_are_left_to_the_check_that_names_the_sample(content: bytes) -> None:
+    assert decode_answers(content) is None
 
 
 class Tokenizer:
@@ -145,8 +165,9 @@ class Answers:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    async def post(self, url: str, body: Any, *, within: float) -> Any:
-        return self.answer
+    async def post(self, url: str, body: Any, *, key: str, within: float, decode: Decode | None = None) -> Any:
+        decoded = None if decode is None else decode(orjson.dumps(self.answer))
+        return self.answer if decoded is None else decoded
 
     async def close(self) -> None:
         pass
@@ -159,7 +180,7 @@ def with_engine(answer: Any, use: Any, **settings: Any) -> None:
             Tokenizer(),
             SamplingParams(max_new_tokens=9),
             limit=lambda: 4,
-            engine_urls=list,
+            engines=list,
             **settings,
         )
         await engine.close()
@@ -170,7 +191,7 @@ def with_engine(answer: Any, use: Any, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [{"error": "no"}, [], [reported(), reported()]])
-def test_an_answer_with_another_number_of_samples_fails_its_group_only(answer: Any) -> None:
+def test_an_answer_with_another_number_of_samples_fails_only_its_group(answer: Any) -> None:
     async def use(engine: SGLangGenerator) -> None:
         with pytest.raises(TrajectoryError, match="did not answer with a list of 1 samples"):
             await engine.generate(Group([Sample(index=6, prompt="Q")]))
@@ -216,7 +237,7 @@ POSTED: dict[str, Any] = {
         ({"session": [1]}, "session: expected str | null, got array"),
     ],
 )
-def test_an_invalid_post_is_answered_with_its_fault_and_changes_nothing(fields: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_post_is_answered_with_an_error_and_changes_nothing(fields: dict[str, Any], complaint: str) -> None:
     async def story() -> None:
         buffer = TrajectoryBuffer(2, 1, limits=LIMITS, newest_version=lambda: NEWEST)
         endpoint = AgentEndpoint(buffer)
@@ -225,7 +246,8 @@ def test_an_invalid_post_is_answered_with_its_fault_and_changes_nothing(fields: 
             async with aiohttp.ClientSession() as http:
 
                 async def post(sample: dict[str, Any]) -> tuple[int, str]:
-                    async with http.post(f"{endpoint.url}/trajectories", json={"samples": [sample]}) as response:
+                    body, key = {"samples": [sample]}, {"Authorization": f"Bearer {endpoint.key}"}
+                    async with http.post(f"{endpoint.url}/trajectories", json=body, headers=key) as response:
                         return response.status, await response.text()
 
                 status, body = await post(POSTED | fields)
@@ -279,7 +301,7 @@ def test_an_invalid_group_of_a_rollout_function_is_replaced(fields: dict[str, An
     assert complaint in refused
 
 
-def test_a_function_that_only_returns_invalid_groups_is_the_users_error() -> None:
+def test_a_function_that_only_returns_invalid_groups_ends_the_run_with_a_user_error() -> None:
     async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
         return [[finished(response_length=HUGE)]] * args.rollout_batch_size
 

@@ -29,7 +29,7 @@ def generate(function: Any, *, engines_abort: bool = False) -> Group:
     async def story() -> Group:
         tokenizer = Bytes()
         sampling = SamplingParams(max_new_tokens=9)
-        engine = AbortingEngine("http://127.0.0.1:1", tokenizer, sampling, limit=lambda: 4, engine_urls=list)
+        engine = AbortingEngine("http://127.0.0.1:1", tokenizer, sampling, limit=lambda: 4, engines=list)
         turns = MultiTurnSampler(engine, tokenizer)
         generator = FunctionGenerator(
             function,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from miles_async.adapters.system.sessions import SessionReaper, kill_sessions, members
+from tests.waiting import wait_until
 
 LEADER_WITH_CHILD = (
     "import os, time; os.fork() or os.setpgid(0, 0); os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
@@ -37,7 +38,7 @@ def test_close_kills_all_processes_of_a_session(leader: subprocess.Popen[str]) -
     reaper = SessionReaper()
     reaper.add(leader.pid)
     reaper.close(grace=0)
-    assert members({leader.pid}) == set()
+    wait_until(lambda: not members({leader.pid}), "all killed processes ended")
 
 
 def test_processes_whose_parent_has_ended_are_killed_too(leader: subprocess.Popen[str]) -> None:
@@ -47,7 +48,7 @@ def test_processes_whose_parent_has_ended_are_killed_too(leader: subprocess.Pope
     leader.wait()
     assert len(members({leader.pid})) == 1
     reaper.close(grace=0)
-    assert members({leader.pid}) == set()
+    wait_until(lambda: not members({leader.pid}), "all killed processes ended")
 
 
 def test_sessions_are_killed_if_their_owner_is_killed(leader: subprocess.Popen[str]) -> None:

@@ -34,7 +34,7 @@ class Template:
 
 
 class Forgetful(Template):
-    """Leaves out what the assistant said before the last turn, as templates do that strip reasoning."""
+    """Leaves out earlier messages of the assistant, like templates that strip reasoning."""
 
     def render(self, messages: list[dict[str, Any]], *rest: Any, **more: Any) -> str:
         shown = [m if m["role"] != "assistant" or m is messages[-1] else {**m, "content": ""} for m in messages]
@@ -50,7 +50,7 @@ def filled(sample: Sample, tokenizer: Template | None = None) -> tuple[str, str]
     return bytes(sample.tokens).decode().replace("\n", "/"), marks.rstrip()
 
 
-def test_only_what_the_assistant_says_is_trained_with_the_end_of_each_turn() -> None:
+def test_only_assistant_tokens_and_the_end_of_each_turn_are_trained() -> None:
     text, marks = filled(Sample(metadata={"messages": CHAT}))
     assert text == "<1+1?$/>2$/<fine$/>So 2.$"
     assert marks == "        11         111111"
@@ -60,7 +60,7 @@ def test_a_prompt_that_is_a_list_of_messages_is_an_sft_example_too() -> None:
     assert filled(Sample(prompt=CHAT[:2])) == ("<1+1?$/>2$", "        11")
 
 
-def test_a_plain_prompt_teaches_its_label_and_where_to_end() -> None:
+def test_a_plain_prompt_is_trained_on_its_label_and_the_end_token() -> None:
     sample = Sample(prompt="1+1=", label=2)
     assert filled(sample) == ("1+1=2$", "    11")
     assert sample.spans == [VersionSpan(4, 0, 2)]
@@ -71,6 +71,6 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
         fill_example(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
 
 
-def test_an_sft_example_without_an_answer_is_named() -> None:
+def test_an_sft_example_without_an_answer_is_reported() -> None:
     with pytest.raises(UserError, match="sample 3: its example has no text to train on"):
         fill_example(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)

@@ -70,7 +70,7 @@ async def test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused
         await fleet.close()
 
 
-async def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_alone() -> None:
+async def test_the_worker_list_of_a_router_is_corrected_without_removing_engines_of_others() -> None:
     async with serving({"POST /workers": {}, "DELETE /workers/2": {}}) as (url, router):
         fleet = SGLangFleet(url)
         for number in (1, 2):
@@ -84,14 +84,14 @@ async def test_a_routers_list_is_brought_in_line_and_engines_of_others_are_left_
         await fleet.close()
 
 
-async def test_a_router_that_is_gone_and_not_ours_is_waited_for() -> None:
+async def test_the_run_waits_for_an_external_router_that_is_gone() -> None:
     fleet = SGLangFleet("http://127.0.0.1:1")
     with pytest.raises(EngineLostError, match=r"^the external router does not answer; start it again"):
         await fleet.check_router()
     await fleet.close()
 
 
-def test_a_claimed_port_is_not_given_away_again() -> None:
+def test_a_claimed_port_is_not_assigned_twice() -> None:
     claimed = claim_port()
     with pytest.raises(OSError, match="in use"):
         ClaimedPort(claimed.number)
@@ -99,7 +99,7 @@ def test_a_claimed_port_is_not_given_away_again() -> None:
     ClaimedPort(claimed.number).release()
 
 
-async def test_a_duplicate_engine_is_refused_in_a_sentence() -> None:
+async def test_a_duplicate_engine_is_refused() -> None:
     router: dict[str, object] = {
         "GET /workers": {"workers": [{"id": "1", "url": "http://127.0.0.1:7", "is_healthy": True}]}
     }

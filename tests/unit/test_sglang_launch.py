@@ -11,6 +11,7 @@ import pytest
 from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec, Rendezvous
 from miles_async.adapters.sglang.process import ServerProcess, cause
+from miles_async.adapters.sglang.redacted_log import RedactedLog
 from miles_async.errors import FatalError
 from tests.waiting import PATIENCE_SECONDS
 
@@ -45,7 +46,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return present
 
 
-def test_the_users_own_server_arguments_win(spec: EngineSpec, cuda: bool) -> None:
+def test_configured_server_arguments_override_the_defaults(spec: EngineSpec, cuda: bool) -> None:
     words = launch.command(spec, 30000, ALONE)
     assert words[words.index("--mem-fraction-static") + 1] == "0.8"
     assert words.count("--mem-fraction-static") == 1
@@ -61,7 +62,7 @@ def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> 
     assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
 
 
-def test_cores_are_shared_out_among_the_ranks(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_the_ranks(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
     values = launch.environment(spec)
     assert values["OMP_NUM_THREADS"] == "2"
@@ -81,7 +82,7 @@ def test_the_cause_is_the_last_exception_of_the_log() -> None:
     assert cause("") == "its log is empty"
 
 
-def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_their_own_devices(
+def test_the_servers_of_an_engine_that_spans_nodes_connect_to_the_first_node_and_use_separate_devices(
     spec: EngineSpec, cuda: bool
 ) -> None:
     second = replace(spec, host="10.0.0.2", nodes=2, node_rank=1, devices=(4, 5))
@@ -90,19 +91,51 @@ def test_the_servers_of_an_engine_that_spans_nodes_meet_on_the_first_and_use_the
     assert "--engine-info-bootstrap-port 30001" in words
     assert "--host 10.0.0.2" in words
     assert "--nccl-port" not in words
+    alone = " ".join(launch.command(replace(spec, host="10.0.0.2"), 30000, Rendezvous("10.0.0.2", 30002, 30001)))
+    assert "--dist-init-addr 10.0.0.2:30002" in alone
     assert launch.environment(second)["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
-def test_an_engine_that_shares_its_gpus_can_give_its_memory_up(spec: EngineSpec, cuda: bool) -> None:
+def test_an_engine_that_shares_its_gpus_can_release_its_memory(spec: EngineSpec, cuda: bool) -> None:
     assert ("--enable-memory-saver" in launch.command(replace(spec, colocated=True), 1, ALONE)) is cuda
     assert "--enable-memory-saver" not in launch.command(spec, 1, ALONE)
 
 
-def test_a_server_imports_the_very_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job's copy, on a Ray that others started, is not the one that is installed there."""
+def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tells.py").write_text(
+        "import os, sys; key = sys.stdin.readline();"
+        "print(sys.argv, dict(os.environ), key, 'http://me:hunter2@judge/', flush=True); raise SystemError"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_inherited")
+    arguments = ["--api-key", "sk-argument", "--max-total-tokens", "4096"]
+    server = ServerProcess("it", "tells", arguments, "http://127.0.0.1:1/", tmp_path / "log")
+    variables = {"JUDGE_PASSWORD": "pw-of-engine", "WANDB_API_KEY": "no"}
+    with pytest.raises(FatalError, match="SystemError"):
+        server.start(variables, None, timeout=PATIENCE_SECONDS, key="key-of-the-run")
+    log = (tmp_path / "log").read_text()
+    assert [
+        secret
+        for secret in ("hf_inherited", "sk-argument", "pw-of-engine", "key-of-the-run", "hunter2")
+        if secret in log
+    ] == []
+    assert "'--max-total-tokens', '4096'" in log
+    assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
+
+
+def test_a_server_continues_without_its_log_if_the_disk_is_full(tmp_path: Path) -> None:
+    log = RedactedLog(Path("/dev/full"), [])
+    with open(log.descriptor, "wb", closefd=False) as output:
+        output.write(b"a line\n" * 100_000)
+    log.close_writer()
+    log.finish(within=PATIENCE_SECONDS)
+
+
+def test_a_server_imports_the_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an external Ray cluster, the copy of the project that a job uses differs from the installed one."""
     (tmp_path / "tells.py").write_text("import os; raise SystemError(os.environ['PYTHONPATH'])")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
     project = Path(launch.__file__).parents[3]
     with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
-        server.start({}, None, timeout=PATIENCE_SECONDS)
+        server.start({}, None, PATIENCE_SECONDS, "")

@@ -34,7 +34,7 @@ async def test_groups_enter_whole_and_in_order_of_arrival() -> None:
     assert permits.taken == 0
 
 
-async def test_there_are_more_permits_as_engines_join_and_fewer_as_they_leave() -> None:
+async def test_the_number_of_permits_follows_the_number_of_engines() -> None:
     log: list[str] = []
     engines = ["a"]
     permits = Permits(lambda: 2 * len(engines))
@@ -57,7 +57,7 @@ async def test_there_are_more_permits_as_engines_join_and_fewer_as_they_leave() 
     assert log == ["0 in", "1 in", "2 in"]
 
 
-async def test_closing_refuses_those_who_wait_and_those_who_come_later() -> None:
+async def test_closing_refuses_current_and_later_waiters() -> None:
     log: list[str] = []
     permits, leave = Permits(lambda: 1), asyncio.Event()
     leave.set()
@@ -90,7 +90,7 @@ async def test_a_cancelled_waiter_takes_no_permit() -> None:
         assert entered
 
 
-async def test_busy_time_counts_only_while_somebody_is_there() -> None:
+async def test_busy_time_counts_only_while_a_permit_is_held() -> None:
     permits = Permits(lambda: 2)
     assert permits.busy_seconds == 0
     async with permits.take(1):

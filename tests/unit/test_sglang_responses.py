@@ -50,7 +50,7 @@ def test_a_continuation_shifts_its_spans_and_joins_those_of_one_version() -> Non
     assert (aborted, sample.status) == (SampleStatus.ABORTED, SampleStatus.COMPLETED)
 
 
-def test_a_sample_aborted_before_its_first_token_carries_no_span() -> None:
+def test_a_sample_aborted_before_its_first_token_has_no_span() -> None:
     sample = Sample(tokens=[1])
     extend(sample, answer([], [("3", 0, 0)], "abort"), decode)
     assert sample.spans == []
@@ -67,7 +67,7 @@ def test_a_sample_aborted_before_its_first_token_carries_no_span() -> None:
         pytest.param([("3", 0, 1), ("4", 2, 3)], id="a gap between versions"),
     ],
 )
-def test_tokens_of_unknown_age_are_refused_and_the_sample_stays_as_it_was(versions: list[tuple[str, int, int]]) -> None:
+def test_tokens_of_unknown_age_are_refused_and_the_sample_is_unchanged(versions: list[tuple[str, int, int]]) -> None:
     sample = Sample(tokens=[1, 2])
     with pytest.raises(TrajectoryError, match="integer version"):
         extend(sample, answer([7, 8, 9], versions), decode)
@@ -81,7 +81,7 @@ def test_tokens_without_log_probabilities_are_refused() -> None:
         extend(Sample(tokens=[1]), short, decode)
 
 
-def test_an_answer_behind_tool_output_is_trained_and_its_span_is_its_own() -> None:
+def test_an_answer_after_tool_output_is_trained_and_has_a_separate_span() -> None:
     sample = Sample(
         tokens=[1, 7, 8],
         response_length=2,
@@ -94,7 +94,7 @@ def test_an_answer_behind_tool_output_is_trained_and_its_span_is_its_own() -> No
     assert sample.spans == [VersionSpan(3, 0, 1), VersionSpan(3, 2, 4)]
 
 
-def test_the_fake_engine_of_the_benchmarks_answers_what_is_read_of_a_real_one() -> None:
+def test_the_fake_engine_of_the_benchmarks_returns_all_fields_that_are_read() -> None:
     sample = Sample(tokens=[1])
     extend(sample, fake_answer("a", 1, 5), decode)
     assert (sample.response_length, sample.status, sample.oldest_version) == (5, SampleStatus.TRUNCATED, 0)

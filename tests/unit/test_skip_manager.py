@@ -85,7 +85,7 @@ def test_a_step_that_is_not_configured_always_runs() -> None:
 
 @pytest.mark.usefixtures("doubling")
 @pytest.mark.parametrize("words", [(), ("skip.roles.doubling.steps=[1]",)])
-def test_a_role_that_is_missing_or_not_enabled_changes_nothing(words: tuple[str, ...]) -> None:
+def test_a_missing_or_disabled_role_has_no_effect(words: tuple[str, ...]) -> None:
     doubler = Doubler()
     with SkipManager.init(run_config(*words)):
         SkipManager.set_step(1)
@@ -93,7 +93,7 @@ def test_a_role_that_is_missing_or_not_enabled_changes_nothing(words: tuple[str,
 
 
 @pytest.mark.usefixtures("doubling")
-def test_nothing_of_one_run_is_known_to_the_next() -> None:
+def test_two_runs_in_a_row_share_no_state() -> None:
     doubler = Doubler()
     for _ in range(2):
         with SkipManager.init(run_config(*ON)) as manager:
@@ -107,7 +107,7 @@ def test_nothing_of_one_run_is_known_to_the_next() -> None:
 
 
 @pytest.mark.usefixtures("doubling")
-async def test_two_runs_at_once_do_not_see_each_other() -> None:
+async def test_two_runs_at_once_share_no_state() -> None:
     async def run(number: int) -> list[int]:
         SkipManager.init(run_config(*ON))
         SkipManager.set_step(1)
@@ -117,7 +117,7 @@ async def test_two_runs_at_once_do_not_see_each_other() -> None:
     assert list(await asyncio.gather(run(1), run(2))) == [[2, 2], [4, 4]]
 
 
-async def test_concurrent_calls_have_their_own_steps(doubling: type[BaseSkip]) -> None:
+async def test_concurrent_calls_have_separate_steps(doubling: type[BaseSkip]) -> None:
     class Online(doubling):  # type: ignore[valid-type, misc]
         support_online_step = True
 
@@ -145,12 +145,12 @@ def test_a_role_without_a_registered_class_is_refused() -> None:
         SkipManager.init(run_config("skip.roles.nobody.enable=true"))
 
 
-def test_two_classes_cannot_serve_one_role() -> None:
+def test_a_role_can_have_only_one_class() -> None:
     with pytest.raises(UserError, match="'rollout' is served by RolloutSkip already"):
         register_skip("rollout")(BaseSkip)
 
 
-def test_a_dump_dir_that_cannot_be_created_is_one_sentence(tmp_path: Path) -> None:
+def test_a_dump_dir_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"skip\.rollout\.dump_dir .*file: .* cannot be created: Not a directory"):
         SkipManager.init(run_config("skip.rollout.enable=True", f"skip.rollout.dump_dir={tmp_path}/file"))
@@ -171,7 +171,7 @@ def test_recordings_are_kept_in_the_folders_that_verl_uses(tmp_path: Path, monke
     }
 
 
-def test_what_identifies_a_recording_names_its_settings(tmp_path: Path) -> None:
+def test_the_identity_of_a_recording_names_its_settings(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -192,7 +192,9 @@ def test_what_identifies_a_recording_names_its_settings(tmp_path: Path) -> None:
         ("custom_generate_function_path", "--custom-generate-function-path", "my.generate"),
     ],
 )
-def test_whatever_shapes_a_response_identifies_its_recording(setting: str, flag: str, value: str | None) -> None:
+def test_every_setting_that_affects_a_response_is_part_of_the_identity_of_a_recording(
+    setting: str, flag: str, value: str | None
+) -> None:
     words = [flag] if value is None else [flag, value]
     assert [*differences(identity_of(run_config()), identity_of(run_config(*words)))] == [setting]
 
@@ -201,7 +203,7 @@ def test_whatever_shapes_a_response_identifies_its_recording(setting: str, flag:
     "current, available, expected",
     [(5, {3, 5, 9}, 5), (5, {3, 4, 9}, 4), (5, {7, 9}, 7), (5, set(), None)],
 )
-def test_repeat_takes_the_step_itself_else_the_nearest_below_else_the_nearest_above(
+def test_repeat_prefers_the_same_step_then_the_nearest_below_then_the_nearest_above(
     current: int, available: set[int], expected: int | None
 ) -> None:
     assert choose_step(SkipAction.REPEAT, current, available) == expected
@@ -214,12 +216,12 @@ def test_steps_are_integers_and_ranges_with_both_ends() -> None:
 
 
 @pytest.mark.parametrize("text", ["[1, x]", "[1.5]", "[true]", "[-1]", "[5-3]", "[1-2-3]"])
-def test_what_is_no_step_is_refused_with_its_setting(text: str) -> None:
+def test_an_invalid_step_is_refused_with_its_setting(text: str) -> None:
     with pytest.raises(UserError, match=r"skip\.rollout\.steps: value error, (steps are integers|the range 5-3 ends)"):
         run_config(f"skip.rollout.steps={text}")
 
 
-def test_a_place_in_the_feed_is_the_last_part_of_its_name() -> None:
+def test_the_position_in_the_feed_is_the_last_part_of_a_feed_index() -> None:
     assert [feed_step("sample_0_42"), feed_step("sample_3_7"), feed_step("eval_1"), feed_step("")] == [
         42,
         7,
@@ -228,7 +230,7 @@ def test_a_place_in_the_feed_is_the_last_part_of_its_name() -> None:
     ]
 
 
-def test_verls_overrides_and_the_flags_set_the_same() -> None:
+def test_the_overrides_of_verl_and_the_flags_set_the_same_settings() -> None:
     overrides = run_config(
         "skip.async_rollout.enable=True",
         "skip.async_rollout.dump_dir=/d",
@@ -244,7 +246,7 @@ def test_an_unknown_action_is_refused() -> None:
         run_config("skip.rollout.action=empty")
 
 
-def test_the_legacy_switch_warns_and_yields_to_the_new_one() -> None:
+def test_the_legacy_switch_warns_and_the_new_setting_takes_precedence() -> None:
     with pytest.warns(DeprecationWarning, match="--skip-rollout is deprecated and has no effect beside"):
         both = run_config("--skip-rollout", "skip.rollout.enable=True", "skip.rollout.steps=[1]")
     assert both == run_config("skip.rollout.enable=True", "skip.rollout.steps=[1]")
@@ -297,6 +299,6 @@ async def test_the_worked_example_of_the_documentation_skips_the_reward_stage(tm
         ("train.py", ("skip.rollout.enable=True", "skip.rollout.steps=[1]"), None),
     ],
 )
-def test_a_role_that_cannot_matter_is_noted(entry: str, words: tuple[str, ...], note: str | None) -> None:
+def test_a_role_without_effect_is_noted(entry: str, words: tuple[str, ...], note: str | None) -> None:
     found = notes(run_config(*words), entry)
     assert found == [] if note is None else re.match(note, found[0])

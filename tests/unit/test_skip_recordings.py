@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from miles_async.adapters.storage.recording_store import (
 from miles_async.recording import GroupRecord, Recording
 from miles_async.skip.__main__ import main
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from tests.disks import files_at_most
 
 IDENTITY = {"model": "m", "rollout_temperature": 0.7}
 
@@ -50,7 +50,7 @@ def recording(*samples: Sample) -> Recording:
     return Recording(groups=[group], seconds=1.25)
 
 
-def test_a_recording_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+def test_a_saved_recording_is_loaded_unchanged(tmp_path: Path) -> None:
     RecordingStore(tmp_path).save(3, recording(), IDENTITY)
     loaded = RecordingStore(tmp_path).load(3)
     assert loaded.recording.groups == recording().groups
@@ -58,14 +58,14 @@ def test_a_recording_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     assert loaded.identity == IDENTITY
 
 
-def test_a_sample_without_a_response_is_restored_too(tmp_path: Path) -> None:
+def test_a_sample_without_a_response_is_loaded(tmp_path: Path) -> None:
     empty = Sample(index=0, prompt="x", tokens=[1], status=SampleStatus.COMPLETED)
     RecordingStore(tmp_path).save(0, recording(empty, empty), IDENTITY)
     assert RecordingStore(tmp_path).load(0).recording.groups[0].samples == [empty, empty]
 
 
 @pytest.mark.parametrize("name", [BATCH, META])
-def test_an_entry_cut_off_at_any_byte_is_never_used_and_is_set_aside(tmp_path: Path, name: str) -> None:
+def test_an_entry_truncated_at_any_byte_is_set_aside(tmp_path: Path, name: str) -> None:
     RecordingStore(tmp_path).save(3, recording(), IDENTITY)
     entry = {file: (tmp_path / "3" / file).read_bytes() for file in (BATCH, META)}
     for length in range(len(entry[name])):
@@ -90,7 +90,7 @@ def test_an_entry_without_one_of_its_files_is_set_aside_and_can_be_recorded_agai
     assert store.load(3).recording.groups == recording().groups
 
 
-def test_a_batch_file_of_another_entry_is_noticed(tmp_path: Path) -> None:
+def test_a_batch_file_of_another_entry_is_detected(tmp_path: Path) -> None:
     """The same sizes, another content: the meta of one run beside the tokens of another."""
     store = RecordingStore(tmp_path)
     store.save(3, recording(sample(0)), IDENTITY)
@@ -100,7 +100,7 @@ def test_a_batch_file_of_another_entry_is_noticed(tmp_path: Path) -> None:
         store.load(3)
 
 
-def test_meta_that_was_edited_is_noticed(tmp_path: Path) -> None:
+def test_edited_metadata_is_detected(tmp_path: Path) -> None:
     store = RecordingStore(tmp_path)
     store.save(3, recording(), IDENTITY)
     meta = orjson.loads((tmp_path / "3" / META).read_bytes())
@@ -110,7 +110,7 @@ def test_meta_that_was_edited_is_noticed(tmp_path: Path) -> None:
         store.load(3)
 
 
-def test_a_step_appears_in_one_stroke_after_all_of_it_is_on_the_disk(
+def test_a_step_appears_atomically_after_all_its_files_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strokes: list[str] = []
@@ -133,7 +133,7 @@ def test_a_step_appears_in_one_stroke_after_all_of_it_is_on_the_disk(
     assert rest == ["rename to 3", tmp_path.name]
 
 
-def test_of_several_writers_one_whole_entry_stays(tmp_path: Path) -> None:
+def test_one_complete_entry_remains_after_several_writers(tmp_path: Path) -> None:
     entries = [recording(sample(index)) for index in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda entry: RecordingStore(tmp_path).save(3, entry, IDENTITY), entries))
@@ -157,7 +157,7 @@ for step in range(1_000_000):
 """
 
 
-def test_what_a_killed_writer_leaves_is_whole_or_is_no_entry(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_a_complete_entry_or_none(tmp_path: Path) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -174,7 +174,7 @@ def test_what_a_killed_writer_leaves_is_whole_or_is_no_entry(tmp_path: Path) -> 
         assert [one.tokens for one in group.samples] == [list(range(2000))] * 4
 
 
-def test_a_full_store_refuses_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_full_store_refuses_an_entry_and_leaves_no_file(tmp_path: Path) -> None:
     RecordingStore(tmp_path).save(0, recording(), IDENTITY)
     store = RecordingStore(tmp_path, max_bytes=500)
     with pytest.raises(StoreFullError, match="of at most 500"):
@@ -191,18 +191,13 @@ def test_the_limit_counts_prompts_and_metadata_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_takes_no_more_is_an_error_and_leaves_no_trace(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            RecordingStore(tmp_path).save(3, recording(), IDENTITY)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    with files_at_most(100), pytest.raises(OSError, match="File too large"):
+        RecordingStore(tmp_path).save(3, recording(), IDENTITY)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_metadata_that_json_cannot_hold_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_metadata_that_json_cannot_express_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     odd = sample(0)
     odd.metadata = {"object": object()}
     with pytest.raises(TypeError):
@@ -217,7 +212,7 @@ def replayed(live_version: int) -> Group:
 
 
 @pytest.mark.parametrize("live_version, expected", [(4, [(3, 4)]), (10, [(9, 10)]), (1, [(0, 1)])])
-def test_a_replayed_group_is_as_old_as_the_recorded_one_was(live_version: int, expected: list[tuple[int, int]]) -> None:
+def test_a_replayed_group_has_the_age_of_the_recorded_one(live_version: int, expected: list[tuple[int, int]]) -> None:
     assert {tuple(span.version for span in member.spans) for member in replayed(live_version)} == set(expected)
 
 
@@ -225,8 +220,8 @@ def test_no_replayed_token_is_older_than_the_first_version() -> None:
     assert replayed(0)[0].spans == [VersionSpan(0, 0, 2)]
 
 
-def test_what_generation_noted_of_a_sample_is_replayed_beside_what_the_data_says_now() -> None:
-    """A reward may count the calls of a tool; an answer that was corrected since counts as it is now."""
+def test_a_replayed_sample_has_the_recorded_metadata_and_the_current_metadata_of_the_data() -> None:
+    """A reward may count tool calls, and it uses the current label if the label was corrected."""
     generated = Sample(index=8, metadata={"feed_index": "sample_0_3", "answer": "5", "tool_calls": 2})
     group = Group([Sample(index=8, metadata={"feed_index": "sample_0_3", "answer": "4"})], feed_index="sample_0_3")
     GroupRecord.of(Group([generated], feed_index="sample_0_3"), prompt="p", live_version=4, seconds=1).replay_into(
@@ -235,7 +230,7 @@ def test_what_generation_noted_of_a_sample_is_replayed_beside_what_the_data_says
     assert group[0].metadata == {"feed_index": "sample_0_3", "answer": "4", "tool_calls": 2}
 
 
-def test_a_record_survives_what_later_stages_do_to_the_group() -> None:
+def test_changes_of_later_stages_do_not_reach_the_record() -> None:
     group = Group([sample(0)], feed_index="sample_0_3")
     record = GroupRecord.of(group, prompt="p", live_version=4, seconds=1.0)
     group[0].reward = 1.0
@@ -244,7 +239,7 @@ def test_a_record_survives_what_later_stages_do_to_the_group() -> None:
     assert record.samples == [sample(0)]
 
 
-def test_another_prompts_recording_brings_its_prompt_and_label_but_not_its_place_in_the_feed() -> None:
+def test_a_recording_of_another_prompt_replaces_prompt_and_label_but_not_the_feed_index() -> None:
     group = Group([Sample(index=8, prompt="1+1=", label="2", metadata={"feed_index": "sample_0_9"})])
     group.feed_index = "sample_0_9"
     GroupRecord.of(Group([sample(0)], feed_index="sample_0_3"), prompt="p", live_version=4, seconds=1).replay_into(

@@ -16,7 +16,7 @@ from tests.unit.test_router_outage import NoTokenizer, router
 from workers.specs import router_spec
 
 
-async def test_a_slow_answer_is_no_lost_engine_and_names_the_setting() -> None:
+async def test_a_slow_answer_does_not_count_as_a_lost_engine_and_the_error_names_the_setting() -> None:
     never = asyncio.Event()
 
     async def hangs(request: web.Request) -> web.StreamResponse:
@@ -29,7 +29,7 @@ async def test_a_slow_answer_is_no_lost_engine_and_names_the_setting() -> None:
             NoTokenizer(),
             SamplingParams(max_new_tokens=4),
             limit=lambda: 4,
-            engine_urls=lambda: (),
+            engines=lambda: (),
             request_timeout=0.05,
         )
         with pytest.raises(TrajectoryError, match="raise sglang_router_request_timeout_secs"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from miles_async.events import ClusterReady, EngineChanged, GroupMoved, ProcessSilent, Pulse, TrainerPhaseChanged
 from miles_async.observability.diagnosis.stall_report import StallReport
@@ -17,6 +21,7 @@ from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock, dumps_stacks
 from tests.configuration import run_config
 from workers.heartbeats import Heartbeats, Probe
+from workers.learner import WorkTime
 
 READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
 PULSE = Pulse(
@@ -36,7 +41,16 @@ PULSE = Pulse(
     wanted=4,
     trainer_version=3,
     live_version=2,
+    idle_seconds=10.0,
 )
+MOVED: dict[str, Any] = {
+    "sequence": 0,
+    "feed_index": "f",
+    "attempt": 0,
+    "before": None,
+    "after": "fed",
+    "reason": None,
+}
 
 
 def test_a_stall_is_warned_of_once_per_interval_and_again_after_something_moved() -> None:
@@ -56,30 +70,48 @@ def test_stacks_are_dumped_with_the_second_warning_or_the_last_before_the_end(
 
 def test_a_stall_that_the_rollout_worker_cannot_report_is_reported_for_it() -> None:
     report = StallReport(warn_seconds=5.0)
-    for event in (READY, PULSE):
-        report.observe(event)
-    assert report.unreported_stall(120.0) is None
-    report.observe(ProcessSilent(time=121.0, process="rollout", seconds=3.0))
-    stalled = report.unreported_stall(121.0)
+    report.observe(READY, now=0.0)
+    report.observe(PULSE, now=10.0)
+    assert report.unreported_stall(20.0) is None
+    report.observe(ProcessSilent(time=121.0, process="rollout", seconds=3.0), now=21.0)
+    stalled = report.unreported_stall(21.0)
     assert stalled is not None
     assert (stalled.seconds, stalled.queue, stalled.collected, stalled.wanted) == (21.0, 2, 1, 4)
-    assert report.unreported_stall(122.0) is None
-    report.observe(ProcessSilent(time=123.0, process="rollout", seconds=0.0))
-    assert report.unreported_stall(150.0) is None
+    assert report.unreported_stall(22.0) is None
+    report.observe(ProcessSilent(time=123.0, process="rollout", seconds=0.0), now=23.0)
+    assert report.unreported_stall(50.0) is None
+
+
+def test_the_driver_counts_the_seconds_without_progress_that_the_rollout_worker_counts() -> None:
+    report = StallReport(warn_seconds=5.0)
+    report.observe(READY, now=0.0)
+    # An evaluation runs for 650 seconds; the rollout worker does not count them.
+    report.observe(replace(PULSE, idle_seconds=0.0), now=650.0)
+    assert report.stalled_for(651.0) == 0.0
+    assert report.stalled_for(656.0) == 6.0
+
+
+@pytest.mark.parametrize("step", [600.0, -600.0])
+def test_a_jump_of_the_wall_clock_is_no_stall(step: float) -> None:
+    report = StallReport(warn_seconds=5.0)
+    report.observe(READY, now=0.0)
+    report.observe(replace(PULSE, time=PULSE.time + step, idle_seconds=1.0), now=10.0)
+    report.observe(GroupMoved(time=102.0, counts={}, **MOVED), now=11.0)
+    assert report.idle_seconds(12.0) == 3.0
+    assert report.stalled_for(12.0) == 0.0
 
 
 def test_the_report_shows_the_state_of_every_part() -> None:
     report = StallReport(warn_seconds=5.0)
-    moved = {"sequence": 0, "feed_index": "f", "attempt": 0, "before": None, "after": "fed", "reason": None}
     for event in (
         READY,
         EngineChanged(time=101.0, engine="engine-0", state="routed", version=2, reason=None),
-        GroupMoved(time=102.0, counts={GroupState.IN_FLIGHT: 4, GroupState.QUEUED: 2, GroupState.LEASED: 0}, **moved),  # type: ignore[arg-type]
+        GroupMoved(time=102.0, counts={GroupState.IN_FLIGHT: 4, GroupState.QUEUED: 2, GroupState.LEASED: 0}, **MOVED),
         TrainerPhaseChanged(time=103.0, to="batch"),
         PULSE,
         ProcessSilent(time=111.0, process="engine-0", seconds=6.0),
     ):
-        report.observe(event)
+        report.observe(event, now=11.0)
     facts = report.facts()
     assert repr(facts["groups"]) == "{'in_flight': 4, 'queued': 2}", "as it stands on the terminal"
     assert (facts["head"], facts["head_state"], facts["head_age"]) == (7, "in_flight", "10s")
@@ -88,6 +120,37 @@ def test_the_report_shows_the_state_of_every_part() -> None:
     assert facts["silent"] == {"engine-0": "6s"}
     assert (facts["admission_waits_for"], facts["trainer"]) == ("slots", "batch")
     assert (facts["trainer_version"], facts["live_version"]) == (3, 2)
+
+
+def compute(cpu_seconds: float) -> None:
+    """Use this much CPU time of the calling thread."""
+    while time.thread_time() < cpu_seconds:
+        pass
+
+
+def test_a_rank_works_while_its_model_thread_computes_and_not_while_it_waits() -> None:
+    work, released = WorkTime(), threading.Event()
+    with ThreadPoolExecutor(1, initializer=work.count_this_thread) as model_thread:
+        assert work.seconds == 0.0
+        model_thread.submit(compute, 0.2).result()
+        computed = work.seconds
+        assert computed >= 0.2
+        waiting = model_thread.submit(released.wait)
+        # The CPU time of another thread, such as the one that answers heartbeats, does not count.
+        compute(time.thread_time() + 0.2)
+        assert work.seconds - computed < 0.05
+        released.set()
+        waiting.result()
+
+
+def test_a_rank_works_while_it_writes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, now = WorkTime(), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with work.writing():
+        now[0] += 700.0
+        assert work.seconds == 700.0
+    now[0] += 50.0
+    assert work.seconds == 700.0
 
 
 class Process:
@@ -109,14 +172,14 @@ async def looks(process: Probe, *times: float) -> tuple[Heartbeats, list[tuple[f
     silences: list[tuple[float, float]] = []
 
     for now in times:
-        silences.extend((silent.time, silent.seconds) for silent in beats.look(now))
+        silences.extend((now, silent.seconds) for silent in beats.look(now))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     beats.close()
     return beats, silences
 
 
-async def test_a_process_that_answers_is_never_silent_and_says_where_its_metrics_are() -> None:
+async def test_a_process_that_answers_is_never_silent_and_reports_its_metrics_address() -> None:
     beats, silences = await looks(Process("127.0.0.1:8").ask, *[100.0 + i / 4 for i in range(40)])
     assert silences == [(100.0, 0.0)]  # so that its series is there from the start
     assert beats.addresses == {"p": "127.0.0.1:8"}
@@ -133,7 +196,21 @@ async def test_a_process_that_hangs_is_reported_every_second_until_it_answers_ag
     assert silences == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
 
 
-async def test_an_engine_that_was_removed_is_not_silent() -> None:
+async def test_a_process_is_not_silent_because_the_driver_itself_was_stopped() -> None:
+    process = Process()
+    beats, silences = await looks(process.ask, 100.0, 101.0, 701.0, 702.0)
+    assert silences == [(100.0, 0.0)]
+    assert beats.silence("p", 702.0) == 0.0
+
+
+async def test_a_process_that_hangs_is_found_although_the_driver_was_stopped_too() -> None:
+    process = Process()
+    process.running.clear()
+    _, silences = await looks(process.ask, 100.0, 101.0, 701.0, 702.0)
+    assert silences == [(100.0, 0.0), (702.0, 2.0)]
+
+
+async def test_a_removed_engine_is_not_reported_as_unresponsive() -> None:
     probes: dict[str, Probe] = {"engine-1": Process(False).ask}
     beats = Heartbeats(probes)
 
@@ -143,7 +220,7 @@ async def test_an_engine_that_was_removed_is_not_silent() -> None:
     assert silences == [0.0, 3.0, 0.0]
 
 
-async def test_a_server_that_says_no_and_an_actor_that_died_are_silent_too() -> None:
+async def test_servers_that_return_errors_and_dead_actors_are_unresponsive() -> None:
     async def died() -> None:
         raise OSError("gone")
 

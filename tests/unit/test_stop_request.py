@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from miles_async.events import RunEnded
+from tests.configuration import run_config
 from workers import driver
 from workers.driver import RunInterruptedError, StopRequest
 
@@ -22,15 +23,15 @@ class Subscribers:
         self.early_summaries.append(end.reason)
 
 
-def stop_request() -> StopRequest:
+def stop_request(grace_seconds: float = 60.0) -> StopRequest:
     subscribers: Any = Subscribers()
-    return StopRequest(subscribers)
+    return StopRequest(subscribers, grace_seconds)
 
 
 def test_the_summary_is_written_as_soon_as_the_signal_arrives() -> None:
     async def interrupted() -> list[str]:
         subscribers: Any = Subscribers()
-        StopRequest(subscribers).request(signal.SIGTERM)
+        StopRequest(subscribers, 60.0).request(signal.SIGTERM)
         written: list[str] = subscribers.early_summaries
         return written
 
@@ -50,11 +51,9 @@ def test_the_exit_code_names_the_signal(number: signal.Signals) -> None:
     assert asyncio.run(interrupted()) == 128 + number
 
 
-def test_a_step_that_outlives_its_time_after_sigterm_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "TERMINATION_SECONDS", 0.0)
-
+def test_a_step_that_outlives_its_time_after_sigterm_is_abandoned() -> None:
     async def interrupted() -> None:
-        stop = stop_request()
+        stop = stop_request(grace_seconds=0.0)
         stop.request(signal.SIGTERM)
         await driver._guard(asyncio.Event().wait(), stop.wait_until_overdue())
 
@@ -62,11 +61,21 @@ def test_a_step_that_outlives_its_time_after_sigterm_is_abandoned(monkeypatch: p
         asyncio.run(interrupted())
 
 
-def test_a_step_has_unlimited_time_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "TERMINATION_SECONDS", 0.0)
+@pytest.mark.virtual_time
+async def test_the_time_after_sigterm_is_configurable() -> None:
+    config = run_config(termination_grace_seconds=1800.0)
+    stop = stop_request(config.learner.termination_grace_seconds)
+    now = asyncio.get_running_loop().time
+    sent = now()
+    stop.request(signal.SIGTERM)
+    with pytest.raises(RunInterruptedError):
+        await stop.wait_until_overdue()
+    assert now() - sent == 1800.0
 
+
+def test_a_step_has_unlimited_time_after_ctrl_c() -> None:
     async def interrupted() -> str:
-        stop = stop_request()
+        stop = stop_request(grace_seconds=0.0)
         stop.request(signal.SIGINT)
 
         async def step() -> str:

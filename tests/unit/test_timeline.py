@@ -51,7 +51,7 @@ def verdict(time: float, name: str) -> VerdictChanged:
     return VerdictChanged(time=time, verdict=name, why="because", knob="turn this", shares={})
 
 
-def test_a_held_value_counts_by_the_time_it_lasts_and_its_extremes_are_kept() -> None:
+def test_a_gauge_is_averaged_over_time_and_its_extremes_are_kept() -> None:
     timeline = Timeline(0.0, width=1.0, max_buckets=8)
     timeline.set_value("queue", 0.0, 10)
     timeline.set_value("queue", 0.75, 0)
@@ -62,7 +62,7 @@ def test_a_held_value_counts_by_the_time_it_lasts_and_its_extremes_are_kept() ->
     assert (series["low"][0], series["high"][0]) == (0.0, 30.0)
 
 
-def test_seconds_that_something_took_become_shares_of_each_bucket() -> None:
+def test_durations_become_fractions_of_each_bucket() -> None:
     timeline = Timeline(100.0, width=2.0, max_buckets=8)
     timeline.add_interval("busy", 101.0, 105.0)
     assert means(timeline, "busy") == [0.5, 1.0, 0.5]
@@ -89,7 +89,7 @@ def test_a_rolling_timeline_forgets_the_oldest_and_keeps_its_width() -> None:
     assert figures["series"]["reward"]["mean"] == list(range(990, 1000))
 
 
-def test_a_figure_that_is_not_finite_is_a_gap() -> None:
+def test_a_value_that_is_not_finite_is_a_gap() -> None:
     timeline = Timeline(0.0, width=1.0, max_buckets=4)
     timeline.observe("loss", 0.0, float("nan"))
     timeline.observe("loss", 1.0, float("inf"))
@@ -115,8 +115,7 @@ def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None
             StepEnded(
                 time=100.2,
                 rollout=0,
-                started=100.0,
-                ended=100.2,
+                seconds=0.2,
                 tokens=9,
                 finite=finite,
                 reward=0.5,
@@ -130,7 +129,7 @@ def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None
     assert series["step:loss"]["mean"] == [0.1]
 
 
-def test_phases_name_the_verdict_that_held_for_most_of_the_time() -> None:
+def test_a_phase_has_the_verdict_of_most_of_its_time() -> None:
     charts = Charts()
     charts.observe(RUN)
     charts.observe(verdict(100.0, "rollout-bound"))
@@ -139,7 +138,7 @@ def test_phases_name_the_verdict_that_held_for_most_of_the_time() -> None:
     assert charts.verdicts(105.0) == [(0.0, 3.0, "rollout-bound"), (3.0, 5.0, "trainer-bound")]
 
 
-def test_the_board_draws_live_groups_oldest_first_and_names_the_head() -> None:
+def test_the_snapshot_lists_live_groups_oldest_first_and_marks_the_head() -> None:
     status = RunStatus()
     status.observe(RUN)
     for sequence in range(3):
@@ -154,7 +153,7 @@ def test_the_board_draws_live_groups_oldest_first_and_names_the_head() -> None:
     assert figures["fed"] == 3
 
 
-def test_more_live_groups_than_fit_are_counted_and_not_drawn() -> None:
+def test_live_groups_beyond_the_limit_are_counted_and_not_listed() -> None:
     status = RunStatus()
     status.observe(RUN)
     for sequence in range(SLOTS_SHOWN + 7):
@@ -163,7 +162,7 @@ def test_more_live_groups_than_fit_are_counted_and_not_drawn() -> None:
     assert (len(slots["live"]), slots["counts"]) == (SLOTS_SHOWN, {"fed": SLOTS_SHOWN + 7})
 
 
-def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() -> None:
+def test_the_snapshot_shows_the_version_of_each_engine_and_a_fenced_engine_stays_behind() -> None:
     status = RunStatus()
     for name in ("engine-0", "engine-1"):
         status.observe(EngineChanged(time=100.0, engine=name, state="routed", version=0, reason=None))
@@ -187,7 +186,7 @@ def test_engines_hold_the_version_they_were_written_and_a_fenced_one_does_not() 
         ("engine-0", "routed", 5),
         ("engine-1", "fenced", None),
     ]
-    assert figures["silent"] == {"engine-1": 3.0}
+    assert figures["silent"] == {"engine-1": 2.0}
     status.observe(ProcessSilent(time=105.0, process="engine-1", seconds=0.0))
     assert status.figures(106.0)["silent"] == {}
 
@@ -203,7 +202,7 @@ def test_the_router_and_failed_writes_are_logged() -> None:
     assert figures["notices"] == [{"at": 2.0, "text": "writing version 4 to engine-1 failed (timed out): fence"}]
 
 
-def test_ages_stand_still_once_the_run_has_ended() -> None:
+def test_ages_stop_growing_after_the_end_of_the_run() -> None:
     status = RunStatus()
     status.observe(RUN)
     status.observe(moved(0, None, "fed", time=101.0))
@@ -212,23 +211,39 @@ def test_ages_stand_still_once_the_run_has_ended() -> None:
     assert (figures["elapsed"], figures["slots"]["live"][0][2], figures["ended"]) == (3.0, 2.0, "done")
 
 
-def test_the_board_keeps_the_first_and_the_last_score_of_a_data_set() -> None:
+def test_the_snapshot_has_the_first_and_the_last_score_of_a_data_set() -> None:
     status = RunStatus()
     for rollout in (-1, 4, 9):
         score = Evaluated(
-            time=100.0, name="math", rollout=rollout, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
+            time=100.0,
+            name="math",
+            rollout=rollout,
+            accuracy=0.1,
+            reward=0,
+            problems=1,
+            seconds=1,
+            truncated=0,
+            versions=(0, 0),
         )
         status.observe(score)
     assert [score.rollout for score in status.figures(101.0)["scores"]["math"]] == [-1, 9]
 
 
-def test_names_that_users_give_are_bounded_in_number() -> None:
+def test_the_number_of_user_defined_names_is_limited() -> None:
     status, charts = RunStatus(), Charts()
     charts.observe(RUN)
     for number in range(200):
         status.observe(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
         score = Evaluated(
-            time=100.0, name=f"set {number}", rollout=0, accuracy=0.1, reward=0, problems=1, seconds=1, truncated=0
+            time=100.0,
+            name=f"set {number}",
+            rollout=0,
+            accuracy=0.1,
+            reward=0,
+            problems=1,
+            seconds=1,
+            truncated=0,
+            versions=(0, 0),
         )
         charts.observe(score)
     outcomes = status.figures(102.0)["outcomes"]
@@ -263,6 +278,7 @@ def test_queue_and_head_are_drawn_from_the_events_of_the_rollout_worker() -> Non
         wanted=4,
         trainer_version=3,
         live_version=2,
+        idle_seconds=0.0,
     )
     charts.observe(pulse)
     series = charts.figures("whole", 100.5)["series"]

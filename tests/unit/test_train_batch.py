@@ -32,7 +32,7 @@ def steps_of(*groups: Group, steps: int = 1, ranks: int = 1) -> list[list[TrainS
     return policy_steps(groups, config, ranks=ranks)
 
 
-def test_each_trained_token_carries_its_place_its_engine_logprob_and_its_samples_advantage() -> None:
+def test_each_trained_token_has_its_position_its_engine_logprob_and_the_advantage_of_its_sample() -> None:
     [[step]] = steps_of(Group([sample(0, 1.0, mask=[1, 0, 1]), sample(1, 0.0)]))
     [batch] = step.micro_batches
     assert batch.tokens.tolist() == [100, 1, 0, 1, 2, 101, 1, 0, 1, 2]
@@ -43,7 +43,7 @@ def test_each_trained_token_carries_its_place_its_engine_logprob_and_its_samples
     assert step.total_tokens == 5
 
 
-def test_each_trained_token_knows_the_version_that_sampled_it_and_its_sequence() -> None:
+def test_each_trained_token_has_the_version_that_sampled_it_and_its_sequence() -> None:
     continued = sample(0, 1.0, response=4, mask=[1, 1, 0, 1])
     continued.spans = [VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)]
     [[step]] = steps_of(Group([continued, sample(1, 0.0, response=1)]))
@@ -52,7 +52,7 @@ def test_each_trained_token_knows_the_version_that_sampled_it_and_its_sequence()
     assert batch.sequences.tolist() == [0, 0, 0, 1]
 
 
-def test_padding_follows_each_sequence_and_moves_no_target() -> None:
+def test_padding_follows_each_sequence_and_does_not_shift_targets() -> None:
     config = run_config(use_dynamic_batching_in_train=True, sequence_length_round_in_train=4)
     [[step]] = policy_steps([Group([sample(0, 1.0, response=3), sample(1, 0.0, response=1)])], config, ranks=1)
     [batch] = step.micro_batches
@@ -75,7 +75,7 @@ def test_repacked_sequences_keep_the_index_of_each_target() -> None:
     assert tokens == [int(token) for batch in step.micro_batches for token in batch.tokens[batch.targets]]
 
 
-def test_a_step_is_not_a_class_of_lengths() -> None:
+def test_all_steps_of_a_batch_have_about_the_same_mean_length() -> None:
     groups = [Group([sample(2 * g, response=1 + g), sample(2 * g + 1, 0.0, response=20 - g)]) for g in range(20)]
     [steps] = steps_of(*groups, steps=4)
     means = [fmean(length for batch in step.micro_batches for length in batch.lengths) for step in steps]
@@ -102,12 +102,12 @@ def test_samples_that_do_not_divide_into_steps_are_refused() -> None:
         steps_of(Group([sample(0), sample(1), sample(2)]), steps=2)
 
 
-def test_a_sample_without_a_number_as_reward_is_named() -> None:
+def test_a_sample_without_a_numeric_reward_is_reported() -> None:
     with pytest.raises(TrajectoryError, match="sample 7 has the reward None"):
         steps_of(Group([sample(7, None)]))
 
 
-def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
+def test_a_sample_with_a_mask_of_the_wrong_length_is_reported() -> None:
     with pytest.raises(TrajectoryError, match=r"sample 4 has .* 2 mask entries"):
         steps_of(Group([sample(4, mask=[1, 1])]))
 

@@ -45,7 +45,7 @@ async def transports(sources: TwoSources, wanted: str) -> tuple[str, ...]:
     return await find_transports(sources, wanted, ENGINES)
 
 
-async def test_auto_takes_what_was_fastest_and_keeps_the_others_by_speed() -> None:
+async def test_auto_orders_the_transports_by_speed() -> None:
     assert await transports(TwoSources(memory=0.06, p2p=0.0, broadcast=0.03), "auto") == (
         "p2p",
         "broadcast",
@@ -54,17 +54,17 @@ async def test_auto_takes_what_was_fastest_and_keeps_the_others_by_speed() -> No
     )
 
 
-def test_the_copy_within_a_machine_must_save_more_than_a_moment() -> None:
+def test_auto_prefers_shared_memory_only_if_it_is_clearly_faster() -> None:
     assert by_preference({"memory": 0.002, "p2p": 0.009, "broadcast": 0.02}) == ["p2p", "memory", "broadcast"]
     assert by_preference({"memory": 0.002, "p2p": 0.050, "broadcast": 0.02}) == ["memory", "broadcast", "p2p"]
 
 
-def test_p2p_wins_what_is_nearly_a_tie() -> None:
+def test_auto_prefers_p2p_if_the_difference_is_small() -> None:
     assert by_preference({"p2p": 0.0115, "broadcast": 0.010})[0] == "p2p"
     assert by_preference({"p2p": 0.0125, "broadcast": 0.010})[0] == "broadcast"
 
 
-async def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> None:
+async def test_auto_leaves_out_broken_transports_and_always_has_disk() -> None:
     assert await transports(TwoSources(broadcast=0.0, disk=0.0), "auto") == ("broadcast", "disk")
     assert await transports(TwoSources(disk=0.0), "auto") == ("disk",)
     with pytest.raises(
@@ -73,7 +73,7 @@ async def test_auto_leaves_out_what_does_not_work_and_ends_at_the_folder() -> No
         await transports(TwoSources(), "auto")
 
 
-async def test_a_transport_that_is_named_comes_first_or_is_refused() -> None:
+async def test_a_configured_transport_is_first_or_is_refused() -> None:
     assert await transports(TwoSources(disk_delta=0.0), "disk_delta") == ("disk_delta", "p2p", "broadcast", "disk")
     with pytest.raises(UserError, match="weight_transfer memory does not work here: no memory here"):
         await transports(TwoSources(p2p=0.0), "memory")
@@ -116,13 +116,13 @@ async def test_an_engine_falls_back_alone_and_returns_to_the_first_transport_aft
     assert sources.sent[-1] == ("b", "p2p")
 
 
-async def test_what_one_source_could_not_send_has_not_arrived() -> None:
+async def test_a_failed_write_of_one_source_fails_the_send_to_the_engine() -> None:
     channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
     [outcome] = await channel.send(1, ["a"])
     assert outcome == SendOutcome(engine="a", seconds=0.2, bytes=50, error="no p2p here")
 
 
-async def test_versions_only_rise() -> None:
+async def test_versions_must_increase() -> None:
     channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
     await channel.stage(3)
     await channel.stage(3)

@@ -40,7 +40,7 @@ def test_collecting_a_younger_group_does_not_slide_the_window() -> None:
     assert complete(collector, 0) == [0, 3, 4, 5]
 
 
-def test_what_may_be_collected_comes_in_queue_order() -> None:
+def test_collectable_groups_are_returned_in_queue_order() -> None:
     collector = WindowedFIFOCollector[int](total=5, window_size=5)
     assert complete(collector, 4, 2, 0, 3, 1) == [0, 1, 2, 3, 4]
 
@@ -52,7 +52,7 @@ def test_a_dropped_head_counts_as_consumed() -> None:
     assert list(collector.drain()) == [1]
 
 
-def test_a_dropped_group_gives_its_place_to_the_next_in_line() -> None:
+def test_a_dropped_group_is_replaced_by_the_next_group() -> None:
     collector = WindowedFIFOCollector[int](None, window_size=2)
     assert complete(collector, 2) == []
     collector.drop(1)
@@ -70,7 +70,7 @@ def test_drops_past_the_window_do_not_widen_it() -> None:
     assert collector.head == 5
 
 
-def test_closing_hands_out_what_the_window_held_back() -> None:
+def test_closing_returns_the_groups_that_the_window_held_back() -> None:
     collector = WindowedFIFOCollector[int](total=4, window_size=1)
     complete(collector, 3, 2)
     assert collector.close() == [2, 3]
@@ -93,7 +93,7 @@ def test_a_position_out_of_range_is_refused(position: int) -> None:
         WindowedFIFOCollector[int](total=4, window_size=2).mark_completed(position, 0)
 
 
-def test_a_position_ends_once() -> None:
+def test_a_position_can_end_only_once() -> None:
     collector = WindowedFIFOCollector[int](total=4, window_size=2)
     complete(collector, 0, 1)
     collector.drop(2)

@@ -1,19 +1,23 @@
 """An OpenAI-compatible endpoint (`/v1/chat/completions`) in front of the engines, so that any agent can be trained.
 
     async with args.agents.session(sample, sampling_params) as base_url:
-        client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key)
 
 Each session is one conversation and produces one sample. The session name is part of the URL, so an agent needs no
-extra header and may run in another process. The endpoint listens on 127.0.0.1 only. Requests with `stream` are
-accepted; the whole answer is then sent as one chunk.
+extra header and may run in another process. Requests with `stream` are accepted; the whole answer is then sent as one
+chunk.
+
+The endpoint listens on 127.0.0.1 only, and refuses requests without its key. The key opens nothing but this endpoint:
+an agent may run code that the model wrote, and must not reach the weights of the engines.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -24,7 +28,9 @@ from aiohttp import web
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
 from miles_async.adapters.agents.trajectories import BufferFullError, TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.local_requests import foreign_request
 from miles_async.types import Sample
 
 MODEL = "policy"
@@ -35,8 +41,10 @@ MAX_REQUEST_BYTES = 64 * 2**20
 
 
 class AgentEndpoint:
-    def __init__(self, trajectories: TrajectoryBuffer) -> None:
-        """`trajectories` receives the groups that external generators post."""
+    def __init__(self, trajectories: TrajectoryBuffer | None = None) -> None:
+        """`trajectories` receives the groups that external generators post; without it, they are refused."""
+        self.key = new_key()
+        """API key that every request has to carry."""
         self._trajectories = trajectories
         self._external: tuple[MultiTurnSampler, Mapping[str, Any], Callable[[], bool]] | None = None
         self._external_sessions: dict[str, None] = {}
@@ -51,11 +59,11 @@ class AgentEndpoint:
 
         Raises UserError if the port is in use.
         """
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._admit])
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete_chat)
         app.router.add_get("/sessions/{session}/v1/models", self._list_models)
-        app.router.add_post("/sessions", self._open_session)
-        app.router.add_post("/trajectories", self._post_trajectory)
+        app.router.add_post("/sessions", self._open_session if self._trajectories else _refuse_external)
+        app.router.add_post("/trajectories", self._post_trajectory if self._trajectories else _refuse_external)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         try:
@@ -116,16 +124,24 @@ class AgentEndpoint:
     def _base_url(self, session: str) -> str:
         return f"{self.url}/sessions/{session}/v1"
 
-    async def _open_session(self, http: web.Request) -> web.Response:
-        if self._external is None:
+    @web.middleware
+    async def _admit(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Refuse requests from web pages, and requests without the key."""
+        if (reason := foreign_request(request.headers.get("Host"), request.headers.get("Origin"))) is not None:
+            return _error(403, reason)
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(sent.encode(), self.key.encode()):
             return _error(
-                409,
-                "this run has no external generator: set rollout_function_path to "
-                "miles_async.rollout.external_rollout.generate_rollout",
+                401, "the API key is missing or wrong: use args.agents.api_key or agent_key of the run folder"
             )
-        sampler, params, live = self._external
-        if not live():
+        return await handler(request)
+
+    async def _open_session(self, http: web.Request) -> web.Response:
+        if self._external is None or not self._external[2]():
             return _error(503, "the engines do not hold the weights of this run yet: try again in a moment")
+        sampler, params, _ = self._external
         name, _ = self._begin(Sample(), sampler, params)
         self._external_sessions[name] = None
         if len(self._external_sessions) > MAX_EXTERNAL_SESSIONS:
@@ -134,6 +150,7 @@ class AgentEndpoint:
         return _json(200, {"session": name, "base_url": self._base_url(name)})
 
     async def _post_trajectory(self, http: web.Request) -> web.Response:
+        assert self._trajectories is not None, "the route exists"
         try:
             posted = msgspec.json.decode(await http.read(), type=dict[str, Any]).get("samples")
             return _json(200, {"group": self._trajectories.add(posted, self._lookup, self._claim)})
@@ -198,9 +215,22 @@ class Agents:
         self._endpoint = endpoint
         self._sampler = sampler
 
+    @property
+    def api_key(self) -> str:
+        """API key of the endpoint, for the client of an agent."""
+        return self._endpoint.key
+
     def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> AbstractAsyncContextManager[str]:
         """Use as `async with agents.session(...) as base_url`; the conversation fills `sample`."""
         return self._endpoint.session(sample, self._sampler, sampling_params)
+
+
+async def _refuse_external(http: web.Request) -> web.Response:
+    return _error(
+        404,
+        "this run has no external generator: set rollout_function_path to "
+        "miles_async.rollout.external_rollout.generate_rollout",
+    )
 
 
 def _body(completion: Completion) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class RayLearner:
         self._config = config
         self._ranks = ranks
         save = save_folder(config)
-        self._checkpoints = None if save is None else CheckpointFolder(save, resumed_from)
+        checksums = config.learner.checkpoint_checksums
+        self._checkpoints = None if save is None else CheckpointFolder(save, resumed_from, checksums=checksums)
         self._draft: Path | None = None
         """Folder of the checkpoint that was copied last, until it is committed."""
 
@@ -47,16 +48,15 @@ class RayLearner:
         # Tensor-, pipeline- and context-parallel ranks report the same tokens: count each data-parallel rank once.
         tokens_of = {data_parallel_rank(learner, rank, ranks): report.tokens for rank, report in enumerate(reports)}
         tokens = sum(tokens_of.values())
-        started, ended = min(report.started for report in reports), max(report.ended for report in reports)
+        seconds = max(report.seconds for report in reports)
         return StepReport(
-            started=started,
-            ended=ended,
+            seconds=seconds,
             tokens=tokens,
             finite=all(report.finite for report in reports),
             metrics={
                 **reports[0].metrics,
                 **_device_metrics(reports),
-                "tokens_per_second": tokens / max(ended - started, 1e-9),
+                "tokens_per_second": tokens / max(seconds, 1e-9),
             },
         )
 
@@ -65,6 +65,10 @@ class RayLearner:
 
     async def onload(self) -> None:
         await all_results(rank.onload.remote() for rank in self._ranks)
+
+    async def work_seconds(self) -> float:
+        seconds: list[float] = await all_results(rank.work_seconds.remote() for rank in self._ranks)
+        return sum(seconds)
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import orjson
 
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.errors import EngineLostError, TrajectoryError
 
+Decode = Callable[[bytes], Any]
 _TEMPORARY = {408, 425, 429, 503}
 """Answers that depend on the state of the server, not on the request; the same request may succeed later."""
 
@@ -31,16 +34,23 @@ class JsonClient:
         # `Permits` bounds the requests; a limit here would let them wait unseen.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
 
-    async def post(self, url: str, body: Any = None, *, within: float) -> Any:
+    async def post(
+        self, url: str, body: Any = None, *, key: str = "", within: float, decode: Decode | None = None
+    ) -> Any:
         """Send a POST request; see `request`."""
-        return await self.request("POST", url, body, within=within)
+        return await self.request("POST", url, body, key=key, within=within, decode=decode)
 
-    async def get(self, url: str, *, within: float) -> Any:
+    async def get(self, url: str, *, key: str = "", within: float) -> Any:
         """Send a GET request; see `request`."""
-        return await self.request("GET", url, within=within)
+        return await self.request("GET", url, key=key, within=within)
 
-    async def request(self, method: str, url: str, body: Any = None, *, within: float) -> Any:
+    async def request(
+        self, method: str, url: str, body: Any = None, *, key: str = "", within: float, decode: Decode | None = None
+    ) -> Any:
         """Send a request with `body` as JSON; return the decoded answer, or its text if it is not JSON.
+
+        `key` is the API key of the server; empty if the server has none. `decode` replaces the decoding of JSON, unless
+        it returns None.
 
         Raises UnavailableError if the server did not take the request, NoAnswerError if there is no answer `within`
         seconds, EngineLostError if the server failed (5xx), and TrajectoryError if it refused the request (4xx), so
@@ -51,7 +61,7 @@ class JsonClient:
                 method,
                 url,
                 data=orjson.dumps(body if body is not None else {}),
-                headers={"content-type": "application/json"},
+                headers={"content-type": "application/json", **authorization(key)},
                 timeout=aiohttp.ClientTimeout(total=within),
             ) as response:
                 content = await response.read()
@@ -65,6 +75,8 @@ class JsonClient:
             raise EngineLostError(f"{method} {url} answered {response.status}: {_start(content)}")
         if response.status >= 400:
             raise TrajectoryError(f"{method} {url} answered {response.status}: {_start(content)}")
+        if decode is not None and (decoded := decode(content)) is not None:
+            return decoded
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError:

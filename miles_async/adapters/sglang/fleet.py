@@ -63,18 +63,22 @@ class SGLangFleet:
         self,
         router_url: str,
         *,
+        router_key: str = "",
         servers: Servers | None = None,
         emit: Callable[[Event], None] = _ignore_event,
         timeout: float = 30.0,
         health_timeout: float = 30.0,
         colocated: bool = False,
     ) -> None:
-        """`emit` receives an event whenever an engine or the router changes.
+        """`router_key` is the API key of the router; empty if it has none.
+
+        `emit` receives an event whenever an engine or the router changes.
 
         `timeout` is in seconds per request, `health_timeout` in seconds until a checked engine has generated a token.
         `colocated` engines must be idle when they release their devices, so they are never asked to generate a token.
         """
         self._router = router_url
+        self._router_key = router_key
         self._servers = servers or ExternalServers()
         self._emit = emit
         self._timeout = timeout
@@ -121,9 +125,9 @@ class SGLangFleet:
         """See `ports.Fleet.serving`."""
         return bool(self._routed) and self._router_serves
 
-    def urls(self) -> Sequence[str]:
-        """Return the URLs of the routed engines."""
-        return tuple(engine.url for engine in self._routed.values())
+    def engines(self) -> Sequence[EngineInfo]:
+        """Return the addresses of the routed engines."""
+        return tuple(self._routed.values())
 
     def register_engine(self, engine: EngineInfo) -> None:
         """Record the address of a started or restarted engine; it receives requests only after `admit`.
@@ -162,7 +166,7 @@ class SGLangFleet:
         await self._post(info, "/flush_cache")
         # The default of SGLang is to abort the requests in flight.
         await self._post(info, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        reported = (await self._client.get(f"{info.url}/model_info", within=self._timeout))["weight_version"]
+        reported = (await self._get(info, "/model_info"))["weight_version"]
         if reported != str(version):
             raise EngineLostError(f"engine {engine} reports weight version {reported} after version {version} was set")
         self._versions[engine] = version
@@ -229,7 +233,7 @@ class SGLangFleet:
             await self._load_of(info)
             return
         try:
-            await self._client.get(f"{info.url}/health_generate", within=self._health_timeout)
+            await self._client.get(f"{info.url}/health_generate", key=info.key, within=self._health_timeout)
         except EngineLostError as lost:
             if not self._paused and pauses == self._pauses:
                 raise EngineLostError(f"it generated no token: {lost}") from lost
@@ -282,7 +286,7 @@ class SGLangFleet:
         await self._client.close()
 
     async def _load_of(self, engine: EngineInfo) -> list[EngineLoad]:
-        answer = await self._client.get(f"{engine.url}/v1/loads?include=core", within=self._timeout)
+        answer = await self._get(engine, "/v1/loads?include=core")
         return [EngineLoad(kv_usage=rank["token_usage"], queued=rank["num_waiting_reqs"]) for rank in answer["loads"]]
 
     def _report_engine(self, engine: str, state: str, reason: str | None) -> None:
@@ -291,7 +295,7 @@ class SGLangFleet:
 
     def _report_router(self, workers: list[dict[str, str]] | None) -> None:
         """Emit an event if the router's state has changed. `workers` is its list, or None if it did not answer."""
-        routed = self.urls()
+        routed = {engine.url for engine in self._routed.values()}
         self._router_serves = any(worker["is_healthy"] and worker["url"] in routed for worker in workers or ())
         healthy = sum(bool(worker["is_healthy"]) for worker in workers or ())
         state = (workers is not None, len(workers or ()), healthy)
@@ -302,9 +306,12 @@ class SGLangFleet:
     async def _post(self, engine: EngineInfo, path: str, body: object = None) -> None:
         """POST to an engine. A refusal (4xx) raises EngineLostError too: the engine is in an unexpected state."""
         try:
-            await self._client.post(engine.url + path, body, within=self._timeout)
+            await self._client.post(engine.url + path, body, key=engine.key, within=self._timeout)
         except TrajectoryError as refusal:
             raise EngineLostError(f"engine {engine.name}: {refusal}") from refusal
+
+    async def _get(self, engine: EngineInfo, path: str) -> Any:
+        return await self._client.get(engine.url + path, key=engine.key, within=self._timeout)
 
     async def _on_all_or_fence(self, act: Callable[[EngineInfo], Awaitable[None]]) -> None:
         """Call `act` on all routed engines at once; fence those for which it fails."""
@@ -318,7 +325,9 @@ class SGLangFleet:
         await asyncio.gather(*[guarded(engine) for engine in self._routed.values()])
 
     async def _add(self, engine: EngineInfo) -> None:
-        await self._ask_router("POST", "/workers", {"url": engine.url})
+        await self._ask_router(
+            "POST", "/workers", {"url": engine.url, **({"api_key": engine.key} if engine.key else {})}
+        )
 
     async def _remove(self, worker: str) -> None:
         # The router refuses if the engine is already gone.
@@ -331,7 +340,9 @@ class SGLangFleet:
 
     async def _ask_router(self, method: str, path: str, body: object = None) -> Any:
         try:
-            return await self._client.request(method, self._router + path, body, within=self._timeout)
+            return await self._client.request(
+                method, self._router + path, body, key=self._router_key, within=self._timeout
+            )
         except EngineLostError as lost:
             raise RouterLostError(f"the router does not answer: {lost}") from lost
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from miles_async.adapters.sglang.client import JsonClient, NoAnswerError, UnavailableError
+from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
+from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
-from miles_async.sample_schema import ScoredAnswer, parse, too_long
+from miles_async.sample_schema import ScoredAnswer, decode_answers, parse, too_long
 from miles_async.types import Group, Sample, SampleStatus
 
 ABORT_TIMEOUT_SECONDS = 30.0
@@ -101,7 +102,8 @@ class SGLangGenerator:
         sampling: SamplingParams,
         *,
         limit: Callable[[], int],
-        engine_urls: Callable[[], Sequence[str]],
+        engines: Callable[[], Sequence[EngineInfo]],
+        router_key: str = "",
         request_timeout: float = 600.0,
         max_prompt_tokens: int | None = None,
         longest_sample: int | None = None,
@@ -110,16 +112,18 @@ class SGLangGenerator:
     ) -> None:
         """`limit` returns how many samples may be at the engines at once: it changes with the number of engines.
 
-        `engine_urls` returns the URLs of the routed engines, which receive aborts directly. `request_timeout` is in
-        seconds. A prompt of more than `max_prompt_tokens` tokens is refused, and one that leaves no room for a
-        response in the `longest_sample` tokens that the learner can train. Requests of a lower `priority` are served
-        only while no request of a higher one waits. `on_request` is called after each answered request.
+        `engines` returns the addresses of the routed engines, which receive aborts directly. `router_key` is the API
+        key of the router. `request_timeout` is in seconds. A prompt of more than `max_prompt_tokens` tokens is refused,
+        and one that leaves no room for a response in the `longest_sample` tokens that the learner can train. Requests
+        of a lower `priority` are served only while no request of a higher one waits. `on_request` is called after each
+        answered request.
         """
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
         self.sampling = sampling
         self._limit = limit
-        self._engine_urls = engine_urls
+        self._engines = engines
+        self._router_key = router_key
         self._timeout = request_timeout
         self._max_prompt_tokens = max_prompt_tokens
         self._longest_sample = longest_sample
@@ -193,15 +197,17 @@ class SGLangGenerator:
         An abort that overtakes its request has no effect, so aborts are repeated.
         """
 
-        async def abort(url: str, body: dict[str, Any]) -> None:
+        async def abort(engine: EngineInfo, body: dict[str, Any]) -> None:
             # The requests of a lost engine end with the engine.
             with suppress(EngineLostError):
-                await self._client.post(f"{url}/abort_request", body, within=ABORT_TIMEOUT_SECONDS)
+                await self._client.post(
+                    f"{engine.url}/abort_request", body, key=engine.key, within=ABORT_TIMEOUT_SECONDS
+                )
 
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_SECONDS):
                 while not stopped():
-                    await asyncio.gather(*[abort(url, body) for url in self._engine_urls() for body in requests])
+                    await asyncio.gather(*[abort(engine, body) for engine in self._engines() for body in requests])
                     await asyncio.sleep(ABORT_REPEAT_SECONDS)
         except TimeoutError as late:
             raise EngineLostError(
@@ -296,9 +302,9 @@ class SGLangGenerator:
                 "return_logprob": True,
                 **self._priority,
             }
-            started = time.time()
-            answers = await self._ask(body)
-            ended = time.time()
+            started = time.monotonic()
+            answers = await self._ask(body, decode_answers)
+            ended, seconds = time.time(), time.monotonic() - started
         if not isinstance(answers, list) or len(answers) != len(samples):
             raise TrajectoryError(f"an engine did not answer with a list of {len(samples)} samples")
         before = sum(sample.response_length for sample in samples)
@@ -309,17 +315,17 @@ class SGLangGenerator:
             self._on_request(
                 RequestEnded(
                     time=ended,
-                    started=started,
+                    seconds=seconds,
                     sequence=call.sequence,
                     samples=len(samples),
                     response_tokens=sum(sample.response_length for sample in samples) - before,
                 )
             )
 
-    async def _ask(self, body: dict[str, Any]) -> Any:
+    async def _ask(self, body: dict[str, Any], decode: Decode | None = None) -> Any:
         """Send one request to the router and return its answer."""
         try:
-            return await self._client.post(self._url, body, within=self._timeout)
+            return await self._client.post(self._url, body, key=self._router_key, within=self._timeout, decode=decode)
         except UnavailableError as error:
             raise RouterLostError(str(error)) from error
         except NoAnswerError as error:

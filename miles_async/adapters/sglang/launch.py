@@ -13,12 +13,15 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
+from miles_async.adapters.sglang.server_key import new_key
+from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""
 PORT_ATTEMPTS = 3
+ENGINE_MODULE = "miles_async.adapters.sglang.engine_process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class EngineSpec:
     """Number of servers that make up the engine, one per node."""
     node_rank: int = 0
     """Index of this server's node. Requests go to the server of node 0 only."""
+    key: str = field(default_factory=new_key, repr=False)
+    """API key that every request to the server has to carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,12 @@ class EngineInfo:
     url: str
     pid: int
     tp: int
+    key: str = field(default="", repr=False)
+    """API key of the server; empty if it has none."""
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +124,13 @@ class EngineServer:
             url = f"http://{self.spec.host}:{port}"
             arguments = command(self.spec, port, rendezvous or self._rendezvous(self._ports))
             self._process = ServerProcess(
-                f"engine {self.spec.name}", "sglang.launch_server", arguments, f"{url}/health", self.spec.log_path
+                f"engine {self.spec.name}", ENGINE_MODULE, arguments, f"{url}/health", self.spec.log_path
             )
             try:
-                self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout)
+                self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout, self.spec.key)
             except PortTakenError:
                 continue
-            self.info = EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp)
+            self.info = EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp, self.spec.key)
             return self.info
         raise FatalError(
             f"engine {self.spec.name} found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})"
@@ -157,7 +168,7 @@ class EngineServer:
 
 
 def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
-    """Return the command line of `sglang.launch_server`."""
+    """Return the command line of the server: the arguments of SGLang, without the key."""
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
         "host": spec.host,
@@ -178,8 +189,10 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
         # evaluation requests are retracted first.
         arguments |= {"enable-priority-scheduling": True, "default-priority-value": 0, "retraction-policy": "priority"}
     if spec.nodes > 1:
-        address = f"{rendezvous.host}:{rendezvous.port}"
-        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank, "dist-init-addr": address}
+        arguments |= {"nnodes": spec.nodes, "node-rank": spec.node_rank}
+    if spec.nodes > 1 or spec.host != LOOPBACK:
+        # Without this address, SGLang's ranks look for the servers of this engine on loopback.
+        arguments["dist-init-addr"] = f"{rendezvous.host}:{rendezvous.port}"
     else:
         arguments["nccl-port"] = rendezvous.port
     if spec.p2p:
@@ -216,6 +229,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
         "PYTHONUNBUFFERED": "1",
+        **interface_variables(spec.host),
     }
     if spec.devices:
         values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))

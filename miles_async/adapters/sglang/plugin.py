@@ -3,8 +3,9 @@
     [project.entry-points."sglang.srt.plugins"]
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
-On all machines: no prefix that was cached under older weights is used after a publish, and the engine gives access to
-its weights and loads delta files (`engine_weights.py`). Without CUDA also: registration of main memory for one-sided
+On all machines: no prefix that was cached under older weights is used after a publish, the engine gives access to its
+weights and loads delta files (`engine_weights.py`), and it is closed to web pages and to clients without the key
+(`lockdown.py`). Without CUDA also: registration of main memory for one-sided
 writes, a faster start, batched decoding attention, and a paused scheduler that does not occupy a core.
 """
 
@@ -27,11 +28,16 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from miles_async.adapters.sglang import cpu_attention, engine_weights
+    from miles_async.adapters.sglang import cpu_attention, engine_weights, lockdown
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     server = "sglang.srt.entrypoints.http_server"
     HookRegistry.register(f"{server}._freeze_gc_after_server_warmup", await_listening, HookType.BEFORE)
+    HookRegistry.register(f"{server}._setup_and_run_http_server", lockdown.protect_server, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", lockdown.hide_keys, HookType.AFTER)
+    bootstrap = "sglang.srt.entrypoints.engine_info_bootstrap_server.EngineInfoBootstrapServer"
+    HookRegistry.register(f"{bootstrap}.__init__", lockdown.remember_bootstrap_server, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.__init__", lockdown.confine_scheduler, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._add_request_to_queue", tag_prefix, HookType.BEFORE)
     HookRegistry.register(

@@ -14,8 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from miles_async.adapters.sglang.redacted_log import RedactedLog
+from miles_async.config.redaction import secret_values
 from miles_async.errors import FatalError
 
+LOG_SECONDS = 2.0
+"""Time limit for the last lines of a server that has ended to reach its log."""
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
 _PORT_TAKEN = re.compile(r"address already in use|port \S+ is (?:already )?(?:in use|not available)", re.IGNORECASE)
 
@@ -25,37 +29,51 @@ class PortTakenError(Exception):
 
 
 class ServerProcess:
-    """A server started as `python -m module` that answers `GET health_url` with status 200 when it is healthy."""
+    """A server started as `python -m module` that answers `GET health_url` with status 200 when it is healthy.
+
+    The module has to call `receive_key` of `server_key.py` first.
+    """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], health_url: str, log_path: Path) -> None:
         self.name = name
         self.health_url = health_url
         self.log_path = log_path
-        self._command = [sys.executable, "-m", "miles_async.adapters.sglang.die_with_parent", module, *arguments]
+        self._command = [sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
+        self._log: RedactedLog | None = None
         self._log_start = 0
         """Offset of this process's output in the log file, which starts with the output of its predecessors."""
 
-    def start(self, environment: Mapping[str, str], cpus: Sequence[int] | None, timeout: float) -> None:
+    def start(self, environment: Mapping[str, str], cpus: Sequence[int] | None, timeout: float, key: str) -> None:
         """Start the process and wait until it is healthy.
 
-        `environment` is added to this process's environment; `cpus` are the cores it may use. Raises PortTakenError if
-        its port is in use, and FatalError with the cause and the path of the log if the process dies or is not healthy
-        after `timeout` seconds; the process is stopped then.
+        `environment` is added to this process's environment; `cpus` are the cores it may use; `key` is the API key that
+        the server demands. Raises PortTakenError if its port is in use, and FatalError with the cause and the path of
+        the log if the process dies or is not healthy after `timeout` seconds; the process is stopped then.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        variables = {**os.environ, "PYTHONPATH": _search_path(), **environment}
+        secrets = secret_values(variables, self._command) | ({key} - {""})
+        log = self._log = RedactedLog(self.log_path, secrets)
+        try:
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, "PYTHONPATH": _search_path(), **environment},
-                stdin=subprocess.PIPE,  # `die_with_parent` watches this pipe
-                stdout=log,
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=log.descriptor,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a process group, so that `stop` reaches the server's own children
             )
+        finally:
+            log.close_writer()
         if cpus:
             os.sched_setaffinity(self._process.pid, cpus)
+        # The pipe stays open: the server ends when it closes (`server_key.receive_key`).
+        assert self._process.stdin is not None, "a pipe"
+        with suppress(BrokenPipeError):  # the server has ended already, which is reported below
+            self._process.stdin.write(f"{key}\n".encode())
+            self._process.stdin.flush()
         deadline = time.monotonic() + timeout
         while not self.answers():
             if self._process.poll() is not None:
@@ -86,6 +104,8 @@ class ServerProcess:
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)
         self._process.communicate()  # closes the pipe and reaps the process
+        if self._log is not None:
+            self._log.finish(LOG_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

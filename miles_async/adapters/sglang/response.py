@@ -15,12 +15,16 @@ _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "ab
 def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str]) -> None:
     """Append the answer's tokens, log-probabilities and version spans to the sample, and set its text and status.
 
+    `reported` is an `EngineAnswer`, or a JSON value that is checked against that schema.
+
     Raises TrajectoryError, without changing the sample, if the answer lacks a field, or if a token has no
     log-probability or no integer weight version: without a version the staleness of the token is unknown.
     """
-    answer = parse(reported, EngineAnswer, f"sample {sample.index}: the engine's answer")
+    answer = reported
+    if not isinstance(answer, EngineAnswer):
+        answer = parse(reported, EngineAnswer, f"sample {sample.index}: the engine's answer")
     meta, ids = answer.meta_info, answer.output_ids
-    log_probs = [log_prob for log_prob, _, _ in meta.output_token_logprobs]
+    log_probs = [token.log_prob for token in meta.output_token_logprobs]
     if len(log_probs) != len(ids):
         raise TrajectoryError(f"sample {sample.index}: {len(ids)} tokens came with {len(log_probs)} log-probabilities")
     status = _STATUS.get(meta.finish_reason.type)

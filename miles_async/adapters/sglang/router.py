@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
+from miles_async.adapters.sglang.server_key import authorization, new_key
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
 
@@ -26,6 +29,8 @@ class RouterSpec:
     """Seconds after which the router gives up a request."""
     start_timeout: float = 60.0
     cpus: Sequence[int] | None = None
+    key: str = field(default_factory=new_key, repr=False)
+    """API key that every request to the router has to carry."""
 
 
 class RouterServer:
@@ -67,8 +72,13 @@ class RouterServer:
         words = [json.dumps(arguments(self.spec, port, metrics_port))]
         module = "miles_async.adapters.sglang.router_process"
         self._process = ServerProcess("sglang-router", module, words, f"{url}/liveness", self.spec.log_path)
-        self._process.start({"NO_PROXY": "127.0.0.1"}, self.spec.cpus, self.spec.start_timeout)
+        self._process.start({"NO_PROXY": "127.0.0.1"}, self.spec.cpus, self.spec.start_timeout, self.spec.key)
         return url
+
+    @property
+    def url(self) -> str:
+        """URL of the router; only after `start`."""
+        return f"http://127.0.0.1:{self._ports[0].number}"
 
     @property
     def metrics_url(self) -> str:
@@ -96,11 +106,19 @@ class RouterServer:
             self._ports.pop().release()
 
 
-def require_router(url: str, within: float = 10.0) -> None:
-    """Raise UserError if no sglang-router answers at `url` within `within` seconds."""
+def require_router(url: str, key: str = "", within: float = 10.0) -> None:
+    """Raise UserError if no sglang-router answers at `url` within `within` seconds, or it refuses the key."""
+    request = urllib.request.Request(f"{url}/workers", headers=authorization(key))
     try:
-        with urllib.request.urlopen(f"{url}/workers", timeout=within) as answer:
+        with urllib.request.urlopen(request, timeout=within) as answer:
             json.load(answer)["workers"]
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.UNAUTHORIZED:
+            raise UserError(f"the sglang-router at {url} answers {error.code} to a request for /workers") from error
+        raise UserError(
+            f"the sglang-router at {url} refuses the key of this run: set sglang_router_api_key to the api_key that it "
+            "was started with"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"no sglang-router answers at sglang_router_ip and sglang_router_port: {url}/workers: {error}; start one "
@@ -109,7 +127,7 @@ def require_router(url: str, within: float = 10.0) -> None:
 
 
 def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:
-    """Return the arguments of `RouterArgs`.
+    """Return the arguments of `RouterArgs`, without the key.
 
     Retries and circuit breaking are off, because the pipeline itself retries groups and fences engines.
     """
@@ -120,6 +138,8 @@ def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:
         "policy": spec.policy,
         "log_level": "warn",
         "request_timeout_secs": int(spec.request_timeout) or 1,
+        # An empty list would allow web pages of any origin to read the router's answers; no page has this origin.
+        "cors_allowed_origins": ["http://none.invalid"],
         "disable_retries": True,
         "disable_circuit_breaker": True,
         "worker_startup_timeout_secs": int(spec.start_timeout),

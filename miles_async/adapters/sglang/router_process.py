@@ -9,8 +9,17 @@ from __future__ import annotations
 import json
 import sys
 
-from sglang_router.router import Router
-from sglang_router.router_args import RouterArgs
+from miles_async.adapters.sglang.server_key import receive_key
+
+
+def main() -> None:
+    key = receive_key()
+
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
+
+    Router.from_args(RouterArgs(**json.loads(sys.argv[1]), api_key=key)).start()
+
 
 if __name__ == "__main__":
-    Router.from_args(RouterArgs(**json.loads(sys.argv[1]))).start()
+    main()

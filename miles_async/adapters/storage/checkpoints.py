@@ -2,7 +2,7 @@
 
     <save>/rollout_0000019/actor/          Megatron distributed checkpoint of the policy; `critic/` likewise
     <save>/rollout_0000019/progress.json   state of the pipeline: rollout, data position, unfinished groups
-    <save>/rollout_0000019/files.json      size of each file, by which a damaged checkpoint is recognised
+    <save>/rollout_0000019/files.json      size and checksum of each file, by which a damaged checkpoint is recognised
     <save>/latest                          names of the newest checkpoint and of those before it, one per line
     <save>/.lock                           locked by the run that writes to the folder
 
@@ -20,18 +20,23 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
 
+from miles_async.adapters.storage.checksum import checksum, file_chunks
 from miles_async.atomic_files import flush_folder, flush_to_disk, replace_folder, write_atomically
 from miles_async.errors import UserError
 
 _MARKER, _LOCK, _PROGRESS, _FILES = "latest", ".lock", "progress.json", "files.json"
 _PREFIX = "rollout_"
+CHECKSUM_THREADS = 4
+"""Files whose checksums are computed at the same time."""
 
 log = structlog.get_logger(__name__)
 
@@ -47,9 +52,13 @@ class ResumePoint(NamedTuple):
 class CheckpointFolder:
     """The checkpoints of one run. Call `lock` before the first `begin`."""
 
-    def __init__(self, root: Path, resumed_from: Path | None = None) -> None:
-        """`resumed_from` is the checkpoint that the run was resumed from, in this folder or in another one."""
+    def __init__(self, root: Path, resumed_from: Path | None = None, *, checksums: bool = True) -> None:
+        """`resumed_from` is the checkpoint that the run was resumed from, in this folder or in another one.
+
+        Without `checksums`, only the sizes of files are stored and compared.
+        """
         self._root = root
+        self._checksums = checksums
         self._names: list[str] = []
         """Names of the checkpoints of this line of training, newest first."""
         if resumed_from is not None and resumed_from.parent.resolve() == root.resolve():
@@ -107,9 +116,13 @@ class CheckpointFolder:
 
         Checkpoints of the runs that this run was resumed from count as its own. A checkpoint of another run is replaced
         if it has the same name, and kept otherwise. Returns the path of the checkpoint. Raises OSError if the disk is
-        full; the marker then still names the previous checkpoint.
+        full; the marker then still names the previous checkpoint. Reads all files for their checksums, so call this in
+        a thread.
         """
-        (draft / _FILES).write_text(json.dumps(_sizes(draft)))
+        sizes = _sizes(draft)
+        found = _file_checksums(draft, list(sizes)) if self._checksums else {}
+        files = {name: {"bytes": size, "checksum": found.get(name)} for name, size in sizes.items()}
+        (draft / _FILES).write_text(json.dumps(files))
         flush_folder(draft)
         path = self._root / f"{_PREFIX}{rollout_id:07d}"
         # The folder exists already if this run was resumed from an earlier checkpoint.
@@ -135,7 +148,7 @@ class CheckpointFolder:
         damage: list[str] = []
         for name in self._listed():
             try:
-                _check(self._root / name)
+                _check(self._root / name, checksums=self._checksums)
                 return ResumePoint(self._root / name, damage)
             except UserError as error:
                 damage.append(str(error))
@@ -196,21 +209,43 @@ def _has(values: dict[str, Any], name: str, kind: type[Any]) -> bool:
     return isinstance(values.get(name), kind)
 
 
-def _check(checkpoint: Path) -> None:
-    """Raises UserError if the checkpoint is incomplete or damaged. Compares the sizes of files, not their contents."""
+def _check(checkpoint: Path, *, checksums: bool) -> None:
+    """Raises UserError if the checkpoint is incomplete or damaged. Without `checksums`, only sizes are compared."""
     read_progress(checkpoint)
     if not (checkpoint / _FILES).is_file():
         return  # written by a version of this project that did not list the files
     try:
-        expected: dict[str, int] = dict(json.loads((checkpoint / _FILES).read_text()))
-    except (ValueError, TypeError) as error:
+        files = {
+            str(name): (int(entry["bytes"]), entry["checksum"])
+            for name, entry in dict(json.loads((checkpoint / _FILES).read_text())).items()
+        }
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"checkpoint {checkpoint}: {_FILES} is broken: {error}") from error
-    found = _sizes(checkpoint)
-    for name, size in expected.items():
-        if name not in found:
+    sizes = _sizes(checkpoint)
+    for name, (size, _) in files.items():
+        if name not in sizes:
             raise UserError(f"checkpoint {checkpoint} is damaged: {name} is missing")
-        if found[name] != size:
-            raise UserError(f"checkpoint {checkpoint} is damaged: {name} has {found[name]} bytes instead of {size}")
+        if sizes[name] != size:
+            raise UserError(f"checkpoint {checkpoint} is damaged: {name} has {sizes[name]} bytes instead of {size}")
+    if not checksums:
+        return
+    started = time.monotonic()
+    expected = {name: stored for name, (_, stored) in files.items() if stored is not None}
+    try:
+        found = _file_checksums(checkpoint, list(expected))
+    except OSError as error:
+        raise UserError(f"checkpoint {checkpoint} is damaged: {error}") from error
+    for name, stored in expected.items():
+        if found[name] != stored:
+            raise UserError(f"checkpoint {checkpoint} is damaged: the contents of {name} have changed (checksum)")
+    if (seconds := time.monotonic() - started) > 10:
+        log.info("the checksums of the checkpoint were compared", checkpoint=str(checkpoint), seconds=round(seconds, 1))
+
+
+def _file_checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Checksum of each of these files, several files at a time: hashing releases the interpreter lock."""
+    with ThreadPoolExecutor(CHECKSUM_THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: checksum(file_chunks(folder / name)), names), strict=True))
 
 
 def _sizes(folder: Path) -> dict[str, int]:

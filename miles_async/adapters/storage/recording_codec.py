@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
 import orjson
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from miles_async.errors import TrajectoryError
 from miles_async.recording import GroupRecord, Recording
+from miles_async.sample_schema import parse
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
 _ARRAYS: dict[str, Any] = {
@@ -32,6 +35,38 @@ _ARRAYS: dict[str, Any] = {
 """The arrays of a file and their types, widest first, so that every array is aligned to its item size."""
 _DTYPE_NAMES = {np.float64: "F64", np.int64: "I64", np.int32: "I32", np.uint8: "U8"}
 """The names of these types in the safetensors format."""
+
+
+_Natural = Annotated[int, Meta(ge=0)]
+
+
+class _SampleHeader(Struct):
+    """The JSON of a sample; `check_stored` checks the other fields of the sample."""
+
+    index: int | None
+    prompt: str | list[dict[str, Any]]
+    metadata: dict[str, Any]
+    response_length: _Natural
+    status: SampleStatus
+    lengths: dict[Literal["tokens", "log_probs", "spans", "text", "loss_mask"], _Natural]
+
+
+class _GroupHeader(Struct):
+    """The JSON of a group."""
+
+    feed_index: str
+    prompt: str
+    version: int
+    seconds: Annotated[float, Meta(ge=0)]
+    samples: list[_SampleHeader]
+
+
+class _Header(Struct):
+    """The JSON of a recording."""
+
+    seconds: Annotated[float, Meta(ge=0)]
+    groups: Annotated[list[_GroupHeader], Meta(min_length=1)]
+    identity: dict[str, Any]
 
 
 def describe(recording: Recording) -> dict[str, Any]:
@@ -78,10 +113,17 @@ def write(recording: Recording, content: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, meta: dict[str, Any], step: int) -> Recording:
-    """Read a file whose checksum was verified; `meta` contains the result of `describe`."""
+    """Read a file whose checksum was verified; `meta` contains the result of `describe`.
+
+    Raises TrajectoryError if `meta` or the lengths of the arrays are invalid. The samples are not checked.
+    """
+    parse(meta, _Header, "recording")
     offsets = dict.fromkeys(_ARRAYS, 0)
     with safe_open(path, framework="numpy") as file:
-        columns = {kind: file.get_slice(kind) for kind in _ARRAYS}
+        columns = {kind: file.get_slice(kind) for kind in _ARRAYS if kind in file.keys()}  # noqa: SIM118
+        for kind, length in _total_lengths(meta).items():
+            if kind not in columns or columns[kind].get_shape() != [length]:
+                raise TrajectoryError(f"recording: the array {kind} does not have {length} entries")
 
         def next_slices(lengths: dict[str, int]) -> dict[str, NDArray[Any]]:
             slices = {}

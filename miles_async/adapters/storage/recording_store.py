@@ -19,16 +19,24 @@ from threading import Lock
 from typing import Any
 
 import orjson
+from safetensors import SafetensorError
 
 from miles_async.adapters.storage import recording_codec as codec
 from miles_async.adapters.storage.checksum import checksum, file_chunks
 from miles_async.atomic_files import atomic_folder
+from miles_async.errors import TrajectoryError
 from miles_async.recording import Recording
+from miles_async.sample_schema import SampleLimits, check_stored
+from miles_async.types import SampleStatus
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
 FORMAT = 1
 DRAFT_LIFETIME_SECONDS = 3600.0
 """A temporary folder older than this belongs to a writer that was killed."""
+
+
+GENERATED = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
+"""The states of the samples in an entry."""
 
 
 class RecordingDamagedError(Exception):
@@ -106,15 +114,35 @@ class RecordingStore:
         """Verify and load an entry.
 
         Raises RecordingDamagedError if the entry fails its checks. The entry is renamed first, so that the step can be
-        recorded again.
+        recorded again. The samples are checked by `check_samples`.
         """
         path = self.path(step)
         try:
             meta = _verified_meta(path)
-            # No further checks are needed: a file that matches its checksum is the file that `save` wrote.
             return LoadedRecording(codec.read(path / BATCH, meta, step), meta["identity"])
-        except (RecordingDamagedError, OSError) as error:
-            raise RecordingDamagedError(f"{path} is damaged ({error}) and {self._set_aside(step)}") from error
+        except (RecordingDamagedError, TrajectoryError, SafetensorError, OSError) as error:
+            raise self._damaged(step, error) from error
+        except (KeyError, TypeError) as error:
+            raise self._damaged(step, RecordingDamagedError(f"{META} has another structure: {error!r}")) from error
+
+    def check_samples(self, step: int, recording: Recording, limits: SampleLimits, samples_per_group: int) -> None:
+        """Check a loaded entry, whose checksum only shows that the file is unchanged since it was written.
+
+        Raises RecordingDamagedError if a sample cannot be trained. The entry is renamed first, as in `load`.
+        """
+        try:
+            for group in recording.groups:
+                if len(group.samples) != samples_per_group:
+                    raise TrajectoryError(f"{group.feed_index} has {len(group.samples)} samples of {samples_per_group}")
+                check_stored(group.samples, limits, group.version)
+                if not {sample.status for sample in group.samples} <= GENERATED:
+                    raise TrajectoryError(f"{group.feed_index} has a sample that is not generated completely")
+        # ValueError: bytes that are no text, or an incomplete version span.
+        except (TrajectoryError, ValueError) as error:
+            raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, error: Exception) -> RecordingDamagedError:
+        return RecordingDamagedError(f"{self.path(step)} is damaged ({error}) and {self._set_aside(step)}")
 
     def _check_limit(self, size: int) -> None:
         if self._max_bytes is not None and self._bytes + size > self._max_bytes:

@@ -60,7 +60,10 @@ def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"format": FORMAT, "rollout_id": str(rollout_id), "checksum": _checksum(columns)}
     with atomic_file(path) as temporary:
-        save_file(columns, temporary, metadata=header)
+        try:
+            save_file(columns, temporary, metadata=header)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:

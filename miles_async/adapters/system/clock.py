@@ -1,4 +1,4 @@
-"""The system clock."""
+"""The clocks of the operating system."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import time
 
 
 class SystemClock:
-    """Implements the `Clock` port with wall-clock time in seconds and the sleep of the event loop."""
+    """Implements the `Clock` port with the clocks of the operating system and the sleep of the event loop."""
 
-    def now(self) -> float:
+    def time(self) -> float:
         return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.engine_weights import CHECKSUMS, REGIONS
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.layout import Shape
 from miles_async.errors import EngineLostError
 
@@ -85,32 +84,27 @@ def read_checksums(engine: EngineMemory, windows: Sequence[Sequence[Window]], *,
 
 
 def _ask_all_ranks(info: EngineInfo, action: str, *, timeout: float) -> list[dict[str, str]]:
-    answer = call_engine(info.url, "/weights_checker", {"action": action}, timeout=timeout)
+    answer = call_engine(info, "/weights_checker", {"action": action}, timeout=timeout)
     return [rank["checksums"] for rank in answer["ranks"]]
 
 
-def local_address_for(url: str) -> str:
-    """Return this machine's address on the network that leads to `url`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((urlsplit(url).hostname, 9))  # a UDP connect chooses a route and sends nothing
-        address: str = probe.getsockname()[0]
-        return address
-
-
-def call_engine(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
+def call_engine(
+    engine: EngineInfo, path: str, body: Mapping[str, Any] | None = None, *, timeout: float
+) -> dict[str, Any]:
     """POST `body` as JSON, or GET if there is no body; return the decoded answer.
 
     Raises EngineLostError if the engine does not answer within `timeout` seconds or answers with an error.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data=data, headers={"content-type": "application/json"})
+    headers = {"content-type": "application/json", **authorization(engine.key)}
+    request = urllib.request.Request(engine.url + path, data=data, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             decoded: dict[str, Any] = json.load(answer)
             return decoded
     except urllib.error.HTTPError as error:
         text = " ".join(error.read(300).decode(errors="replace").split())
-        raise EngineLostError(f"{url}{path} answered {error.code}: {text}") from error
+        raise EngineLostError(f"{engine.url}{path} answered {error.code}: {text}") from error
     except (OSError, HTTPException, json.JSONDecodeError) as error:
         # JSONDecodeError: an engine that dies while it answers leaves half of the JSON.
-        raise EngineLostError(f"{url}{path}: {error}") from error
+        raise EngineLostError(f"{engine.url}{path}: {error}") from error

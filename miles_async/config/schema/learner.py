@@ -132,6 +132,14 @@ class Learner(Section):
     the name is replaced by the number of the rollout. If unset, nothing is exported."""
     save_keep: int = Field(2, ge=1)
     """Number of checkpoints to keep in save; older checkpoints are deleted."""
+    checkpoint_checksums: bool = True
+    """Store a checksum of each file of a checkpoint, and compare the checksums when a run resumes (load), so that a
+    file with damaged contents is found. If off, only the sizes of files are compared: reading a checkpoint of many
+    terabytes takes long."""
+    termination_grace_seconds: float = Field(8.0, ge=0)
+    """Seconds that the current step and its checkpoint have together after SIGTERM; then they are abandoned. Raise this
+    for models whose step and checkpoint take longer. The sender of SIGTERM must wait at least 15 seconds longer than
+    this before it sends SIGKILL. Ctrl-C sets no time limit."""
     load: str | None = None
     """The save folder of an earlier run. The run resumes from the newest checkpoint in it. If unset, the run starts
     from the beginning."""

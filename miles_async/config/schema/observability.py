@@ -26,6 +26,12 @@ class Observability(Section):
     """Write trace.json to the run folder, a timeline of groups, requests, steps and publishes for ui.perfetto.dev."""
     trace_max_bytes: int = Field(64 * 2**20, ge=2**16)
     """Maximum size of trace.json in bytes. Near the limit, groups and requests are left out first."""
+    event_log_rotate_bytes: int = Field(64 * 2**20, ge=2**16)
+    """Size in bytes at which events.jsonl in the run folder becomes a compressed part of the event log, and a new
+    events.jsonl begins. It is never more than an eighth of event_log_max_bytes."""
+    event_log_max_bytes: int = Field(10 * 2**30, ge=2**20)
+    """Maximum size in bytes of the event log in the run folder, which the report reads. Beyond it, the oldest events
+    are deleted, except for the part with the start of the run."""
     log_format: Literal["console", "json"] = "console"
     """Format of the log: console for reading, json for machine processing."""
     progress_bar: bool = True
@@ -45,8 +51,9 @@ class Observability(Section):
     """Plot rollout and evaluation metrics over optimizer steps instead of rollouts, in TensorBoard and Weights &
     Biases."""
     no_progress_warn_seconds: float = Field(30.0, gt=0)
-    """Seconds without progress after which a warning is logged, and the interval at which it is repeated. Progress is a
-    collected group, a training step, a publish, a checkpoint or an evaluation."""
+    """Seconds without progress after which a warning is logged, and the interval at which it is repeated. A collected
+    group, a training step and a publish are progress. A long step or checkpoint is progress while the learner works on
+    it, and an evaluation while it runs."""
     no_progress_abort_seconds: float = Field(600.0, gt=0)
     """Seconds without progress (see no_progress_warn_seconds) after which the run is stopped with an error."""
 

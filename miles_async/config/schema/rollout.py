@@ -140,8 +140,9 @@ class Rollout(Section):
     """Continue groups that were aborted at the end of a batch from the tokens generated so far. If off, such groups are
     generated from scratch. This applies to rollout functions that return batches."""
     eval_interval: int | None = Field(None, ge=1)
-    """Number of rollouts between two evaluations. Asynchronous runs keep training during an evaluation. If unset, the
-    model is evaluated only before and after the run."""
+    """Number of rollouts between two evaluations. Asynchronous runs keep training during an evaluation, and skip an
+    evaluation that has not started when the next one is due. If unset, the model is evaluated only before and after the
+    run."""
     eval_datasets: dict[str, EvalDataset] = {}
     """Additional data sets for evaluation, by name. Each has its own path, size and sampling parameters."""
     eval_function_path: str | None = None

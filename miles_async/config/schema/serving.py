@@ -61,6 +61,9 @@ class Engine(Section):
     """IP address of an existing sglang-router that can reach the engines. If unset, the run starts its own router."""
     sglang_router_port: int | None = Field(None, ge=1, le=65535)
     """Port of the existing sglang-router at sglang_router_ip. If unset, the run starts its own router."""
+    sglang_router_api_key: str | None = None
+    """API key of the existing sglang-router at sglang_router_ip. env:NAME reads the key from an environment variable,
+    file:PATH from a file; neither shows it on the command line. If unset, requests to that router carry no key."""
     sglang_router_request_timeout_secs: float = Field(21600.0, gt=0)
     """Time limit in seconds for the answer to one request to an engine. A request that exceeds the limit counts as a
     failed attempt of its group. Health checks find engines that hang, so the limit only has to exceed the time of the

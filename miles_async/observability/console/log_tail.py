@@ -85,10 +85,13 @@ class LogTail:
 
 
 def _new_lines(file: _File) -> list[str]:
-    """Return the lines that were completed since the last poll."""
-    with file.path.open("rb") as stream:
-        stream.seek(file.read)
-        new = stream.read(MAX_READ_BYTES)
+    """Return the lines that were completed since the last poll; none if the file cannot be read."""
+    try:
+        with file.path.open("rb") as stream:
+            stream.seek(file.read)
+            new = stream.read(MAX_READ_BYTES)
+    except OSError:
+        return []
     # The process may still be writing the last line, so it is read by a later poll. A full buffer is taken entirely:
     # it may lack a newline, and waiting for one would never make progress.
     complete = new[: new.rfind(b"\n") + 1] if len(new) < MAX_READ_BYTES else new

@@ -18,6 +18,7 @@ from structlog.typing import EventDict, Processor
 from tqdm import tqdm
 
 from miles_async.config.redaction import redact_text
+from miles_async.observability.console.lossy_output import survive_lost_output
 
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
     # The local variables of every frame would hide the cause among noise, and they may hold secrets.
@@ -36,6 +37,13 @@ class _ProgressBarHandler(logging.Handler):
             self.handleError(record)
 
 
+class _DroppingFileHandler(logging.FileHandler):
+    """Appends to a file, and drops lines that cannot be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print nothing: standard error goes to a file on the same disk."""
+
+
 def configure_logging(log_format: Literal["console", "json"], *, level: int = logging.INFO) -> None:
     """Log to stderr: our own lines from `level` up, those of other libraries from WARNING up.
 
@@ -49,7 +57,7 @@ def configure_worker_logging(logs: Path, process: str, run: str, *, level: int =
 
     Our own lines go to `<logs>/<process>.jsonl` as JSON, each with the keys `run` and `process`. All other output,
     including that of native code, goes to `<logs>/<process>.log`. The driver shows the important lines of both files
-    (see `LogTail`).
+    (see `LogTail`). Lines that cannot be written, for example because the disk is full, are dropped.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"{process}.log").open("ab", buffering=0) as output:
@@ -58,9 +66,11 @@ def configure_worker_logging(logs: Path, process: str, run: str, *, level: int =
         # Replacing the file descriptors, not sys.stdout, also captures what native code prints.
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    # A user's function may print, and must not fail because its output cannot be written.
+    survive_lost_output()
     # These keys are not context variables, because a context variable set here is only visible to the current task.
     binding = _bind(run=run, process=process)
-    _configure(logging.FileHandler(logs / f"{process}.jsonl"), "json", level, binding)
+    _configure(_DroppingFileHandler(logs / f"{process}.jsonl"), "json", level, binding)
 
 
 def _bind(**values: str) -> Processor:

@@ -92,7 +92,7 @@ class StepLog:
     def _facts(self, event: StepEnded) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "rollout": event.rollout,
-            "seconds": round(event.ended - event.started, 3),
+            "seconds": round(event.seconds, 3),
             "tokens": event.tokens,
             "reward": round(event.reward, 4),
             "response_length": round(event.response_length, 2),

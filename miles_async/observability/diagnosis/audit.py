@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from miles_async.events import (
     Event,
+    EventsMissing,
     GroupGenerated,
     GroupMoved,
     GroupReplayed,
@@ -43,7 +44,7 @@ class _Life:
 
 
 class Audit:
-    """Pass every event to `observe` in order.
+    """Pass every event to `observe` in order. An event log with deleted parts is checked up to the first of them.
 
     `violations` are sentences. `owed` holds the prompts that were dropped and have not been admitted again yet.
     """
@@ -62,6 +63,8 @@ class Audit:
         self._trained: set[str] = set()
         self._live_version = -1
         self._next_sequence = 0
+        self._complete = True
+        """Whether no events are missing so far."""
         self.violations: list[str] = []
         self.owed: set[str] = set()
         self.trained = 0
@@ -70,6 +73,8 @@ class Audit:
         self.greatest_bypass = 0
 
     def observe(self, event: Event) -> None:
+        if not self._complete:
+            return
         match event:
             case RunStarted():
                 self._window, self._slots = event.window, event.slots
@@ -83,6 +88,9 @@ class Audit:
                 self._step_started(event)
             case PublishEnded() if event.live:
                 self._live_version = event.version
+            case EventsMissing():
+                self._violated("parts of the event log were deleted; later events cannot be checked")
+                self._complete = False
             case _:
                 pass
 

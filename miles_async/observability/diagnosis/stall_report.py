@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from time import time
 from typing import Any
 
 from miles_async.events import (
     ClusterReady,
     EngineBusy,
     EngineChanged,
-    Evaluated,
     Event,
     GroupMoved,
     ProcessSilent,
@@ -16,7 +16,6 @@ from miles_async.events import (
     PublishStarted,
     Pulse,
     Stalled,
-    StepEnded,
     StepStarted,
     TrainerPhaseChanged,
 )
@@ -32,9 +31,9 @@ class StallReport:
     def __init__(self, warn_seconds: float) -> None:
         """`warn_seconds` is `--no-progress-warn-seconds`, the time without progress after which a stall is reported."""
         self._warn_seconds = warn_seconds
-        self._clock = StallClock(warn_seconds)
-        self._progress: float | None = None
-        """When a group was last queued, or a step, publish or evaluation last ended."""
+        self._stall = StallClock(warn_seconds)
+        self._idle: tuple[float, float] | None = None
+        """Seconds without progress that the rollout worker reported last, and when (`time.monotonic`)."""
         self._pulse: Pulse | None = None
         self._requests = 0
         self._counts: dict[str, int] = {}
@@ -43,29 +42,26 @@ class StallReport:
         self._phase = "start"
         self._publishing: int | None = None
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: Event, now: float) -> None:
+        """Follow an event that arrived at `now`, in seconds of the monotonic clock."""
         match event:
             case GroupMoved():
                 self._counts = event.counts
-                if event.after == "queued":
-                    self._progress = event.time
             case Pulse():
                 self._pulse = event
+                self._idle = event.idle_seconds, now
             case EngineBusy():
                 self._requests = event.in_flight
-            case ClusterReady() | Evaluated():
-                self._progress = event.time
+            case ClusterReady():
+                self._idle = 0.0, now
             case TrainerPhaseChanged():
                 self._phase = event.to
             case StepStarted():
                 self._phase = "step"
-            case StepEnded():
-                self._progress = event.time
             case PublishStarted():
                 self._publishing = event.version
             case PublishEnded():
                 self._publishing = None
-                self._progress = event.time
                 self._publish_ended(event)
             case EngineChanged():
                 self._engine_changed(event)
@@ -77,13 +73,16 @@ class StallReport:
                 pass
 
     def unreported_stall(self, now: float) -> Stalled | None:
-        """Return a stall that the rollout worker cannot report because it does not answer; None if there is none."""
-        seconds = now - self._progress if self._progress is not None else 0.0
-        if "rollout" not in self._silent or not self._clock.due(seconds):
+        """Return a stall that the rollout worker cannot report because it does not answer; None if there is none.
+
+        `now` is in seconds of the monotonic clock.
+        """
+        seconds = self.idle_seconds(now)
+        if "rollout" not in self._silent or not self._stall.due(seconds):
             return None
         pulse = self._pulse
         return Stalled(
-            time=now,
+            time=time(),
             seconds=seconds,
             queue=pulse.queue if pulse is not None else 0,
             collected=pulse.collected if pulse is not None else 0,
@@ -92,8 +91,15 @@ class StallReport:
 
     def stalled_for(self, now: float) -> float:
         """Return the seconds since the last progress, or 0 if they are fewer than `warn_seconds`."""
-        seconds = now - self._progress if self._progress is not None else 0.0
+        seconds = self.idle_seconds(now)
         return seconds if seconds >= self._warn_seconds else 0.0
+
+    def idle_seconds(self, now: float) -> float:
+        """Return the seconds since the last progress; 0 before the run starts."""
+        if self._idle is None:
+            return 0.0
+        seconds, reported_at = self._idle
+        return seconds + now - reported_at
 
     def facts(self) -> dict[str, Any]:
         """Return the state of learner, rollout, window and engines as the keys of one log line."""

@@ -87,6 +87,8 @@ SILENT_SECONDS = 5.0
 """A process that has not answered for this long determines the verdict."""
 SETTLE_SECONDS = 2.0
 """A new verdict is announced after it has held for this long."""
+CLOCK_STEP_SECONDS = 60.0
+"""Two times further apart than this lie before and after a step of the wall clock: a run reports twice a second."""
 MOSTLY_FILTERED = 0.5
 """Fraction of recent groups dropped by filters above which waiting for groups counts as waiting for the filter."""
 
@@ -159,7 +161,7 @@ class Verdicts:
         self._filtered: deque[bool] = deque(maxlen=64)
         """For each of the last generated groups, whether a filter dropped it."""
         self._silent: dict[str, float] = {}
-        """Processes that do not answer, and when each answered last."""
+        """Processes that do not answer, and for how many seconds."""
         self._accounted_until = 0.0
         self._step_ended: float | None = None
         self._horizon = HORIZON_SECONDS
@@ -212,9 +214,8 @@ class Verdicts:
         """The current verdict."""
         fractions = self._recent.fractions
         if self._silent:
-            process, since = min(self._silent.items(), key=lambda item: item[1])
+            process, seconds = max(self._silent.items(), key=lambda item: item[1])
             kind = Bottleneck.TRAINER if process.startswith("learner") else Bottleneck.ROLLOUT
-            seconds = self._accounted_until - since
             return Finding(kind, f"{process} has not answered for {seconds:.0f}s", fractions, process)
         kind, fraction = self._judge(fractions)
         return Finding(kind, REASONS[kind].format(fraction=fraction), fractions)
@@ -256,6 +257,11 @@ class Verdicts:
     def _account(self, now: float) -> None:
         """Assign the time since the previous call to what the learner did in it."""
         seconds = now - self._accounted_until
+        if abs(seconds) > CLOCK_STEP_SECONDS and self._accounted_until:
+            # The wall clock was set, or the machine was suspended. The recent time has another time base now.
+            self._recent, self._step_ended, self._changed_at = _RecentTime(), None, None
+            self._accounted_until = now
+            return
         if seconds <= 0:
             # Events of several processes arrive slightly out of order. This time is already assigned.
             return
@@ -293,6 +299,6 @@ class Verdicts:
     def _process_silent(self, event: ProcessSilent) -> None:
         self._account(event.time)
         if event.seconds >= SILENT_SECONDS:
-            self._silent.setdefault(event.process, event.time - event.seconds)
+            self._silent[event.process] = event.seconds
         elif event.seconds == 0:
             self._silent.pop(event.process, None)

@@ -131,6 +131,9 @@ class Instruments:
         self.reward_seconds = histogram("reward_seconds", "Time from the last token of a group to its reward.", SECONDS)
         self.group_reward = histogram("group_reward", "Mean reward of a generated group.", REWARDS)
         self.group_response_tokens = histogram("group_response_tokens", "Response tokens of a generated group.", TOKENS)
+        self.unwritten_dead_letters = self._gauge(
+            "unwritten_dead_letters", "Dead letters that could not be written and are kept in memory."
+        )
         self.generated_samples = self._counter("generated_samples", "Samples that were generated and rewarded.")
         self.truncated_samples = self._counter(
             "truncated_samples", "Samples that were truncated at the response limit."
@@ -186,6 +189,15 @@ class Instruments:
         self.eval_reward = BoundedLabels(gauge("eval_reward", "Mean reward on a data set.", "name"))
         self.eval_truncated = BoundedLabels(
             gauge("eval_truncated_ratio", "Fraction of truncated samples on a data set.", "name")
+        )
+        self.eval_oldest_version = BoundedLabels(
+            gauge("eval_oldest_weight_version", "Oldest weight version of the last evaluation of a data set.", "name")
+        )
+        self.eval_newest_version = BoundedLabels(
+            gauge("eval_newest_weight_version", "Newest weight version of the last evaluation of a data set.", "name")
+        )
+        self.skipped_evaluations = counter(
+            "skipped_evaluations", "Evaluations that were skipped because a newer one was due before they could start."
         )
 
     def _declare_weights_and_engines(self) -> None:

@@ -18,9 +18,11 @@ from miles_async.events import (
     BatchDrained,
     ClusterReady,
     DataSkipped,
+    DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
     Evaluated,
+    EvaluationSkipped,
     Event,
     GroupFiltered,
     GroupGenerated,
@@ -89,7 +91,8 @@ class MetricsRecorder:
         """The value of each counter that `_increase_to` sets."""
         self._blocked_seconds: dict[str, float] = {}
         """Seconds in which admission was blocked, by cause, without the time for which it is blocked now."""
-        self._last_progress: float | None = None
+        self._idle: tuple[float, float] | None = None
+        """Seconds without progress that the rollout worker reported last, and the time of the report."""
         self._routed: set[str] = set()
         self._lost: set[str] = set()
         self._samples_per_group = 1
@@ -160,6 +163,7 @@ class MetricsRecorder:
                 self._metrics.cluster.info({"weight_transfer": event.weight_transfer})
                 self._metrics.warm_start_seconds.set(event.warm_start_seconds)
                 # Starting the cluster may take long, so a lack of progress counts as a stall only from here on.
+                self._idle = 0.0, event.time
                 self._record_progress("start", event.time)
             case GroupFiltered():
                 self._metrics.filtered_groups.labels(event.reason).inc()
@@ -167,12 +171,16 @@ class MetricsRecorder:
                 self._metrics.removed_samples.inc(event.samples)
             case DataSkipped():
                 self._metrics.skipped_data.labels(event.reason).inc()
+            case DeadLettersUnwritten():
+                self._metrics.unwritten_dead_letters.set(event.letters)
             case WriteFailed():
                 self._metrics.write_failures.labels(event.then).inc()
             case RouterChanged():
                 self._metrics.router_up.set(event.up)
                 self._metrics.router_engines.labels("healthy").set(event.healthy)
                 self._metrics.router_engines.labels("unhealthy").set(event.engines - event.healthy)
+            case EvaluationSkipped():
+                self._metrics.skipped_evaluations.inc()
             case Stalled():
                 self._metrics.stalls.inc()
             case _:
@@ -180,8 +188,9 @@ class MetricsRecorder:
 
     def tick(self, now: float) -> None:
         """Update the metrics that grow with time alone to `now` (wall-clock seconds)."""
-        if self._last_progress is not None:
-            self._metrics.since_progress_seconds.set(max(0.0, now - self._last_progress))
+        if self._idle is not None:
+            seconds, reported_at = self._idle
+            self._metrics.since_progress_seconds.set(seconds + max(0.0, now - reported_at))
         self._increase_to(self._metrics.learner_idle_seconds, self._learner_idle.total(now))
         if self._engine_idle is not None:
             self._increase_to(self._metrics.engine_idle_seconds, self._engine_idle.total(now))
@@ -206,7 +215,6 @@ class MetricsRecorder:
         self._increase_to(self._metrics.admission_blocked_seconds.labels(cause), total)
 
     def _record_progress(self, what: str, now: float) -> None:
-        self._last_progress = now
         if what not in self._progress:
             self._metrics.last_progress_timestamp.labels(what).set_function(lambda: self._progress[what])
         self._progress[what] = now
@@ -242,14 +250,15 @@ class MetricsRecorder:
 
     def _group_generated(self, event: GroupGenerated) -> None:
         self._staleness.record_generation(event)
-        self._metrics.generation_seconds.observe(event.generated - event.started)
-        self._metrics.reward_seconds.observe(event.time - event.generated)
+        self._metrics.generation_seconds.observe(event.generation_seconds)
+        self._metrics.reward_seconds.observe(event.reward_seconds)
         self._metrics.group_reward.observe(event.reward)
         self._metrics.group_response_tokens.observe(event.response_tokens)
         self._metrics.generated_samples.inc(self._samples_per_group)
         self._metrics.truncated_samples.inc(event.truncated)
 
     def _pulse(self, event: Pulse) -> None:
+        self._idle = event.idle_seconds, event.time
         self._depth, self._blocked = event.queue, event.blocked
         self._metrics.head_age_seconds.set(event.head_seconds)
         self._metrics.oldest_request_seconds.set(event.oldest_seconds)
@@ -281,8 +290,8 @@ class MetricsRecorder:
             self._metrics.staleness_part_seconds.labels(name).observe(seconds)
 
     def _step_ended(self, event: StepEnded) -> None:
-        self._learner_idle.since = event.ended
-        self._metrics.step_seconds.observe(event.ended - event.started)
+        self._learner_idle.since = event.time
+        self._metrics.step_seconds.observe(event.seconds)
         self._metrics.step_tokens.inc(event.tokens)
         self._metrics.step_reward.set(event.reward)
         self._metrics.step_response_tokens.set(event.response_length)
@@ -327,4 +336,7 @@ class MetricsRecorder:
         self._metrics.eval_accuracy.labels(event.name).set(event.accuracy)
         self._metrics.eval_reward.labels(event.name).set(event.reward)
         self._metrics.eval_truncated.labels(event.name).set(event.truncated)
+        oldest, newest = event.versions
+        self._metrics.eval_oldest_version.labels(event.name).set(oldest)
+        self._metrics.eval_newest_version.labels(event.name).set(newest)
         self._record_progress("evaluation", event.time)

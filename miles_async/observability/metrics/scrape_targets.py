@@ -20,22 +20,26 @@ class ScrapeTargets:
 
     def __init__(self, folder: RunFolder, metrics_url: str) -> None:
         self._run = folder.path.name
-        self._path = folder.path.parent / "targets" / f"{self._run}.json"
+        self.path = folder.path.parent / "targets" / f"{self._run}.json"
         self._driver = urlsplit(metrics_url).netloc
         self._addresses: dict[str, str] | None = None
 
     def write(self, addresses: Mapping[str, str]) -> None:
-        """Write the file if `addresses` (`host:port` by process name) have changed. The driver is always included."""
+        """Write the file if `addresses` (`host:port` by process name) have changed. The driver is always included.
+
+        Raises OSError if the file cannot be written.
+        """
         if addresses == self._addresses:
             return
         self._addresses = dict(addresses)
         entries = [self._entry("miles_async", "driver", self._driver, DRIVER_SCRAPE)]
         entries += [self._entry(_job(process), process, address, {}) for process, address in sorted(addresses.items())]
-        self._path.parent.mkdir(exist_ok=True)
-        write_atomically(self._path, (json.dumps(entries, indent=2) + "\n").encode())
+        self.path.parent.mkdir(exist_ok=True)
+        write_atomically(self.path, (json.dumps(entries, indent=2) + "\n").encode())
 
     def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        """Remove the file. Raises OSError if the folder cannot be written."""
+        self.path.unlink(missing_ok=True)
 
     def _entry(self, job: str, process: str, address: str, labels: Mapping[str, str]) -> dict[str, Any]:
         return {"targets": [address], "labels": {"job": job, "run": self._run, "process": process, **labels}}

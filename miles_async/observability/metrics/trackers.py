@@ -67,7 +67,7 @@ class PointBuilder:
                 self._started = event
             case StepEnded():
                 self._rollout = event.rollout + 1
-                yield Point("train/step", self._train_step, self._train(event))
+                yield Point("train/step", self._rollout * self._steps_per_rollout, self._train(event))
                 yield self._over_rollouts(self._batch(event))
             case PublishEnded() if event.live:
                 yield self._over_rollouts(
@@ -78,28 +78,30 @@ class PointBuilder:
                     }
                 )
             case Evaluated():
-                self._rollout = event.rollout + 1
+                oldest, newest = event.versions
                 yield self._over_rollouts(
                     {
                         f"eval/{event.name}": event.reward,
                         f"eval/{event.name}-accuracy": event.accuracy,
                         f"eval/{event.name}-truncated_ratio": event.truncated,
-                    }
+                        f"eval/{event.name}-oldest_weight_version": oldest,
+                        f"eval/{event.name}-newest_weight_version": newest,
+                    },
+                    # Training may be some rollouts ahead when an evaluation ends.
+                    rollout=event.rollout + 1,
                 )
             case _:
                 pass
 
-    @property
-    def _train_step(self) -> int:
-        return self._rollout * self._steps_per_rollout
-
-    def _over_rollouts(self, values: Mapping[str, float]) -> Point:
+    def _over_rollouts(self, values: Mapping[str, float], rollout: int | None = None) -> Point:
+        """The values after `rollout` rollouts, by default after those trained so far."""
+        rollouts = self._rollout if rollout is None else rollout
         if self._always_train_step:
-            return Point("train/step", self._train_step, values)
-        return Point("rollout/step", self._rollout, values)
+            return Point("train/step", rollouts * self._steps_per_rollout, values)
+        return Point("rollout/step", rollouts, values)
 
     def _train(self, event: StepEnded) -> dict[str, float]:
-        seconds = event.ended - event.started
+        seconds = event.seconds
         return {
             **{f"train/{name}": value for name, value in event.metrics.items()},
             "train/seconds": seconds,

@@ -85,7 +85,7 @@ class Charts:
                 self._count("generated", event.time, 1)
                 self._count("response_tokens", event.time, event.response_tokens)
                 self._observe("truncated", event.time, event.truncated / self._samples_per_group)
-                self._observe("generation_seconds", event.time, event.generated - event.started)
+                self._observe("generation_seconds", event.time, event.generation_seconds)
             case Pulse():
                 self._set_value("head_seconds", event.time, event.head_seconds)
                 self._set_value("version_lag", event.time, event.trainer_version - event.live_version)
@@ -144,7 +144,7 @@ class Charts:
 
     def _moved(self, event: GroupMoved) -> None:
         self._counts = event.counts
-        if event.time >= self._counted_at + COUNT_SECONDS:
+        if abs(event.time - self._counted_at) >= COUNT_SECONDS:
             self._counted_at = event.time
             self._set_counts(event.time)
         if event.after == GroupState.DROPPED:
@@ -165,7 +165,7 @@ class Charts:
     def _step_ended(self, event: StepEnded) -> None:
         self._observe("reward", event.time, event.reward)
         self._observe("response_length", event.time, event.response_length)
-        self._observe("step_seconds", event.time, event.ended - event.started)
+        self._observe("step_seconds", event.time, event.seconds)
         self._count("trained", event.time, self._batch if event.finite else 0)
         self._count("trained_tokens", event.time, event.tokens)
         for name, value in event.metrics.items():

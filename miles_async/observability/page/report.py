@@ -86,16 +86,16 @@ def write_report(folder: RunFolder, other: RunFolder | None, output: Path | None
     """
     runs = [RunData.read(each) for each in (folder, other) if each is not None]
     path = output or (folder.report if other is None else folder.path / f"report-with-{runs[1].name}.html")
-    write(runs, path)
+    try:
+        write(runs, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): name another file with --output") from error
     return path
 
 
 def write(runs: Sequence[RunData], path: Path) -> None:
-    """Write the report on one or two runs to `path`. Raises UserError if it cannot be written."""
-    try:
-        write_atomically(path, report(runs))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): name another file with --output") from error
+    """Write the report on one or two runs to `path`. Raises OSError if it cannot be written."""
+    write_atomically(path, report(runs))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from miles_async.events import (
     EngineChanged,
     Evaluated,
     Event,
+    EventsMissing,
     GroupFiltered,
     GroupMoved,
     ProcessSilent,
@@ -79,7 +80,7 @@ class RunStatus:
         self._engines: dict[str, EngineChanged] = {}
         self._router: RouterChanged | None = None
         self._silent: dict[str, float] = {}
-        """Processes that do not answer, and when each answered last."""
+        """Processes that do not answer, and for how many seconds."""
         self._scores: dict[str, list[Evaluated]] = {}
         """First and last evaluation, by data set."""
         self._samples: deque[SampleDisplayed] = deque(maxlen=MAX_SAMPLES)
@@ -132,6 +133,10 @@ class RunStatus:
                 self._notices.append(WarningRaised(time=event.time, text=text))
             case Stalled():
                 self._notices.append(WarningRaised(time=event.time, text=f"no progress for {event.seconds:.0f} s"))
+            case EventsMissing():
+                self._slots.clear()  # groups that ended in the deleted parts would otherwise stay for ever
+                text = "events are missing from here on: parts of the event log were deleted (--event-log-max-bytes)"
+                self._notices.append(WarningRaised(time=event.time, text=text))
             case RunEnded():
                 self._ended = event
             case _:
@@ -167,7 +172,7 @@ class RunStatus:
 
     def _process_silent(self, event: ProcessSilent) -> None:
         if event.seconds:
-            self._silent[event.process] = event.time - event.seconds
+            self._silent[event.process] = event.seconds
         else:
             self._silent.pop(event.process, None)
 
@@ -201,7 +206,7 @@ class RunStatus:
             "publishing": self._publish_started and self._publish_started.version,
             "router": self._router,
             "engines": [self._engines[name] for name in sorted(self._engines)],
-            "silent": {name: now - answered for name, answered in self._silent.items()},
+            "silent": dict(self._silent),
             "scores": self._scores,
             "slots": self._window(now),
             "samples": list(self._samples)[::-1],

@@ -1,39 +1,86 @@
-"""`events.jsonl`: the event stream on disk, one JSON object per line."""
+"""The event log: the event stream on disk, one JSON object per line.
+
+    events-000001.jsonl.gz      the first part, which holds the start of the run
+    events-000002.jsonl.gz      the second part
+    events.jsonl                the newest events
+
+When `events.jsonl` has reached its maximum size, it becomes the next part, and a thread compresses it. If the log
+exceeds its total size, its oldest parts are deleted. The first part stays, because reports need the start of the run.
+`read_events` reads all parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gzip
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
+from typing import IO, cast
 
 import msgspec
+import structlog
 
-from miles_async.errors import FatalError, UserError
-from miles_async.events import Event, decode, encode
+from miles_async.atomic_files import atomic_file
+from miles_async.errors import UserError
+from miles_async.events import Event, EventsMissing, decode, encode
 
 _BUFFER_BYTES = 1 << 20
+CLOSE_SECONDS = 5.0
+"""How long to wait for the compression of the last part. A part that is not compressed in time is kept uncompressed."""
+
+log = structlog.get_logger(__name__)
 
 
 class EventLogWriter:
-    """Appends events to a file.
+    """Appends events to a log.
 
     Lines are buffered. `tick` flushes them if the last flush was `flush_seconds` ago or earlier, and `close` flushes
-    the rest. If the file cannot be written, FatalError is raised once, and all later events are dropped.
+    the rest. If the log cannot be written, `on_error` is called once with the file and the error, and all later events
+    are dropped.
     """
 
-    def __init__(self, path: Path, *, flush_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rotate_bytes: int,
+        max_bytes: int,
+        on_error: Callable[[Path, OSError], None],
+        flush_seconds: float = 1.0,
+    ) -> None:
+        """`path` is the newest file of the log. It is rotated at `rotate_bytes`, or earlier if `max_bytes` is small.
+
+        `max_bytes` limits the total size of the log. Raises OSError if the file cannot be created.
+        """
         self._path = path
+        # An eighth, so that the newest file, a part and its compressed copy leave room for earlier parts.
+        self._rotate_bytes = min(rotate_bytes, max_bytes // 8)
+        self._max_archive_bytes = max_bytes - 3 * self._rotate_bytes
+        self._on_error = on_error
         self._file = path.open("ab", buffering=_BUFFER_BYTES)
+        self._size = 0
+        self._parts = 0
+        self._archiver: Thread | None = None
+        self._deleted = False
+        """Whether a part was deleted."""
         self._flush_seconds = flush_seconds
         self._flushed = 0.0
 
     def observe(self, event: Event) -> None:
         if self._file.closed:
             return
+        line = encode(event) + b"\n"
         try:
-            self._file.write(encode(event) + b"\n")
+            if self._size and self._size + len(line) > self._rotate_bytes:
+                self._rotate()
+            self._file.write(line)
+            self._size += len(line)
         except OSError as error:
-            raise self._failed(error) from error
+            self._fail(error)
 
     def tick(self, now: float) -> None:
         if self._file.closed or now - self._flushed < self._flush_seconds:
@@ -42,33 +89,170 @@ class EventLogWriter:
         try:
             self._file.flush()
         except OSError as error:
-            raise self._failed(error) from error
+            self._fail(error)
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
-            raise self._failed(error) from error
+            self._fail(error)
+        if self._archiver is not None:
+            self._archiver.join(CLOSE_SECONDS)
+            # It may have ended without the part of the last rotation.
+            self._start_archiver().join(CLOSE_SECONDS)
 
-    def _failed(self, error: OSError) -> FatalError:
+    def _fail(self, error: OSError) -> None:
         # Closing tries to write the buffer once more, which fails again, but it closes the file in any case. Later
         # calls then see a closed file and do nothing.
         with suppress(OSError):
             self._file.close()
-        return FatalError(f"{self._path} cannot be written ({error.strerror}): make room on its disk, and start again")
+        self._on_error(self._path, error)
+
+    def _rotate(self) -> None:
+        self._file.close()
+        self._parts += 1
+        self._path.rename(_part(self._path, self._parts))
+        self._file = self._path.open("ab", buffering=_BUFFER_BYTES)
+        self._size = 0
+        self._start_archiver()
+
+    def _start_archiver(self) -> Thread:
+        """Return the thread that compresses parts; start it unless it is running."""
+        if self._archiver is None or not self._archiver.is_alive():
+            self._archiver = Thread(target=self._archive, name="event log", daemon=True)
+            self._archiver.start()
+        return self._archiver
+
+    def _archive(self) -> None:
+        """Compress all parts, and delete the oldest parts of a log that is too large."""
+        # A part that cannot be compressed now stays readable, and the next rotation tries again.
+        with suppress(OSError):
+            self._delete_oldest()
+            while (part := self._uncompressed()) is not None:
+                _compress(part)
+                self._delete_oldest()
+
+    def _uncompressed(self) -> Path | None:
+        """Return the oldest part that is not compressed."""
+        parts = (_part(self._path, number) for number in _part_numbers(self._path))
+        return next((part for part in parts if part.exists()), None)
+
+    def _delete_oldest(self) -> None:
+        sizes = {
+            number: sum(file.stat().st_size for file in _files(self._path, number))
+            for number in _part_numbers(self._path)
+        }
+        for number in sorted(sizes)[1:]:
+            if sum(sizes.values()) <= self._max_archive_bytes:
+                return
+            for file in _files(self._path, number):
+                file.unlink()
+            del sizes[number]
+            if not self._deleted:
+                self._deleted = True
+                log.warning(
+                    "the event log is full (--event-log-max-bytes); from now on its oldest parts are deleted",
+                    deleted=_part(self._path, number).name,
+                    folder=str(self._path.parent),
+                )
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of an `events.jsonl` file in the order in which they were written.
+    """Yield the events of a log in the order in which they were written. `path` is the newest file of the log.
 
-    A last line without a newline was cut off by a crash and is skipped. Raises UserError, with file and line number,
-    if any other line is not an event.
+    Deleted parts are reported as one `EventsMissing`. The log may be written meanwhile. A last line without a newline
+    was cut off by a crash and is skipped. Raises UserError, with file and line number, if any other line is not an
+    event, and OSError if there is no log.
     """
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    number, time = 1, 0.0
+    while (file := _open_next(path, number)) is not None:
+        found, name, stream = file
+        if found > number:
+            yield EventsMissing(time=time, parts=found - number)
+        with stream:
+            for event in _events(stream, name):
+                time = event.time
+                yield event
+        if name == path:
+            return
+        number = found + 1
+
+
+def _open_next(path: Path, number: int) -> tuple[int, Path, IO[bytes]] | None:
+    """Open part `number`, the first later part if it was deleted, or the newest file if there are no later parts.
+
+    Returns the number, the file and its stream; None if a crash during a rotation left no newest file.
+    """
+    while True:
+        later = [part for part in _part_numbers(path) if part >= number]
+        if later:
+            if (opened := _open_part(path, later[0])) is not None:
+                return later[0], *opened
+            continue  # it was deleted after the listing
+        try:
+            stream = path.open("rb")
+        except FileNotFoundError:
+            if number == 1 and not _part_numbers(path):
+                raise
+            if number not in _part_numbers(path):
+                return None
+            continue
+        if number not in _part_numbers(path):
+            return number, path, stream
+        stream.close()  # it was rotated after the listing
+
+
+def _open_part(path: Path, number: int) -> tuple[Path, IO[bytes]] | None:
+    """Open a part, compressed or not; None if the part was deleted."""
+    plain = _part(path, number)
+    compressed = _compressed(plain)
+    # The compressed file is tried again at the end, because the part may be compressed between the first two attempts.
+    for file in (compressed, plain, compressed):
+        with suppress(FileNotFoundError):
+            return file, cast("IO[bytes]", gzip.open(file)) if file == compressed else file.open("rb")
+    return None
+
+
+def _events(stream: IO[bytes], file: Path) -> Iterator[Event]:
+    complete = 0
+    """Lines read so far."""
+    try:
+        for line in stream:
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield decode(line)
-            except msgspec.DecodeError as error:
-                raise UserError(f"{path}, line {number}: not an event of this version: {error}") from error
+            yield decode(line)
+            complete += 1
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file}, line {complete + 1}: not an event of this version: {error}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(
+            f"{file} is damaged after line {complete}: {error}; delete it to read the other parts"
+        ) from error
+
+
+def _compress(part: Path) -> None:
+    """Replace a part by a compressed file."""
+    with atomic_file(_compressed(part)) as temporary, part.open("rb") as plain, gzip.open(temporary, "wb") as target:
+        shutil.copyfileobj(plain, target, _BUFFER_BYTES)
+    part.unlink()
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number:06}{path.suffix}")
+
+
+def _compressed(part: Path) -> Path:
+    return part.with_name(f"{part.name}.gz")
+
+
+def _files(path: Path, number: int) -> list[Path]:
+    part = _part(path, number)
+    return [file for file in (part, _compressed(part)) if file.exists()]
+
+
+def _part_numbers(path: Path) -> list[int]:
+    """Return the numbers of the parts that exist, in ascending order."""
+    name = re.compile(rf"{re.escape(path.stem)}-(\d+){re.escape(path.suffix)}(?:\.gz)?")
+    return sorted(
+        {int(match[1]) for file in path.parent.glob(f"{path.stem}-*") if (match := name.fullmatch(file.name))}
+    )

@@ -7,6 +7,7 @@ metadata such as a name. Times are microseconds. A group is written when it ends
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,12 @@ class _Rows:
 class PerfettoTrace:
     """Writes the trace of a run. Pass every event to `observe` and the time to `tick`, and call `close` at the end."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        """Create the file at `path`, which grows to `max_bytes` at most. Raises OSError if it cannot be created."""
-        self._file = TraceFile(path, max_bytes)
+    def __init__(self, path: Path, max_bytes: int, on_error: Callable[[Path, OSError], None]) -> None:
+        """Create the file at `path`, which grows to `max_bytes` at most. Raises OSError if it cannot be created.
+
+        If it cannot be written later, `on_error` is called once, and the trace ends.
+        """
+        self._file = TraceFile(path, max_bytes, on_error=on_error)
         self._began: float | None = None
         self._lives: dict[int, _Life] = {}
         self._rows = _Rows()
@@ -110,7 +114,7 @@ class PerfettoTrace:
                 self._lives[event.sequence].generated = event
             case RequestEnded():
                 self._request(event)
-            case QueueChanged() if event.time - self._counted_at >= COUNTER_SECONDS:
+            case QueueChanged() if abs(event.time - self._counted_at) >= COUNTER_SECONDS:
                 self._counted_at = event.time
                 figures = {"queued": event.depth, "held back by the window": event.blocked}
                 self._write(
@@ -140,7 +144,12 @@ class PerfettoTrace:
                     ADMISSION, 0, f"blocked: {event.cause}", event.time - event.seconds, event.time, detail=True
                 )
             case Evaluated():
-                self._slice(EVALUATION, 0, event.name, event.time - event.seconds, event.time, accuracy=event.accuracy)
+                facts: dict[str, Any] = {
+                    "accuracy": event.accuracy,
+                    "rollout": event.rollout,
+                    "versions": list(event.versions),
+                }
+                self._slice(EVALUATION, 0, event.name, event.time - event.seconds, event.time, **facts)
             case _:
                 pass
 
@@ -206,7 +215,7 @@ class PerfettoTrace:
         facts: dict[str, Any] = {"tokens": event.tokens, "reward": event.reward, "finite": event.finite}
         if self._step is not None:
             facts |= {"version": self._step.version, "staleness": self._step.staleness, "groups": self._step.groups}
-        self._slice(LEARNER, 0, f"rollout {event.rollout}", event.started, event.ended, **facts)
+        self._slice(LEARNER, 0, f"rollout {event.rollout}", event.started, event.time, **facts)
 
     def _published(self, event: PublishEnded) -> None:
         if self._publish is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,16 @@ class TraceFile:
 
     Each append is a single write that replaces the closing bracket and ends with a new one. The file is therefore valid
     JSON at any time, even if the run is killed. Entries marked as details are dropped once they have filled
-    `DETAIL_FRACTION` of the file. If the disk fails, the trace ends with a warning and the run continues.
+    `DETAIL_FRACTION` of the file. If the file cannot be written, `on_error` is called once with the file and the error,
+    and the trace ends.
     """
 
-    def __init__(self, path: Path, max_bytes: int, *, flush_seconds: float = 1.0) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, *, on_error: Callable[[Path, OSError], None], flush_seconds: float = 1.0
+    ) -> None:
         """Raises OSError if the file cannot be created."""
         self._path = path
+        self._on_error = on_error
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.pwrite(self._file, _HEAD + _TAIL, 0)
         self._end = len(_HEAD)
@@ -58,7 +65,8 @@ class TraceFile:
 
     def close(self) -> None:
         self._flush()
-        os.close(self._file)
+        with suppress(OSError):
+            os.close(self._file)
 
     def _flush(self) -> None:
         if not self._buffer or self._broken:
@@ -66,14 +74,13 @@ class TraceFile:
         lines = (b",\n" if self._end > len(_HEAD) else b"") + b",\n".join(self._buffer)
         self._buffer = []
         try:
-            complete = os.pwrite(self._file, lines + _TAIL, self._end) == len(lines) + len(_TAIL)
-        except OSError:
-            complete = False
-        if complete:
+            if os.pwrite(self._file, lines + _TAIL, self._end) < len(lines) + len(_TAIL):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._end += len(lines)
-            return
-        # A partial write left the file without its closing bracket: go back to the last valid state and stop.
-        self._broken = True
-        os.ftruncate(self._file, self._end)
-        os.pwrite(self._file, _TAIL, self._end)
-        log.warning("the trace file cannot be written any more; the trace ends here", file=str(self._path))
+        except OSError as error:
+            # A partial write left the file without its closing bracket: go back to the last valid state and stop.
+            self._broken = True
+            with suppress(OSError):
+                os.ftruncate(self._file, self._end)
+                os.pwrite(self._file, _TAIL, self._end)
+            self._on_error(self._path, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_p
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
+from miles_async.adapters.system.listeners import confined_listeners, interface_variables, local_address
 from miles_async.config.schema import Learner
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -21,14 +23,16 @@ def create_process_groups(*, rank: int, world_size: int, address: str, port: int
 
     `address` and `port` belong to rank 0. Blocks until all ranks have called this function.
     """
+    os.environ |= interface_variables(local_address(address))
     device = torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(
-        "gloo" if on_cpu() else "nccl",
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
+    with confined_listeners(local_address(address)):
+        dist.init_process_group(
+            "gloo" if on_cpu() else "nccl",
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=_COLLECTIVE_TIMEOUT,
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=learner.tensor_model_parallel_size,
         pipeline_model_parallel_size=learner.pipeline_model_parallel_size,

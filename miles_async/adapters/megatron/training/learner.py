@@ -124,7 +124,7 @@ class MegatronLearner:
         Either all steps count or none: if a loss or gradient is not finite, the weights from before the call are
         restored. Metrics are global and equal on all ranks; `tokens` are this rank's own.
         """
-        started = time.time()
+        started = time.monotonic()
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
         pre_step_values = [self._pre_step_values(step, is_one_of_several=len(steps) > 1) for step in steps]
         # A single step is only applied if it is finite, so it needs no snapshot.
@@ -144,11 +144,10 @@ class MegatronLearner:
         if not finite and restore is not None:
             restore()
         tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
-        ended = time.time()
-        performance = performance_metrics(self._model, steps, ended - started)
+        seconds = time.monotonic() - started
+        performance = performance_metrics(self._model, steps, seconds)
         return StepReport(
-            started=started,
-            ended=ended,
+            seconds=seconds,
             tokens=tokens,
             finite=finite,
             metrics=_combine_steps(metrics) | performance,

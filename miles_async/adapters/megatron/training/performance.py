@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
 import torch
 from megatron.core import parallel_state
 from torch.profiler import ProfilerActivity, profile
@@ -17,6 +18,8 @@ from miles_async.batching.batch import TrainStep
 from miles_async.batching.flops import training_flops
 from miles_async.config.model_shape import ModelShape
 from miles_async.config.schema import Debug
+
+log = structlog.get_logger(__name__)
 
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
 """Dense bf16 operations per second, by a part of the device's name (NVIDIA's data sheets, without sparsity)."""
@@ -62,7 +65,7 @@ def _shape(model: MegatronModel) -> ModelShape:
 def profiled(debug: Debug, rollout_id: int, rank: int) -> Iterator[None]:
     """Write a trace of the context to `profile_dir` if `rollout_id` is one of the steps to profile.
 
-    Perfetto and chrome://tracing open the trace. Raises OSError if it cannot be written.
+    Perfetto and chrome://tracing open the trace. A trace that cannot be written is left out with a warning.
     """
     if not (debug.use_pytorch_profiler and debug.profile_step_start <= rollout_id < debug.profile_step_end):
         yield
@@ -72,6 +75,9 @@ def profiled(debug: Debug, rollout_id: int, rank: int) -> Iterator[None]:
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities, profile_memory=True, record_shapes=True) as trace:
         yield
-    folder = Path(debug.profile_dir).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(folder / f"rollout_{rollout_id:07d}_rank_{rank}.json.gz"))
+    path = Path(debug.profile_dir).expanduser() / f"rollout_{rollout_id:07d}_rank_{rank}.json.gz"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))
+    except OSError as error:
+        log.warning("the profile cannot be written; training continues", file=str(path), error=error.strerror)

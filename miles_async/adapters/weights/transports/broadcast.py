@@ -16,7 +16,9 @@ import torch
 from torch.distributed import Backend, BroadcastOptions, PrefixStore, ProcessGroup, TCPStore
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
 
-from miles_async.adapters.weights.engine import EngineMemory, call_engine, local_address_for
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.system.listeners import confined_listeners, local_address
+from miles_async.adapters.weights.engine import EngineMemory, call_engine
 from miles_async.adapters.weights.layout import TensorPlan
 from miles_async.adapters.weights.staging import Staging
 from miles_async.errors import EngineLostError
@@ -52,10 +54,11 @@ class BroadcastTransport:
 
     def connect(self, engine: EngineMemory) -> None:
         """Form the process group. Both sides join at the same time: the engine is asked in a thread."""
-        size, host = 1 + engine.info.tp, local_address_for(engine.info.url)
+        size, host = 1 + engine.info.tp, local_address(engine.info.host)
         name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self._source}-{next(_group_numbers)}")
         timeout = timedelta(seconds=self._timeout)
-        store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        with confined_listeners(host):
+            store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         request = {
             "master_address": host,
             "master_port": store.port,
@@ -65,9 +68,7 @@ class BroadcastTransport:
             "backend": self._backend,
         }
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(
-                call_engine, engine.info.url, "/init_weights_update_group", request, timeout=self._timeout
-            )
+            joined = pool.submit(call_engine, engine.info, "/init_weights_update_group", request, timeout=self._timeout)
             try:
                 # torch has no public function for a group outside the default group; SGLang calls the same helper.
                 group, _ = _new_process_group_helper(
@@ -90,7 +91,7 @@ class BroadcastTransport:
             # One collective per bucket instead of one per tensor.
             flat = staging.flat(bucket).to(self._device)
             try:
-                self._broadcast(self._groups[engine.name], engine.info.url, staging, bucket, flat)
+                self._broadcast(self._groups[engine.name], engine.info, staging, bucket, flat)
             except RuntimeError as failure:
                 raise EngineLostError(str(failure)) from failure
             size += flat.numel()
@@ -100,7 +101,7 @@ class BroadcastTransport:
         self._groups.clear()
 
     def _broadcast(
-        self, group: EngineGroup, url: str, staging: Staging, bucket: Sequence[TensorPlan], flat: torch.Tensor
+        self, group: EngineGroup, engine: EngineInfo, staging: Staging, bucket: Sequence[TensorPlan], flat: torch.Tensor
     ) -> None:
         request = {
             "names": [plan.name for plan in bucket],
@@ -117,6 +118,8 @@ class BroadcastTransport:
         options.timeout = timedelta(seconds=self._timeout)
         # The engine joins the collective while it handles the request, so the request must not be awaited first.
         with ThreadPoolExecutor(1) as pool:
-            loaded = pool.submit(call_engine, url, "/update_weights_from_distributed", request, timeout=self._timeout)
+            loaded = pool.submit(
+                call_engine, engine, "/update_weights_from_distributed", request, timeout=self._timeout
+            )
             group.group.broadcast([flat], options).wait()
             loaded.result()

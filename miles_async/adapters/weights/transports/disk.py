@@ -74,5 +74,5 @@ class DiskTransport:
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        call_engine(engine.info.url, "/update_weights_from_disk", request, timeout=self._timeout)
+        call_engine(engine.info, "/update_weights_from_disk", request, timeout=self._timeout)
         return sum(file.stat().st_size for file in path.iterdir())

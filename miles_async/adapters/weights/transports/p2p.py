@@ -9,7 +9,8 @@ import os
 
 import torch
 
-from miles_async.adapters.weights.engine import EngineMemory, call_engine, local_address_for
+from miles_async.adapters.system.listeners import confined_listeners, local_address
+from miles_async.adapters.weights.engine import EngineMemory, call_engine
 from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.transport import segments
 from miles_async.errors import EngineLostError
@@ -39,9 +40,9 @@ class P2PTransport:
     def connect(self, engine: EngineMemory) -> None:
         if not self._initialized:
             # The first engine decides which of this machine's networks the transfers use.
-            self._initialize(local_address_for(engine.info.url))
+            self._initialize(local_address(engine.info.host))
         answers = [
-            call_engine(engine.info.url, f"/remote_instance_transfer_engine_info?rank={rank}", timeout=self._timeout)
+            call_engine(engine.info, f"/remote_instance_transfer_engine_info?rank={rank}", timeout=self._timeout)
             for rank in range(engine.info.tp)
         ]
         self._sessions[engine.name] = [answer["remote_instance_transfer_engine_info"][0] for answer in answers]
@@ -84,7 +85,9 @@ class P2PTransport:
     def _initialize(self, host: str) -> None:
         # The default of SGLang with CUDA, and the value that engines get without CUDA (`launch.environment`).
         protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma" if torch.cuda.is_available() else "tcp")
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+        with confined_listeners(host):
+            status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        if status != 0:
             raise EngineLostError(f"Mooncake could not start on {host} with protocol {protocol}")
         self._initialized = True
 

@@ -32,6 +32,8 @@ function number(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+/* The weight versions that an evaluation ran on. */
+const weights = ({ versions: [oldest, newest] }) => (oldest === newest ? `v${oldest}` : `v${oldest} to v${newest}`);
 const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}%`);
 
 function duration(seconds) {

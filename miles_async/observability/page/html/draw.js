@@ -39,7 +39,7 @@ function stages(now) {
       details: [now.staleness_limit === null ? "no limit set" : `limit ${plural(now.staleness_limit, "version")}`, Object.keys(now.staleness).length ? `oldest trained ${Object.keys(now.staleness).at(-1)}` : null] },
     { id: "step", name: "Train", big: number(now.rollouts_done), unit: `of ${number(run?.rollouts)}`,
       details: [trainer && !now.ended ? `${DOES[trainer.does] ?? trainer.does}, ${duration(trainer.for)}` : null,
-        pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.ended - step.started)}` : null] },
+        pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.seconds)}` : null] },
     { id: "publish", name: "Publish", big: publish ? `v${publish.version}` : "–", unit: publish?.live ? "live" : "",
       details: [publish ? `paused ${number(1e3 * publish.paused_seconds)} ms` : null, now.publishing != null ? `v${now.publishing} is being published` : null] },
   ];
@@ -103,8 +103,8 @@ function drawTables(now) {
     return [age, n, el("div", { className: "histogram", title: percent(n / sum) }, bar)];
   }), "Nothing has been trained yet."));
   $("outcomes").replaceChildren(table(["outcome", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
-  $("scores").replaceChildren(table(["data set", "first", "last", "after rollout"],
-    Object.entries(now.scores).map(([name, of]) => [name, percent(of[0].accuracy), percent(of.at(-1).accuracy), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout)]), "Nothing has been evaluated yet."));
+  $("scores").replaceChildren(table(["data set", "first", "last", "after rollout", "weights"],
+    Object.entries(now.scores).map(([name, of]) => [name, percent(of[0].accuracy), percent(of.at(-1).accuracy), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout), weights(of.at(-1))]), "Nothing has been evaluated yet."));
   $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));
   $("notices-box").hidden = !now.notices.length;
 }

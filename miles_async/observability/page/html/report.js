@@ -51,7 +51,7 @@ function compareTables() {
   const names = runs.map((run) => run.name);
   $("ages").replaceChildren(table(["staleness", ...names], counts("staleness").sort((a, b) => a[0] - b[0]), "Nothing has been trained."));
   $("outcomes").replaceChildren(table(["outcome", ...names], counts("outcomes").map(([name, ...of]) => [name.replaceAll("_", " "), ...of]), "No group has ended."));
-  $("scores").replaceChildren(table(["data set", ...names], rows("scores", (of) => (of ? `${percent(of[0].accuracy)} to ${percent(of.at(-1).accuracy)}` : "–")), "Nothing has been evaluated."));
+  $("scores").replaceChildren(table(["data set", ...names], rows("scores", (of) => (of ? `${percent(of[0].accuracy)} to ${percent(of.at(-1).accuracy)} (${weights(of.at(-1))})` : "–")), "Nothing has been evaluated."));
   for (const heading of ["h-engines", "h-notices", "h-samples"]) $(heading).append(` of ${main.name}`);
 }
 

@@ -1,7 +1,8 @@
-"""Help, configuration checks and refusals appear within a second, before anything heavy is imported."""
+"""The entry scripts answer help, checks and refusals without heavy imports, and the launch script passes flags on."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 from miles_async.config.cli import parse_or_exit
 
 ROOT = Path(__file__).parents[2]
+LAUNCH_SCRIPT = Path("configs", "qwen3-4b-8gpu.sh")
 MAIN_JOB = (
     "--config", str(ROOT / "configs" / "arithmetic-cpu.yaml"),
     "--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async",
@@ -69,3 +71,32 @@ def test_a_check_prints_the_derived_values() -> None:
     assert done.returncode == 0
     assert "schedule    fully async" in done.stdout
     assert len(done.stderr.splitlines()) == 1, "only the line that the test itself prints"
+
+
+def test_the_launch_script_checks_a_run_on_eight_gpus(tmp_path: Path) -> None:
+    checkpoint, prompts, tree = tmp_path / "Qwen3-4B", tmp_path / "prompts.jsonl", tmp_path / "tree"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    prompts.write_text('{"prompt": "1+1", "label": "2"}\n')
+    # The script runs the .venv next to it, which may not exist in this checkout, so the test creates a stand-in.
+    python = tree / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    shutil.copytree(ROOT / "configs", tree / "configs")
+    shutil.copy(ROOT / "train_async.py", tree)
+    done = subprocess.run(
+        [tree / LAUNCH_SCRIPT, checkpoint, prompts, "--num-rollout", "5", "--check-config"],
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
+    assert (rows["learner"], rows["engines"], rows["N"], rows["B"]) == ("4", "4", "64", "78")
+
+
+def test_the_launch_script_prints_its_usage_without_arguments() -> None:
+    done = subprocess.run([ROOT / LAUNCH_SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "CHECKPOINT_FOLDER PROMPTS.jsonl" in done.stderr

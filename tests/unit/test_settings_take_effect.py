@@ -60,7 +60,7 @@ def checkpoint(tmp_path: Path) -> str:
         ({"weight_transfer": "p2p"}, "--remote-instance-weight-loader-start-seed-via-transfer-engine"),
     ],
 )
-def test_an_engine_setting_is_a_word_of_the_servers_command_line(
+def test_an_engine_setting_is_on_the_command_line_of_the_server(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
@@ -94,7 +94,9 @@ def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.
     assert engine_spec(run_config(), "e", checkpoint, LOGS).cpus is None
 
 
-def test_an_engine_gets_its_own_environment_and_it_wins(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configured_environment_of_an_engine_overrides_the_inherited_one(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
     own = {"SGLANG_TIMEOUT_KEEP_ALIVE": "5", "NVTE_DEBUG": "1"}
     ours = launch.environment(engine_spec(run_config(), "e", checkpoint, LOGS))
@@ -102,24 +104,24 @@ def test_an_engine_gets_its_own_environment_and_it_wins(checkpoint: str, monkeyp
     assert ours["SGLANG_TIMEOUT_KEEP_ALIVE"] != "5"
 
 
-def test_a_server_that_is_late_is_ended_with_a_sentence(checkpoint: str, tmp_path: Path) -> None:
+def test_a_server_that_starts_too_slowly_is_ended_with_an_error_message(checkpoint: str, tmp_path: Path) -> None:
     timeout = engine_spec(run_config(engine_start_timeout_seconds=0.4), "e", checkpoint, LOGS).start_timeout
     address = f"http://127.0.0.1:{free_port()}/health"
     server = ServerProcess(
         "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
     )
     with pytest.raises(FatalError, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
-        server.start({}, None, timeout)
+        server.start({}, None, timeout, "")
     assert not server.alive()
 
 
-def test_the_router_gets_its_policy_and_its_patience() -> None:
+def test_the_router_gets_its_policy_and_its_timeout() -> None:
     settings = run_config(sglang_router_policy="round_robin", sglang_router_request_timeout_secs=9)
     arguments = router.arguments(router_spec(settings, LOGS), 1, 2)
     assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9 + ROUTER_GRACE_SECONDS)
 
 
-def test_a_router_of_the_users_own_is_used_and_must_answer() -> None:
+def test_an_external_router_is_used_and_must_answer() -> None:
     assert external_router(run_config()) is None
     url = external_router(run_config(sglang_router_ip="127.0.0.1", sglang_router_port=9))
     assert url == "http://127.0.0.1:9"
@@ -156,14 +158,14 @@ def test_supervised_runs_need_engines_only_if_something_is_evaluated(settings: d
     assert rows["engines"] == str(engines)
 
 
-def test_a_named_ray_cluster_is_joined_and_otherwise_one_is_started_here() -> None:
+def test_a_configured_ray_cluster_is_joined_and_otherwise_a_local_one_is_started() -> None:
     assert ray_arguments(run_config(ray_address="10.0.0.1:6379"))["address"] == "10.0.0.1:6379"
     started = ray_arguments(run_config())
     assert (started["address"], started["_node_ip_address"]) == ("local", "127.0.0.1")
     assert started["_system_config"] == {"worker_niceness": 0}
 
 
-def test_processes_on_somebody_elses_ray_get_our_environment_and_folder(
+def test_processes_on_an_external_ray_cluster_get_the_environment_and_the_folder_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -210,7 +212,7 @@ def test_sampling_settings_survive_a_generate_function() -> None:
     assert (again["regex"], again["stop_token_ids"]) == ("a+", [3])
 
 
-def test_each_evaluation_data_set_has_its_own_sampling(tmp_path: Path) -> None:
+def test_each_evaluation_data_set_may_set_its_sampling(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(5)))
     settings = run_config(
@@ -247,7 +249,7 @@ async def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine(
         Bytes(),
         sampling_of(run_config()),
         limit=lambda: 1,
-        engine_urls=list,
+        engines=list,
         max_prompt_tokens=run_config(rollout_max_prompt_len=4).rollout.rollout_max_prompt_len,
     )
     try:
@@ -272,7 +274,7 @@ def shares(world_size: int = 1, **settings: Any) -> list[list[TrainStep]]:
     return rank_batches(groups, run_config(**settings), world_size)
 
 
-def test_a_batch_is_cut_into_the_steps_asked_for() -> None:
+def test_a_batch_is_split_into_the_configured_number_of_steps() -> None:
     assert [step.total_tokens for step in shares()[0]] == [8]
     assert [step.total_tokens for step in shares(num_steps_per_rollout=4)[0]] == [2, 2, 2, 2]
 
@@ -287,7 +289,7 @@ def test_a_micro_batch_never_holds_more_tokens_than_allowed() -> None:
         sizes(max_tokens_per_gpu=19)
 
 
-def test_ranks_that_share_layers_are_handed_the_same_samples() -> None:
+def test_ranks_that_share_layers_get_the_same_samples() -> None:
     assert [sum(len(batch.lengths) for batch in steps[0].micro_batches) for steps in shares(2)] == [4, 4]
     for sharing in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         same, again = shares(2, **{sharing: 2})
@@ -311,7 +313,7 @@ def test_virtual_stages_take_micro_batches_in_groups() -> None:
     assert counts(use_dynamic_batching_in_train=True, sequence_length_round_in_train=10) == {6}
 
 
-def test_ranks_that_share_sequences_take_more_tokens_in_whole_pieces() -> None:
+def test_context_parallel_ranks_share_a_larger_micro_batch() -> None:
     [[alone]] = shares(1, max_tokens_per_gpu=45)
     [[shared], _] = shares(2, max_tokens_per_gpu=45, context_parallel_size=2)
     assert [len(batch.tokens) for batch in alone.micro_batches] == [40] * 4
@@ -322,7 +324,7 @@ def test_ranks_that_share_sequences_take_more_tokens_in_whole_pieces() -> None:
     assert step.packing.padding == 24 / 20
 
 
-def test_sequence_parallel_ranks_cut_a_micro_batch_evenly() -> None:
+def test_sequence_parallel_ranks_split_a_micro_batch_evenly() -> None:
     def padding(**settings: Any) -> float:
         [step] = shares(3, tensor_model_parallel_size=3, **settings)[0]
         assert step.packing is not None
@@ -364,11 +366,11 @@ def test_reinforce_plus_plus_compares_with_the_tokens_of_the_whole_batch() -> No
     assert baseline == [-2.043, 1.671, -0.186, -0.186], "less the group's mean, then normalized over the tokens"
 
 
-def test_ppo_leaves_rewards_to_its_critic() -> None:
+def test_ppo_does_not_compare_rewards_within_a_group() -> None:
     assert advantages_of([[0.0, 3.0], [3.0, 3.0]], advantage_estimator="ppo") == [0, 3, 3, 3]
 
 
-def test_an_answer_close_to_the_limit_loses_reward() -> None:
+def test_an_answer_close_to_the_length_limit_loses_reward() -> None:
     settings = {"rollout_max_response_len": 4, "grpo_std_normalization": False}
     assert advantages_of([[1.0] * 4], **settings) == [0, 0, 0, 0]
     assert advantages_of([[1.0] * 4], **settings, overlong_buffer_len=2) == [0.375, 0.375, -0.125, -0.625]
@@ -379,7 +381,7 @@ def test_an_answer_close_to_the_limit_loses_reward() -> None:
     "aggregation, weights",
     [("token_mean", [0.25, 0.25, 0.25, 0.25]), ("sequence_mean", [0.5, 1 / 6, 1 / 6, 1 / 6]), ("constant", [0.05] * 4)],
 )
-def test_the_aggregation_decides_what_a_token_of_a_long_answer_counts(aggregation: str, weights: list[float]) -> None:
+def test_the_aggregation_sets_the_weight_of_a_token_of_a_long_answer(aggregation: str, weights: list[float]) -> None:
     group = Group(
         Sample(index=i, tokens=[1] * 5, response_length=n, rollout_log_probs=[-1.0] * n, reward=float(i))
         for i, n in enumerate((1, 3))
@@ -390,7 +392,7 @@ def test_the_aggregation_decides_what_a_token_of_a_long_answer_counts(aggregatio
     assert batch.loss_weights / step.total_tokens == pytest.approx(weights)
 
 
-def test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length() -> None:
+def test_a_micro_batch_of_fixed_size_holds_the_configured_number_of_samples() -> None:
     def sizes(**settings: Any) -> list[int]:
         return [len(b.lengths) for b in shares(use_dynamic_batch_size=False, **settings)[0][0].micro_batches]
 
@@ -398,7 +400,7 @@ def test_a_micro_batch_of_fixed_size_holds_so_many_samples_of_any_length() -> No
     assert sizes(micro_batch_size=3) == [3, 3, 2]
 
 
-def test_ranks_get_the_same_work_unless_data_is_dealt_in_turn() -> None:
+def test_ranks_get_balanced_work_unless_samples_are_assigned_round_robin() -> None:
     def tokens(**settings: Any) -> list[int]:
         group = Group(
             Sample(index=i, tokens=[1] * n, response_length=1, rollout_log_probs=[-1.0], reward=float(i))
@@ -424,7 +426,7 @@ def test_rows_of_dynamic_batching_are_as_long_and_as_many_as_allowed() -> None:
     assert step.packing.padding == 64 / 20
 
 
-def test_work_without_gradients_has_rows_and_limits_of_its_own() -> None:
+def test_forward_only_passes_have_separate_row_lengths_and_limits() -> None:
     def rows(**settings: Any) -> list[tuple[int, int]]:
         learner = run_config(sequence_length_round_in_infer=8, **settings).learner
         return [(len(b.batch.lengths), int(b.batch.lengths.max())) for b in repack_for_forward(batches, learner)]
@@ -436,7 +438,7 @@ def test_work_without_gradients_has_rows_and_limits_of_its_own() -> None:
     assert rows(max_tokens_per_gpu=40) == [(2, 20)] * 4
 
 
-def test_an_estimator_that_is_not_there_is_refused() -> None:
+def test_an_unknown_estimator_is_refused() -> None:
     with pytest.raises(UserError, match=r"advantage_estimator: input should be 'grpo', .*, got 'vpg'"):
         run_config(advantage_estimator="vpg")
 
@@ -461,7 +463,7 @@ def test_the_control_experiment_gives_samples_the_rewards_of_others(shuffled: bo
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-def test_engines_are_paused_in_the_mode_asked_for(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_engines_are_paused_in_the_configured_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     modes: list[str] = []
     pause = Engines.pause
 
@@ -482,7 +484,7 @@ def test_the_learners_processes_get_their_environment(monkeypatch: pytest.Monkey
     assert found == ["WARN", "Ring", ":4096:8"]
 
 
-def test_the_reference_model_is_batched_in_its_own_way() -> None:
+def test_the_reference_model_has_separate_batching_settings() -> None:
     of_the_actor = {"max_tokens_per_microbatch_in_infer": 100, "sequence_length_round_in_infer": 8}
     actor = run_config(**of_the_actor).learner
     assert reference_batching(actor) == actor

@@ -44,7 +44,7 @@ async def calls_tools(args: Any, sample: Sample, sampling_params: dict[str, Any]
 
 
 def share_of_calls(args: Any, sample: Sample) -> float:
-    """Also looks at what it is given: a mask that leaves out what the tool said."""
+    """Also checks its input: a mask that leaves out the tool output."""
     mask = sample.loss_mask or []
     assert len(mask) == sample.response_length
     assert "<result>" in sample.response
@@ -53,7 +53,7 @@ def share_of_calls(args: Any, sample: Sample) -> float:
 
 
 def test_a_fully_asynchronous_run_trains_on_trajectories_with_tool_calls(stack: Stack) -> None:
-    here = "tests.stack.test_ways_to_generate"
+    here = "tests.stack.test_generation_modes"
     run = stack.play(
         "train_async.py",
         *SHORT,
@@ -75,7 +75,7 @@ def test_an_agent_over_the_endpoint_is_trained(stack: Stack) -> None:
 
 
 def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
-    """In turns, the weights of the step are those that sampled: what is trained was sampled, token by token."""
+    """In a synchronous run each step starts from the weights that sampled all of its tokens."""
     run = stack.play(
         "train.py",
         *SHORT,
@@ -121,6 +121,7 @@ def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "examples.external_generator", "--url", url, "--group-size", "4"]
+    command += ["--key-file", str(stack.latest / "agent_key")]
     generator = subprocess.Popen(command, cwd=ROOT)
     try:
         function = "miles_async.rollout.external_rollout.generate_rollout"
@@ -136,18 +137,18 @@ def test_trajectories_that_an_external_generator_posts_are_trained(stack: Stack)
 
 
 async def short_or_long(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Every other prompt takes so long that the end of a batch aborts it."""
+    """Every second prompt takes so long that the end of a batch aborts it."""
     longest = 8 if (sample.index or 0) // args.n_samples_per_prompt % 2 else LONG
     return await args.turns.sample(sample, {**sampling_params, "max_new_tokens": longest, "ignore_eos": True})
 
 
-def test_groups_that_a_batch_aborts_are_continued_in_a_later_one(stack: Stack, tmp_path: Path) -> None:
+def test_aborted_groups_are_continued_in_a_later_batch(stack: Stack, tmp_path: Path) -> None:
     run = stack.play(
         "train.py",
         *("--rollout-function-path", BATCH, "--windowed-fifo-ratio", "null", "--partial-rollout", "--eval-size", "0"),
         *("--num-rollout", "4", "--rollout-max-response-len", str(LONG), "--n-samples-per-prompt", "4"),
         *("--rollout-batch-size", "4", "--over-sampling-batch-size", "8"),
-        *("--custom-generate-function-path", "tests.stack.test_ways_to_generate.short_or_long"),
+        *("--custom-generate-function-path", "tests.stack.test_generation_modes.short_or_long"),
         *("--save-debug-rollout-data", str(tmp_path / "{rollout_id}.safetensors")),
     )
     assert "partial" in {event.reason for event in run.of(GroupMoved)}
@@ -162,7 +163,7 @@ def test_groups_that_a_batch_aborts_are_continued_in_a_later_one(stack: Stack, t
     assert run.violations == []
 
 
-def test_data_sets_are_evaluated_with_their_own_settings(stack: Stack, tmp_path: Path) -> None:
+def test_each_data_set_is_evaluated_with_its_settings(stack: Stack, tmp_path: Path) -> None:
     sets = {"short": {"path": rows(tmp_path), "max_response_len": 1}}
     sets["many"] = {"path": rows(tmp_path), "size": 2, "n_samples": 4}
     run = stack.play(
@@ -176,7 +177,7 @@ def test_data_sets_are_evaluated_with_their_own_settings(stack: Stack, tmp_path:
     assert max(cut_off) > 0, "one token was too little for an answer"
 
 
-def test_steps_go_on_while_an_evaluation_runs_below_them(stack: Stack, tmp_path: Path) -> None:
+def test_training_steps_continue_while_an_evaluation_runs_at_lower_priority(stack: Stack, tmp_path: Path) -> None:
     long = {"long": {"path": rows(tmp_path), "n_samples": 4, "temperature": 1.0, "max_response_len": 120}}
     before = evaluation_requests(stack)
     run = stack.play(

@@ -54,7 +54,7 @@ def source(serving: Stack, tmp_path: Path) -> Iterator[WeightSource]:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 @pytest.mark.parametrize("transport", ["memory", "p2p", "broadcast", "disk"])
-async def test_after_a_publish_nothing_is_drawn_from_old_weights(
+async def test_after_a_publish_no_token_is_sampled_from_old_weights(
     serving: Stack, source: WeightSource, transport: str, mode: str
 ) -> None:
     """Cached prompts, requests in flight and new ones; under `in_place` running requests keep a mixed KV cache."""
@@ -128,7 +128,7 @@ def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(
             assert serving.error_of([200 + position, *PROMPT[:20]]) < 1e-5, transport
 
 
-async def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path: Path) -> None:
+async def test_each_of_several_source_ranks_sends_its_share(serving: Stack, tmp_path: Path) -> None:
     sources = [source_of(serving, tmp_path, rank=rank, sources=2) for rank in range(2)]
     serving.change_weights()
     version = next(serving.versions)
@@ -148,7 +148,7 @@ async def test_several_source_ranks_send_each_its_share(serving: Stack, tmp_path
         assert serving.error(group[0]) < 1e-4
 
 
-def test_a_delta_carries_what_changed_and_whole_weights_where_the_base_is_another(
+def test_a_delta_contains_the_changes_or_complete_weights_for_another_base(
     serving: Stack, source: WeightSource
 ) -> None:
     whole: list[int] = []
@@ -175,7 +175,7 @@ def test_a_delta_carries_what_changed_and_whole_weights_where_the_base_is_anothe
 
 
 @pytest.mark.parametrize("verify_all", [False, True])
-def test_a_torn_write_is_noticed(
+def test_a_torn_write_is_detected(
     serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify_all: bool
 ) -> None:
     """A tensor that never arrived is seen in the samples; three bytes of one where everything is compared."""
@@ -208,7 +208,7 @@ def test_a_torn_write_is_noticed(
 
 
 @pytest.mark.parametrize("transport", ["memory", "p2p"])
-def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
+def test_a_write_to_an_engine_that_hangs_times_out_and_never_resumes(
     serving: Stack, tmp_path: Path, transport: str
 ) -> None:
     source = source_of(serving, tmp_path, timeout=5.0)
@@ -224,15 +224,13 @@ def test_a_write_to_an_engine_that_hangs_ends_in_time_and_for_good(
     source.close()
 
 
-def test_a_version_that_was_not_staged_is_not_written(serving: Stack, source: WeightSource) -> None:
+def test_a_version_that_was_not_staged_is_not_sent(serving: Stack, source: WeightSource) -> None:
     source.stage(3, serving.named_tensors(), [])
     assert source.send(3, "e0", "memory").error is None
     assert source.send(4, "e0", "memory").error == "engine e0: version 4 is not staged (version 3 is)"
 
 
-def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(
-    serving: Stack, source: WeightSource, tmp_path: Path
-) -> None:
+def test_an_unusable_engine_is_named_in_the_error(serving: Stack, source: WeightSource, tmp_path: Path) -> None:
     with pytest.raises(EngineLostError, match=r"^http://127\.0\.0\.1:9/weights_checker: .*refused"):
         source.connect([EngineInfo("gone", "http://127.0.0.1:9", 0, 1)], {})
     with pytest.raises(FatalError, match="is there twice; give every engine its own name and port"):
@@ -242,7 +240,7 @@ def test_an_engine_that_cannot_be_used_is_named_in_one_sentence(
         other.connect([serving.engine], {})
 
 
-def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving: Stack, tmp_path: Path) -> None:
+def test_each_rank_of_an_engine_gets_its_shard_from_each_source(serving: Stack, tmp_path: Path) -> None:
     """Of a model with experts, over gloo; two sources, every way, everything compared."""
     checkpoint = tmp_path / "experts"
     model = create_experts(checkpoint, seed=2)
@@ -251,7 +249,7 @@ def test_an_engine_of_two_ranks_gets_each_rank_its_part_from_each_source(serving
     )
     try:
         info = engine.start()
-        two = Stack(info, serving.router_url, checkpoint, model)
+        two = Stack(info, serving.router_url, serving.router_key, serving.logs, checkpoint, model)
         sources = [source_of(two, tmp_path / "weights", rank=rank, sources=2) for rank in range(2)]
         for version, transport in enumerate(TRANSPORTS, start=1):
             two.change_weights()

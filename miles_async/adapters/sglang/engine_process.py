@@ -1,0 +1,33 @@
+"""The SGLang server process: `python -m miles_async.adapters.sglang.engine_process --model-path …`.
+
+Does the same as `sglang.launch_server`, and sets the API key. A key in the arguments would be visible to every user of
+the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from miles_async.adapters.sglang.server_key import receive_key
+
+
+def main() -> None:
+    key = receive_key()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    arguments = prepare_server_args(sys.argv[1:])
+    arguments.api_key = key
+    try:
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":  # SGLang's spawned processes import this module
+    main()

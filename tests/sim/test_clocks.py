@@ -1,0 +1,161 @@
+"""Stalls are measured with a monotonic clock, and whatever works is progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from miles_async.config.schema import RunConfig
+from miles_async.errors import FatalError
+from miles_async.events import (
+    AdmissionBlocked,
+    BatchDrained,
+    Evaluated,
+    GroupGenerated,
+    LoopLag,
+    PublishEnded,
+    Pulse,
+    Stalled,
+    StepEnded,
+)
+from miles_async.pipeline.evaluate import Scores
+from miles_async.pipeline.rollout_source import RolloutSource
+from miles_async.scheduling.bounds import Schedule
+from miles_async.types import Group, StepReport
+from tests.configuration import run_config
+from tests.sim.engines import Engines
+from tests.sim.virtual_time import VirtualTimeLoop
+from tests.sim.world import Trainer, World
+
+
+def config(**settings: Any) -> RunConfig:
+    sizes = {"rollout_batch_size": 4, "num_rollout": 20, "n_samples_per_prompt": 1, "max_weight_staleness": 3}
+    return run_config(**sizes | settings)
+
+
+def seconds_of(world: World) -> list[float]:
+    """All durations that the events of a run report."""
+    return [
+        *(
+            seconds
+            for group in world.trace.of(GroupGenerated)
+            for seconds in (group.generation_seconds, group.reward_seconds)
+        ),
+        *(batch.waited for batch in world.trace.of(BatchDrained)),
+        *(blocked.seconds for blocked in world.trace.of(AdmissionBlocked)),
+        *(step.seconds for step in world.trace.of(StepEnded)),
+        *(lag.seconds for lag in world.trace.of(LoopLag)),
+        *(
+            seconds
+            for publish in world.trace.of(PublishEnded)
+            for seconds in (publish.staged_seconds, publish.paused_seconds, *publish.pause.values())
+        ),
+        *(
+            seconds
+            for pulse in world.trace.of(Pulse)
+            for seconds in (pulse.head_seconds, pulse.oldest_seconds, pulse.waits_seconds, pulse.idle_seconds)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("step", [600.0, -600.0])
+def test_a_jump_of_the_wall_clock_ends_no_run_and_changes_no_duration(step: float, schedule: Schedule) -> None:
+    world = World(config=config(), schedule=schedule, wall_clock_steps={9.1: step}).run()
+    steady = World(config=config(), schedule=schedule).run()
+    assert world.trace.of(Stalled) == []
+    assert world.trainer.batches == steady.trainer.batches
+    assert seconds_of(world) == pytest.approx(seconds_of(steady))
+    assert max(seconds_of(world)) < 60.0
+
+
+def test_a_run_whose_process_was_stopped_for_longer_than_the_limit_continues() -> None:
+    async def stop(rollout_id: int, source: RolloutSource) -> Scores:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        if rollout_id == 4:
+            loop.call_soon(loop.stop_process, 700.0)
+        return {"held_out": {"rewards": [1.0]}}
+
+    world = World(config=config(eval_interval=5), evaluate=stop).run()
+    assert world.trace.of(Stalled) == []
+    assert len(world.trainer.batches) == 20
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_long_evaluation_is_progress(schedule: Schedule) -> None:
+    def latency(group: Group, rng: object) -> float:
+        return 650.0 if group.feed_index.startswith("eval") else 1.0
+
+    world = World(config=config(num_rollout=2), schedule=schedule, problems=1, latency=latency).run()
+    assert [scores.seconds for scores in world.trace.of(Evaluated)] == [650.0, 650.0]
+    assert world.trace.of(Stalled) == []
+
+
+def test_a_long_evaluation_by_a_user_function_is_progress() -> None:
+    async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
+        await asyncio.sleep(650.0)
+        return {"held_out": {"rewards": [1.0]}}
+
+    world = World(config=config(num_rollout=2), evaluate=evaluate).run()
+    assert [scores.seconds for scores in world.trace.of(Evaluated)] == [650.0, 650.0]
+    assert world.trace.of(Stalled) == []
+
+
+def test_an_evaluation_that_waits_for_engines_is_no_progress() -> None:
+    class Gone(Engines):
+        def serving(self) -> bool:
+            return False
+
+    with pytest.raises(FatalError, match="nothing moved for 600s"):
+        World(config=config(), problems=1, engine_kind=Gone).run()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_checkpoint_that_takes_long_to_write_is_progress(async_save: bool) -> None:
+    saving = config(save="checkpoints", save_interval=10, async_save=async_save)
+    world = World(config=saving, save_seconds=700.0).run()
+    assert sorted(world.trainer.saved) == [9, 19]
+    assert world.trace.of(Stalled) == []
+
+
+def test_a_long_step_of_a_learner_that_works_is_progress() -> None:
+    world = World(config=config(num_rollout=2), train_seconds=3000.0).run()
+    assert [step.seconds for step in world.trace.of(StepEnded)] == [3000.0, 3000.0]
+    assert world.trace.of(Stalled) == []
+
+
+class Frozen(Trainer):
+    """Stops in its third step, as after SIGSTOP: no call returns any more."""
+
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        if rollout_id == 2:
+            self.frozen = True
+            await asyncio.Future()
+        return await super().train(rollout_id, groups)
+
+    async def work_seconds(self) -> float:
+        if self.frozen:
+            await asyncio.Future()
+        return await super().work_seconds()
+
+    frozen = False
+
+
+class Deadlocked(Frozen):
+    """Answers, but waits for something that never comes."""
+
+    async def work_seconds(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("trainer", [Frozen, Deadlocked])
+def test_a_learner_that_hangs_in_its_step_is_detected(trainer: type[Trainer]) -> None:
+    world = World(config=config(), trainer_kind=trainer)
+    with pytest.raises(FatalError, match="nothing moved for 600s"):
+        world.run()
+    assert len(world.trainer.batches) == 2
+    assert world.trace.of(Stalled)[0].seconds == pytest.approx(30.0, abs=0.5)
