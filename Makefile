@@ -36,7 +36,7 @@ browser: ## Install Debian's Chromium, for the tests of the live page and the ru
 	@bash requirements/browser.sh
 
 test: $(READY) browser ## Run all tests (about 15 minutes on two cores)
-	@$(PYTHON) -m pytest tests/stack tests/sim tests/packaging tests/unit $(BOTH_CORES) $(ARGS)
+	@$(PYTHON) -m pytest tests/stack tests/sim tests/processes tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests (about 10 seconds on two cores)
 	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import RunSummary
 from miles_async.types import DropReason, Group, Sample
 from tests.configuration import run_config
-from tests.disks import run_on_a_small_disk
 from tests.sim.world import Trace
 from tests.unit.example_events import RUN
 
@@ -93,32 +91,6 @@ def test_letters_in_memory_are_limited_in_size_and_none_is_lost(
     assert [letter["feed_index"] for letter in letters] == [f"sample_0_{number}" for number in range(100)]
     assert {letter["reason"] for letter in letters} == {"failed"}
     assert len(disk.path.read_bytes()) < 5_000 + 100 * 700
-
-
-WRITES_LETTERS = """
-    import json
-    from pathlib import Path
-    from tests.unit.test_dead_letters import DeadLetterFile, DropReason, Trace, group, letters_in
-
-    path, filler = Path("dead_letters.jsonl"), Path("filler")
-    file = DeadLetterFile(path, Trace())
-    file.dead_letter(group(0), DropReason.FAILED, "it failed")
-    with filler.open("wb", buffering=0) as rest:
-        while rest.write(bytes(1000)) == 1000:
-            pass
-    for number in range(1, 40):
-        file.dead_letter(group(number), DropReason.FAILED, "it failed")
-    for letter in letters_in(path):
-        assert letter["samples"]
-    filler.unlink()
-    file.retry()
-    assert [letter["feed_index"] for letter in letters_in(path)] == [f"sample_0_{number}" for number in range(40)]
-    print("nothing is lost")
-"""
-
-
-def test_a_full_file_system_holds_only_whole_letters_and_gets_the_others_later(tmp_path: Path) -> None:
-    assert "nothing is lost" in run_on_a_small_disk(tmp_path, textwrap.dedent(WRITES_LETTERS), "64k")
 
 
 def unwritten(*prompts: str) -> DeadLettersUnwritten:

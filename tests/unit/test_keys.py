@@ -75,7 +75,10 @@ async def test_requests_about_weights_carry_the_key() -> None:
     assert [header for _, header, _ in requests] == [f"Bearer {KEY}"]
 
 
-def test_the_key_is_in_no_command_environment_or_text_of_a_specification(tmp_path: Path) -> None:
+def test_the_key_is_in_no_command_environment_or_text_of_a_specification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
     (tmp_path / "config.json").write_text(
         '{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "max_position_embeddings": 8}'
     )
