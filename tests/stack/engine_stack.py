@@ -121,14 +121,38 @@ def group_of(prompt: str | list[int], samples: int = 1) -> Group:
     return Group([Sample(index=index, tokens=list(prompt)) for index in range(samples)])
 
 
-async def tokens_drawn(fleet: SGLangFleet) -> None:
-    """Wait until running requests have drawn more tokens: the engine's KV cache grows while it decodes."""
+async def start_generating(
+    fleet: SGLangFleet, generator: SGLangGenerator, params: SamplingParams, *groups: Group
+) -> asyncio.Task[None]:
+    """Start to generate the groups, and return the task when the engine has drawn tokens of them.
+
+    On a busy machine all responses may be complete before this process sees that the engine draws tokens. The groups
+    are then generated again.
+    """
+
+    async def generate() -> None:
+        await asyncio.gather(*(generator.generate(group, params) for group in groups))
+
     async with asyncio.timeout(PATIENCE_SECONDS):
-        usage, rises = await _kv_usage(fleet), 0
-        while rises < 2:
-            await asyncio.sleep(0.01)
-            before, usage = usage, await _kv_usage(fleet)
-            rises += usage > before
+        while True:
+            running = asyncio.create_task(generate())
+            if await tokens_drawn(fleet, running):
+                return running
+            for group in groups:
+                group.reset()
+
+
+async def tokens_drawn(fleet: SGLangFleet, running: asyncio.Task[None]) -> bool:
+    """Wait until the engine's KV cache has grown twice, which requests do while they draw tokens.
+
+    Returns False if `running` ends before.
+    """
+    usage, rises = await _kv_usage(fleet), 0
+    while rises < 2 and not running.done():
+        await asyncio.sleep(0.01)
+        before, usage = usage, await _kv_usage(fleet)
+        rises += usage > before
+    return not running.done()
 
 
 async def _kv_usage(fleet: SGLangFleet) -> float:

@@ -15,7 +15,7 @@ from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.errors import EngineLostError, TrajectoryError, UserError
 from miles_async.types import SampleStatus
-from tests.stack.engine_stack import Stack, group_of, tokens_drawn
+from tests.stack.engine_stack import Stack, group_of, start_generating, tokens_drawn
 from tests.waiting import wait_until
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
@@ -51,10 +51,9 @@ async def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:
 async def test_one_group_can_be_aborted_while_the_others_continue(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         straggler, other = group_of(list(range(60)), samples=4), group_of(list(range(60, 120)), samples=4)
-        running = [asyncio.create_task(generator.generate(group, ENDLESS)) for group in (straggler, other)]
-        await tokens_drawn(fleet)
+        running = await start_generating(fleet, generator, ENDLESS, straggler, other)
         await generator.abort(straggler)
-        await asyncio.gather(*running)
+        await running
         assert any(sample.status is SampleStatus.ABORTED for sample in straggler)
         assert all(sample.status is not SampleStatus.ABORTED for sample in other)
 
@@ -62,8 +61,7 @@ async def test_one_group_can_be_aborted_while_the_others_continue(serving: Stack
 async def test_aborted_samples_keep_their_tokens_and_are_continued(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         group = group_of(list(range(60)), samples=4)
-        running = asyncio.create_task(generator.generate(group, ENDLESS))
-        await tokens_drawn(fleet)
+        running = await start_generating(fleet, generator, ENDLESS, group)
         await generator.abort()
         await running
         cut = [sample for sample in group if sample.status is SampleStatus.ABORTED]
@@ -121,12 +119,20 @@ async def test_a_prompt_without_tokens_never_reaches_the_engine_because_it_would
 async def test_a_new_version_does_not_affect_requests_in_flight(serving: Stack) -> None:
     async with serving.admitted() as (fleet, generator):
         group = group_of(list(range(50)), samples=8)
-        running = asyncio.create_task(generator.generate(group, ENDLESS))
-        for mode in ("retract", "in_place"):
-            await tokens_drawn(fleet)
+
+        async def publish(mode: str) -> None:
             await fleet.pause(mode)
             await fleet.commit("e0", next(serving.versions))
             await fleet.resume()
+
+        running = await start_generating(fleet, generator, ENDLESS, group)
+        await publish("retract")
+        while not await tokens_drawn(fleet, running):
+            # All responses were complete before this process saw new tokens.
+            group.reset()
+            running = await start_generating(fleet, generator, ENDLESS, group)
+            await publish("retract")
+        await publish("in_place")
         await running
         assert all(sample.status is not SampleStatus.ABORTED for sample in group)
         assert max(len(sample.spans) for sample in group) == 3

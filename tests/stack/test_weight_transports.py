@@ -18,7 +18,7 @@ from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
 from miles_async.errors import EngineLostError, FatalError
 from tests.configuration import run_config
-from tests.stack.engine_stack import Stack, group_of, tokens_drawn
+from tests.stack.engine_stack import Stack, group_of, start_generating
 from tests.stack.learning import create_experts, learning, uneven_groups
 from tests.waiting import PATIENCE_SECONDS
 
@@ -66,8 +66,7 @@ async def test_after_a_publish_no_token_is_sampled_from_old_weights(
         version = next(serving.versions)
         source.stage(version, serving.named_tensors(), [transport])
         flying = group_of(PROMPT[:60], samples=16)
-        running = asyncio.create_task(generator.generate(flying, SamplingParams(max_new_tokens=200)))
-        await tokens_drawn(fleet)
+        running = await start_generating(fleet, generator, SamplingParams(max_new_tokens=200), flying)
         await fleet.pause(mode)
         outcome = await asyncio.to_thread(source.send, version, "e0", transport)
         assert outcome.error is None
