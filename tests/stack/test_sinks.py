@@ -75,7 +75,10 @@ def test_tensorboard_shows_the_curves_of_the_run(tmp_path: Path) -> None:
 def test_weights_and_biases_keeps_the_run_offline(tmp_path: Path) -> None:
     run = written(tmp_path, use_wandb=True, wandb_mode="offline", wandb_project="arithmetic", wandb_group="tiny")
     (recorded,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
-    names = (b"train/loss", b"eval/aime", b"eval/aime-truncated_ratio", b"arithmetic", b"tiny", b"train/step")
+    # The file also holds the configuration. Only in the record of the run do a field number (3 is the project, 6 the
+    # group) and a length come before the value.
+    record = (b"\x1a\x0aarithmetic", b"\x32\x04tiny")
+    names = (b"train/loss", b"eval/aime", b"eval/aime-truncated_ratio", b"train/step", *record)
     # Another process writes the file.
     wait_until(lambda: all(name in recorded.read_bytes() for name in names), "the file holds every curve and name")
 
