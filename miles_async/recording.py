@@ -16,6 +16,12 @@ from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 _RANGE = re.compile(r"(\d+)(?:-(\d*))?")
 _FEED_INDEX = re.compile(r"sample_\d+_(\d+)")
+_GENERATED = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
+
+
+def is_generated(samples: Iterable[Sample]) -> bool:
+    """Whether all samples were generated completely; only such groups are recorded."""
+    return all(sample.status in _GENERATED for sample in samples)
 
 
 class SkipAction(StrEnum):

@@ -119,9 +119,7 @@ def policy_loss(
     # the policy before those steps and the one that sampled.
     log_ratio = old - columns.rollout_log_probs
     weight, bounded = importance_weights(log_ratio, columns.sequences, settings.correction)
-    excluded = weight == 0
-    objective, clipped = _objective(logprobs, old, advantages, excluded, columns, settings)
-    objective = torch.where(excluded, 0.0, objective)
+    objective, clipped = _objective(logprobs, old, advantages, weight == 0, columns, settings)
     per_token = weight * objective + settings.entropy_coef * entropy
     kl = torch.zeros_like(log_ratio)
     if columns.reference_logprobs is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -97,10 +98,8 @@ class EventSubscribers:
         self._trackers.close()
         if self._perfetto is not None:
             self._perfetto.close()
-        try:
+        with self._surviving_loss_of(self._scrape_targets.path):
             self._scrape_targets.remove()
-        except OSError as error:
-            self._warn_of_write(self._scrape_targets.path, error)
         self._server.close()
         self._event_log.close()
 
@@ -188,18 +187,22 @@ class EventSubscribers:
         self._write_summary()
 
     def _write_summary(self) -> None:
-        try:
+        with self._surviving_loss_of(self._folder.summary):
             self._summary.write(self._folder.summary)
-        except OSError as error:
-            self._warn_of_write(self._folder.summary, error)
 
     def _write_report(self, until: float) -> None:
         settings = flatten(redacted_values(self._config))
         run = RunData(self._folder.path.name, settings, self._view, self._summary, until)
-        try:
+        with self._surviving_loss_of(self._folder.report):
             write([run], self._folder.report)
+
+    @contextmanager
+    def _surviving_loss_of(self, file: Path) -> Iterator[None]:
+        """Warn instead of raising OSError if `file` cannot be written inside the block."""
+        try:
+            yield
         except OSError as error:
-            self._warn_of_write(self._folder.report, error)
+            self._warn_of_write(file, error)
 
     def _warn_of_write(self, file: Path, error: OSError) -> None:
         """Warn once that a file of the run cannot be written, for example because the disk is full.
@@ -225,10 +228,8 @@ class EventSubscribers:
 
     def update_scrape_targets(self, addresses: Mapping[str, str]) -> None:
         """Update the targets file with the addresses (`host:port` by name) of engines and router."""
-        try:
+        with self._surviving_loss_of(self._scrape_targets.path):
             self._scrape_targets.write(addresses)
-        except OSError as error:
-            self._warn_of_write(self._scrape_targets.path, error)
 
     def stalled_for(self, now: float) -> float:
         """Return the seconds since the last progress, or 0 if they are too few for a warning.

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from miles_async.events import EventSink, GroupReplayed
 from miles_async.ports import Clock, Generator
-from miles_async.recording import GroupRecord, Recording, SkipAction, is_first_attempt
+from miles_async.recording import GroupRecord, Recording, SkipAction, is_first_attempt, is_generated
 from miles_async.skip.base import CannotSkipError
 from miles_async.skip.identity import prompt_hash
 from miles_async.skip.manager import SkipManager
@@ -174,7 +174,7 @@ class SkippingGenerator:
         finally:
             self._recording.discard(ended)
             _resolve(ended)
-        if any(sample.status not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) for sample in group):
+        if not is_generated(group):
             return []
         seconds = self._clock.monotonic() - began
         return [GroupRecord.of(group, prompt=prompt, live_version=self._live_version(), seconds=seconds)]

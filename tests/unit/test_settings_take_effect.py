@@ -111,7 +111,7 @@ def test_a_server_that_starts_too_slowly_is_ended_with_an_error_message(checkpoi
         "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
     )
     with pytest.raises(FatalError, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
-        server.start({}, None, timeout, "")
+        server.start({}, None, timeout, "key-of-the-run")
     assert not server.alive()
 
 

@@ -138,4 +138,4 @@ def test_a_server_imports_the_project_that_started_it(tmp_path: Path, monkeypatc
     server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
     project = Path(launch.__file__).parents[3]
     with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
-        server.start({}, None, PATIENCE_SECONDS, "")
+        server.start({}, None, PATIENCE_SECONDS, "key-of-the-run")

@@ -54,8 +54,7 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         variables = {**os.environ, "PYTHONPATH": _search_path(), **environment}
-        secrets = secret_values(variables, self._command) | ({key} - {""})
-        log = self._log = RedactedLog(self.log_path, secrets)
+        log = self._log = RedactedLog(self.log_path, {key, *secret_values(variables, self._command)})
         try:
             self._process = subprocess.Popen(
                 self._command,

@@ -25,18 +25,13 @@ from miles_async.adapters.storage import recording_codec as codec
 from miles_async.adapters.storage.checksum import checksum, file_chunks
 from miles_async.atomic_files import atomic_folder
 from miles_async.errors import TrajectoryError
-from miles_async.recording import Recording
+from miles_async.recording import Recording, is_generated
 from miles_async.sample_schema import SampleLimits, check_stored
-from miles_async.types import SampleStatus
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
 FORMAT = 1
 DRAFT_LIFETIME_SECONDS = 3600.0
 """A temporary folder older than this belongs to a writer that was killed."""
-
-
-GENERATED = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
-"""The states of the samples in an entry."""
 
 
 class RecordingDamagedError(Exception):
@@ -135,7 +130,7 @@ class RecordingStore:
                 if len(group.samples) != samples_per_group:
                     raise TrajectoryError(f"{group.feed_index} has {len(group.samples)} samples of {samples_per_group}")
                 check_stored(group.samples, limits, group.version)
-                if not {sample.status for sample in group.samples} <= GENERATED:
+                if not is_generated(group.samples):
                     raise TrajectoryError(f"{group.feed_index} has a sample that is not generated completely")
         # ValueError: bytes that are no text, or an incomplete version span.
         except (TrajectoryError, ValueError) as error:

@@ -36,7 +36,7 @@ class LossyFile(io.FileIO):
 
 
 def survive_lost_output() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams on a `LossyFile`, unless they write to no file descriptor."""
+    """Replace `sys.stdout` and `sys.stderr` by lossy streams."""
 
     def report(error: OSError) -> None:
         log.warning("standard output was lost and is discarded from now on", error=error.strerror)
@@ -44,16 +44,14 @@ def survive_lost_output() -> None:
     def ignore(error: OSError) -> None:
         """Without standard error there is no place for a log line; the run folder has the results."""
 
-    if _has_descriptor(sys.stdout):
-        sys.stdout = lossy_stream(sys.stdout, report)
-    if _has_descriptor(sys.stderr):
-        sys.stderr = lossy_stream(sys.stderr, ignore)
+    sys.stdout = lossy_stream(sys.stdout, report)
+    sys.stderr = lossy_stream(sys.stderr, ignore)
 
 
 def lossy_stream(stream: TextIO, on_loss: Callable[[OSError], None]) -> TextIO:
     """Return a text stream that writes to the descriptor of `stream` and never raises OSError.
 
-    A stream without a descriptor, as in a notebook, is returned unchanged.
+    A stream without a descriptor, such as that of a notebook or of captured output, is returned unchanged.
     """
     stream.flush()
     try:
@@ -62,12 +60,3 @@ def lossy_stream(stream: TextIO, on_loss: Callable[[OSError], None]) -> TextIO:
         return stream
     buffer = io.BufferedWriter(LossyFile(descriptor, on_loss))
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=bool(stream.line_buffering))
-
-
-def _has_descriptor(stream: TextIO) -> bool:
-    """Whether the stream writes to a file descriptor; the streams of notebooks and of captured output do not."""
-    try:
-        stream.fileno()
-    except io.UnsupportedOperation:
-        return False
-    return True
