@@ -105,7 +105,7 @@ def test_supervised_runs_train_the_assistants_tokens_only_and_start_no_engine(tm
     )
     flags = ("--prompt-data", str(sft_examples), "--num-rollout", "3", "--run-dir", str(tmp_path / "runs"))
     command = [sys.executable, "train.py", "--config", "configs/sft-cpu.yaml", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "engine is up" not in done.stdout + done.stderr
     assert "router is up" not in done.stdout + done.stderr

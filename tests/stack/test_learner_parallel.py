@@ -175,7 +175,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "tests.stack.test_learner_parallel", str(root), *ALL]
     with subprocess.Popen(command, cwd=ROOT) as ranks:
         try:
-            assert ranks.wait(timeout=120) == 0
+            assert ranks.wait(timeout=900) == 0
         finally:
             ranks.terminate()
     return root

@@ -84,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rollout, name in enumerate(STAGES):
             train(learner, config({}), rollout, 0, 1, root / f"unmoved, {name}")
         learner.close()
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=900) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
