@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STACK in item.path.parents:
             item.add_marker(pytest.mark.stack)
+
+
+def pytest_collection_finish() -> None:
+    # The imported modules stay until the end: without this, each full garbage collection would search them again.
+    gc.freeze()
 
 
 class WholeFiles(LoadScopeScheduling):
