@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.sim.virtual_time import VirtualTimeLoop
-
-# Shared cores make any deadline flaky, and a suite that gates merges must not draw new cases on its own.
-settings.register_profile("suite", deadline=None, derandomize=True)
-settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 STACK = Path(__file__).parent / "stack"
@@ -28,6 +23,15 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """Async tests run on asyncio, and on a virtual clock if they carry the marker `virtual_time`."""
     virtual = request.node.get_closest_marker("virtual_time") is not None
     return "asyncio", {"loop_factory": VirtualTimeLoop} if virtual else {}
+
+
+def pytest_collection() -> None:
+    # Imported here, because a process that only distributes tests over others starts sooner without Hypothesis.
+    from hypothesis import settings
+
+    # Shared cores make any deadline flaky, and a suite that gates merges must not draw new cases on its own.
+    settings.register_profile("suite", deadline=None, derandomize=True)
+    settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
