@@ -417,7 +417,7 @@ class VerdictChanged(Event, frozen=True):
 
 
 class CollapseRiskChanged(Event, frozen=True):
-    """The risk that the policy collapses soon became high, or its signs are gone (`observability/diagnosis/collapse.py`).
+    """Signs that the policy may collapse soon appeared or are gone (`observability/diagnosis/collapse.py`).
 
     The signs are also gone after a collapse: a policy that gives every prompt the same answer is on-policy again.
     """

@@ -5,16 +5,18 @@ gradient norm precede the collapse of the policy: the staler the tokens, the mor
 tokens determine the whole update (VCPO, arXiv 2602.17616). The learner reports both figures for every batch, with
 every loss and correction: ESS is computed from the ratios before a correction bounds them.
 
-The risk of a collapse is high in either of two cases. All figures are medians over the last `RECENT` batches, so that
-one or two odd batches change nothing:
+The risk of a collapse is high in either of two cases:
 
-- ESS is less than `LOW_ESS` times its usual value.
-- ESS is less than `REDUCED_ESS` times its usual value, and at least two of the last `RECENT` gradient norms exceed
+- The median ESS of the last `RECENT` batches is less than `LOW_ESS` times its usual value.
+- It is less than `REDUCED_ESS` times its usual value, and at least two of the last `RECENT` gradient norms exceed
   `SPIKE` times the median of the last `REMEMBERED_NORMS`.
 
-The usual value of ESS is the highest median so far. It is close to 1 if the engines compute the same probabilities as
-the learner. It is lower from the first batch on if they do not: because of quantization, different routing of experts, or
-top-p and top-k. The signs are gone when the median of ESS is back at `REDUCED_ESS` times its usual value.
+Odd batches change nothing. Neither does a staleness that rises and falls again within some batches, because many groups
+were admitted at once: half of these batches are fresh enough.
+
+The usual value is the highest such median so far. It is close to 1 if the engines compute the same probabilities as the
+learner. It is lower from the first batch on if they do not: because of quantization, different routing of experts, or
+top-p and top-k. The signs are gone when the median is back at `REDUCED_ESS` times its usual value.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from statistics import median
 
 from miles_async.events import CollapseRiskChanged, Event, StepEnded
 
-RECENT = 5
-"""Number of the last trained batches that are judged. There is no announcement before so many batches."""
+RECENT = 8
+"""Number of the last trained batches that are judged together."""
+FIRST_JUDGED = 5
+"""Number of trained batches before the first judgement."""
 LOW_ESS = 0.5
 """Fraction of the usual ESS. Particle filters resample below half for the same reason (Doucet and Johansen 2009)."""
 REDUCED_ESS = 0.8
@@ -59,7 +63,7 @@ class CollapseDetector:
         if isinstance(event, StepEnded) and "ess" in event.metrics and "grad_norm" in event.metrics:
             self._ess.append(event.metrics["ess"])
             self._norms.append(event.metrics["grad_norm"])
-            if len(self._ess) == RECENT:
+            if len(self._ess) >= FIRST_JUDGED:
                 self._judge(event)
 
     def take_change(self) -> CollapseRiskChanged | None:
