@@ -59,9 +59,46 @@ def changes(steps: Iterable[Step]) -> list[CollapseRiskChanged]:
     return found
 
 
+def recorded(name: str) -> list[Step]:
+    """The batches of a real run."""
+    return [Step(*values) for values in json.loads((RECORDED / f"{name}.json").read_text())["steps"]]
+
+
+def mean_rewards(steps: list[Step]) -> list[float]:
+    """The mean reward of the last REWARD_BATCHES batches, from the first batch with so many on."""
+    last = range(REWARD_BATCHES, len(steps) + 1)
+    return [mean(step.reward for step in steps[end - REWARD_BATCHES : end]) for end in last]
+
+
+def collapsed_after(steps: list[Step]) -> int:
+    """The first rollout at which the reward of the run has collapsed."""
+    highest = 0.0
+    for rollout, reward in enumerate(mean_rewards(steps), REWARD_BATCHES - 1):
+        highest = max(highest, reward)
+        if reward < highest / 2:
+            return rollout
+    raise AssertionError("the run did not collapse")
+
+
 def on_policy(steps: int) -> list[Step]:
     """A run whose ESS is close to 1, and whose gradient norm varies by a factor of two."""
     return [Step(0.97 + 0.01 * (i % 3), 1.0 + 0.5 * (i % 3)) for i in range(steps)]
+
+
+@pytest.mark.parametrize("run", ["collapses", "collapses_at_once"])
+def test_the_collapse_of_a_real_run_is_announced_before_its_reward_has_fallen(run: str) -> None:
+    steps = recorded(run)
+    first, *_ = changes(steps)
+    assert first.high
+    assert first.rollout + 5 < collapsed_after(steps)
+
+
+@pytest.mark.parametrize("run", ["learns_as_shipped", "learns_at_limit_8"])
+def test_nothing_is_announced_in_a_real_run_that_learns(run: str) -> None:
+    steps = recorded(run)
+    first, *_, last = mean_rewards(steps)
+    assert last > 1.4 * first
+    assert changes(steps) == []
 
 
 def test_a_fallen_ess_is_announced_once_with_the_figures_and_what_to_do() -> None:
