@@ -13,7 +13,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,15 @@ class SamplingMask:
         return SamplingMask(
             np.concatenate([mask.counts for mask in joined]), np.concatenate([mask.token_ids for mask in joined])
         )
+
+    def to_dict(self) -> dict[str, list[int]]:
+        """Both arrays as lists, by name."""
+        return {"counts": self.counts.tolist(), "token_ids": self.token_ids.tolist()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Sequence[int]]) -> SamplingMask:
+        """The inverse of `to_dict`. Raises KeyError for a missing array."""
+        return SamplingMask(np.array(values["counts"], np.int32), np.array(values["token_ids"], np.int32))
 
     def __len__(self) -> int:
         return len(self.counts)

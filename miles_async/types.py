@@ -156,7 +156,7 @@ class Sample:
         for name in ("tokens", "rollout_log_probs"):
             values[name] = list(values[name])
         values["loss_mask"] = None if self.loss_mask is None else list(self.loss_mask)
-        values["sampling_mask"] = None if self.sampling_mask is None else self.sampling_mask.rows()
+        values["sampling_mask"] = None if self.sampling_mask is None else self.sampling_mask.to_dict()
         values["spans"] = [{"version": span.version, "start": span.start, "end": span.end} for span in self.spans]
         return values
 
@@ -182,8 +182,9 @@ class Sample:
         arguments = dict(values)
         arguments["status"] = SampleStatus(arguments["status"])
         arguments["spans"] = [VersionSpan(**span) for span in arguments["spans"]]
-        if (rows := arguments.get("sampling_mask")) is not None:
-            arguments["sampling_mask"] = SamplingMask.from_rows(rows)
+        # Dictionaries of older versions have no sampling mask.
+        if (mask := arguments.get("sampling_mask")) is not None:
+            arguments["sampling_mask"] = SamplingMask.from_dict(mask)
         return Sample(**arguments)
 
 
