@@ -221,6 +221,8 @@ def test_saved_batches_and_recordings_keep_the_mask(tmp_path: Path) -> None:
     members = [sample(), sample(1, sampling_mask=None), sample(2, sampling_mask=mask_of([7], [], [9]))]
     save_groups(tmp_path / "0", 0, [Group(members)])
     assert load_groups(tmp_path / "0") == (0, [Group(members)])
+    for member in members:
+        member.reward = None  # recordings hold no rewards
     group = GroupRecord(feed_index="a", prompt="hash", version=0, seconds=1.0, samples=members)
     RecordingStore(tmp_path / "skip").save(0, Recording(groups=[group]), {})
     [loaded] = RecordingStore(tmp_path / "skip").load(0).recording.groups
