@@ -97,7 +97,12 @@ SELECTING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "m2po, data parallel": ("dense", 2, M2PO),
 }
 """With an objective that selects tokens over the whole optimizer step."""
-ROWS = {"use_dynamic_batching_in_train": True, "use_dynamic_batching_in_infer": True}
+ROWS = {
+    "use_dynamic_batching_in_train": True,
+    "sequence_length_round_in_train": 4,
+    "use_dynamic_batching_in_infer": True,
+    "sequence_length_round_in_infer": 8,
+}
 MASKED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "masked, one rank": ("dense", 1, {}),
     "masked, tensor parallel": ("dense", 2, DENSE["tensor parallel"][1]),

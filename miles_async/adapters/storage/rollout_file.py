@@ -115,11 +115,13 @@ def _groups(columns: Mapping[str, NDArray[Any]]) -> list[Group]:
 
 
 def _set_masks(samples: Sequence[Sample], columns: Mapping[str, NDArray[Any]]) -> None:
-    whole, start = SamplingMask(columns["kept_counts"], columns["kept_ids"]), 0
+    start = first_id = 0
     for sample, length in zip(samples, columns["mask_lengths"].tolist(), strict=True):
         if length != _NO_MASK:
-            sample.sampling_mask = whole.take(np.arange(start, start + length))
-            start += length
+            counts = columns["kept_counts"][start : start + length]
+            token_ids = columns["kept_ids"][first_id : first_id + int(counts.sum())]
+            sample.sampling_mask = SamplingMask(counts, token_ids)
+            start, first_id = start + len(counts), first_id + len(token_ids)
 
 
 def _json_fields(group: Group) -> dict[str, Any]:
