@@ -240,10 +240,10 @@ def check_mask(sample: Sample, limits: SampleLimits, name: str) -> None:
 
     `name` begins the error message.
     """
-    mask, response = sample.sampling_mask, np.array(sample.tokens[sample.prompt_length :], np.int64)
-    is_trained = np.ones(len(response), bool) if sample.loss_mask is None else np.array(sample.loss_mask, bool)
+    mask = sample.sampling_mask
+    trains = sample.response_length > 0 and (sample.loss_mask is None or 1 in sample.loss_mask)
     if mask is None:
-        if limits.sampling_masks and is_trained.any():
+        if limits.sampling_masks and trains:
             raise TrajectoryError(f"{name}: {MASK_IS_MISSING}")
         return
     if limits.sampling_masks is False:
@@ -251,6 +251,8 @@ def check_mask(sample: Sample, limits: SampleLimits, name: str) -> None:
             f"{name}: it has a sampling mask, but this run trains the whole distribution: set rollout_top_p and "
             "rollout_top_k as the sample was sampled"
         )
+    response = np.array(sample.tokens[sample.prompt_length :], np.int64)
+    is_trained = np.ones(len(response), bool) if sample.loss_mask is None else np.array(sample.loss_mask, bool)
     if len(mask) != len(response):
         raise TrajectoryError(f"{name}: a sampling_mask of {len(mask)} entries; response_length is {len(response)}")
     if limits.vocabulary is not None and len(mask.token_ids) and mask.token_ids.max() >= limits.vocabulary:
@@ -264,7 +266,7 @@ def check_mask(sample: Sample, limits: SampleLimits, name: str) -> None:
             f"{name}: the sampling_mask of response token {missing[0]} does not contain the token itself; set it to "
             "the output_token_sampling_mask that the engine reported with the token"
         )
-    if is_trained.any() and not sample.rollout_log_probs:
+    if trains and not sample.rollout_log_probs:
         raise TrajectoryError(
             f"{name}: it has a sampling mask without rollout_log_probs, and an engine can compute them only for the "
             "whole vocabulary; set them to the output_token_sampling_logprobs that the engine reported"
