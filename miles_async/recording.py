@@ -128,6 +128,7 @@ class GroupRecord:
             sample.tokens, sample.rollout_log_probs = list(recorded.tokens), list(recorded.rollout_log_probs)
             sample.response, sample.response_length = recorded.response, recorded.response_length
             sample.loss_mask = None if recorded.loss_mask is None else list(recorded.loss_mask)
+            sample.sampling_mask = recorded.sampling_mask
             sample.spans = shift_versions(recorded.spans, live_version - self.version)
             sample.status = recorded.status
 

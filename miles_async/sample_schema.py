@@ -13,14 +13,23 @@ from numbers import Real
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from miles_async.errors import TrajectoryError
+from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample, SampleStatus
 
 T = TypeVar("T")
 _Natural = Annotated[int, Meta(ge=0)]
+_TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 _COLUMNS = "tokens", "rollout_log_probs", "loss_mask"
+MASK_IS_MISSING = (
+    "no sampling mask, although rollout_top_p or rollout_top_k limits the tokens that are sampled: use args.turns, or "
+    "copy the engine's output_token_sampling_mask into sample.sampling_mask and output_token_sampling_logprobs into "
+    "sample.rollout_log_probs, or unset rollout_top_p and rollout_top_k"
+)
+"""The end of the error message for a sample without a sampling mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,9 @@ class SampleLimits:
     """Number of token ids; ids begin at 0."""
     longest: int | None = None
     """Most tokens, of prompt and response together, that fit into a micro-batch of the learner."""
+    sampling_masks: bool | None = None
+    """True if every trained token needs a sampling mask, because the run samples with top-p or top-k. False if no
+    sample may have a mask, because its log-probabilities would be those of another distribution than the learner's."""
 
 
 NO_LIMITS = SampleLimits()
@@ -62,6 +74,8 @@ class AnswerMeta(Struct):
     finish_reason: FinishReason
     output_token_logprobs: list[OutputToken]
     weight_versions: list[ReportedSpan] | None = None
+    output_token_sampling_mask: list[list[_TokenId]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class EngineAnswer(Struct):
@@ -107,6 +121,7 @@ class PostedSample(Struct, kw_only=True):
     response_length: _Natural = 0
     rollout_log_probs: list[float] = []
     loss_mask: list[int] | None = None
+    sampling_mask: list[list[_TokenId]] | None = None
     weight_versions: list[PostedSpan] = []
 
 
@@ -162,8 +177,8 @@ def parse(value: Any, schema: type[T], name: str) -> T:
 def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
     """Check the columns of a finished sample; log-probabilities and spans may be empty.
 
-    Arrays of NumPy become lists. `newest_version` is the newest weight version of the run; None if versions of another
-    run are allowed.
+    Arrays of NumPy become lists, and a sampling mask that is a list of lists becomes a `SamplingMask`.
+    `newest_version` is the newest weight version of the run; None if versions of another run are allowed.
     """
     for column in _COLUMNS:
         value = getattr(sample, column)
@@ -204,6 +219,58 @@ def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | Non
         end = span.end
         if newest_version is not None:
             check_version(span.version, newest_version, name)
+    _convert_mask(sample, name)
+    check_mask(sample, limits, name)
+
+
+def _convert_mask(sample: Sample, name: str) -> None:
+    mask: Any = sample.sampling_mask  # user functions set the lists that SGLang reports
+    if mask is None:
+        return
+    if not isinstance(mask, SamplingMask):
+        mask = sample.sampling_mask = SamplingMask.from_rows(
+            parse(mask, list[list[_TokenId]], f"{name}: sampling_mask")
+        )
+    if mask.has_duplicates():
+        raise TrajectoryError(f"{name}: its sampling_mask names a token twice; name each kept token once")
+
+
+def check_mask(sample: Sample, limits: SampleLimits, name: str) -> None:
+    """Check that the sampling mask has the response's length and keeps each trained token, or that it may be missing.
+
+    `name` begins the error message.
+    """
+    mask = sample.sampling_mask
+    trains = sample.response_length > 0 and (sample.loss_mask is None or 1 in sample.loss_mask)
+    if mask is None:
+        if limits.sampling_masks and trains:
+            raise TrajectoryError(f"{name}: {MASK_IS_MISSING}")
+        return
+    if limits.sampling_masks is False:
+        raise TrajectoryError(
+            f"{name}: it has a sampling mask, but this run trains the whole distribution: set rollout_top_p and "
+            "rollout_top_k as the sample was sampled"
+        )
+    response = np.array(sample.tokens[sample.prompt_length :], np.int64)
+    is_trained = np.ones(len(response), bool) if sample.loss_mask is None else np.array(sample.loss_mask, bool)
+    if len(mask) != len(response):
+        raise TrajectoryError(f"{name}: a sampling_mask of {len(mask)} entries; response_length is {len(response)}")
+    if limits.vocabulary is not None and len(mask.token_ids) and mask.token_ids.max() >= limits.vocabulary:
+        raise TrajectoryError(
+            f"{name}: token {mask.token_ids.max()} of its sampling_mask is outside the vocabulary of "
+            f"{limits.vocabulary} tokens"
+        )
+    missing = np.flatnonzero(is_trained & ~mask.keeps(response))
+    if len(missing):
+        raise TrajectoryError(
+            f"{name}: the sampling_mask of response token {missing[0]} does not contain the token itself; set it to "
+            "the output_token_sampling_mask that the engine reported with the token"
+        )
+    if trains and not sample.rollout_log_probs:
+        raise TrajectoryError(
+            f"{name}: it has a sampling mask without rollout_log_probs, and an engine can compute them only for the "
+            "whole vocabulary; set them to the output_token_sampling_logprobs that the engine reported"
+        )
 
 
 def check_stored(samples: Sequence[Sample], limits: SampleLimits, newest_version: int | None) -> None:
@@ -214,13 +281,14 @@ def check_stored(samples: Sequence[Sample], limits: SampleLimits, newest_version
 
 
 def check_group(group: Group, limits: SampleLimits, newest_version: int) -> None:
-    """Check a group that the pipeline generated: its length and its weight versions."""
+    """Check a group that the pipeline generated: its length, its weight versions and its sampling masks."""
     for sample in group:
         name = f"sample {sample.index}"
         if limits.longest is not None and len(sample.tokens) > limits.longest:
             raise TrajectoryError(f"{name}: {too_long(len(sample.tokens), limits.longest)}")
         for span in sample.spans:
             check_version(span.version, newest_version, name)
+        check_mask(sample, limits, name)
 
 
 def check_version(version: int, newest: int, name: str) -> None:

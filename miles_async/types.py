@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from miles_async.errors import TrajectoryError
 from miles_async.json_values import json_value
+from miles_async.sampling_mask import SamplingMask
 
 
 class SampleStatus(StrEnum):
@@ -63,8 +64,8 @@ class Turn(NamedTuple):
 class Sample:
     """One response to one prompt.
 
-    `tokens` holds P prompt ids followed by R response ids, with R = `response_length`. `loss_mask` and
-    `rollout_log_probs` have R entries.
+    `tokens` holds P prompt ids followed by R response ids, with R = `response_length`. `loss_mask`,
+    `rollout_log_probs` and `sampling_mask` have R entries.
     """
 
     index: int | None = None
@@ -84,7 +85,10 @@ class Sample:
     loss_mask: list[int] | None = None
     """1 for each response token that is trained on, else 0; None means all ones."""
     rollout_log_probs: list[float] = field(default_factory=list)
-    """Log-probability of each response token under the weights that sampled it."""
+    """Log-probability of each response token under the weights that sampled it, in the distribution from which it was
+    drawn: with top-p or top-k, the one over the kept tokens."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that top-p or top-k kept for each response token; None if the whole vocabulary was kept."""
     spans: list[VersionSpan] = field(default_factory=list)
     """The weight versions that sampled the response, in order. Tokens no model sampled (tool output) have no span."""
     reward: float | dict[str, Any] | None = None
@@ -141,7 +145,7 @@ class Sample:
         self.tokens = self.tokens[: self.prompt_length]
         self.response, self.response_length = "", 0
         self.loss_mask, self.reward, self.reward_key, self.remove_sample = None, None, None, False
-        self.rollout_log_probs, self.spans = [], []
+        self.rollout_log_probs, self.sampling_mask, self.spans = [], None, []
         self.status = SampleStatus.PENDING
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,6 +156,7 @@ class Sample:
         for name in ("tokens", "rollout_log_probs"):
             values[name] = list(values[name])
         values["loss_mask"] = None if self.loss_mask is None else list(self.loss_mask)
+        values["sampling_mask"] = None if self.sampling_mask is None else self.sampling_mask.to_dict()
         values["spans"] = [{"version": span.version, "start": span.start, "end": span.end} for span in self.spans]
         return values
 
@@ -177,6 +182,9 @@ class Sample:
         arguments = dict(values)
         arguments["status"] = SampleStatus(arguments["status"])
         arguments["spans"] = [VersionSpan(**span) for span in arguments["spans"]]
+        # Dictionaries of older versions have no sampling mask.
+        if (mask := arguments.get("sampling_mask")) is not None:
+            arguments["sampling_mask"] = SamplingMask.from_dict(mask)
         return Sample(**arguments)
 
 

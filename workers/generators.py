@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -18,7 +19,7 @@ from miles_async.adapters.sglang.generator import (
 )
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_concurrency
+from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_concurrency, trains_on_sampling_masks
 from miles_async.config.schema import RunConfig
 from miles_async.events import EventSink
 from miles_async.ports import Generator
@@ -80,6 +81,7 @@ class Generators:
             sampling_of(config),
             max_prompt_tokens=config.rollout.rollout_max_prompt_len,
             longest_sample=limits.longest,
+            sampling_masks=trains_on_sampling_masks(config),
         )
         """Samples from the engines with the settings of training."""
         self._evaluation = engines(greedy_of(config))
@@ -105,13 +107,14 @@ class Generators:
 
     def training(self) -> Generator:
         """The generator of the training data."""
-        return self._with_user_function(self.frontend, sampling_of(self._config))
+        return self._with_user_function(self.frontend, sampling_of(self._config), self._limits)
 
     def evaluation(self, sampling: SamplingParams) -> Generator:
         """A generator for evaluations with the given sampling settings."""
-        return self._with_user_function(self._evaluation, sampling)
+        # Responses of evaluations are not trained, so they have no sampling masks.
+        return self._with_user_function(self._evaluation, sampling, replace(self._limits, sampling_masks=None))
 
-    def _with_user_function(self, engine: SGLangGenerator, sampling: SamplingParams) -> Generator:
+    def _with_user_function(self, engine: SGLangGenerator, sampling: SamplingParams, limits: SampleLimits) -> Generator:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:
@@ -126,7 +129,7 @@ class Generators:
             live_version=self._live_version,
             timeout_seconds=self._config.rollout.generate_timeout_seconds,
             engines_abort=self._config.weights.pause_generation_mode == "abort",
-            limits=self._limits,
+            limits=limits,
         )
 
     def _max_requests(self, per_engine: int) -> int:

@@ -22,7 +22,14 @@ from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.batching.layout import longest_sequence
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, GREEDY_FUNCTION, save_folder, schedule_of, trains_only
+from miles_async.config.derived import (
+    FULLY_ASYNC_FUNCTION,
+    GREEDY_FUNCTION,
+    save_folder,
+    schedule_of,
+    trains_on_sampling_masks,
+    trains_only,
+)
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
@@ -86,7 +93,11 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         if path is not None:
             load_function(path, setting=setting, plain=True)
     if trains_only(config):
-        saved_batch(config, 0, SampleLimits(longest=longest_sequence(config.learner)))
+        saved_batch(
+            config,
+            0,
+            SampleLimits(longest=longest_sequence(config.learner), sampling_masks=trains_on_sampling_masks(config)),
+        )
     if config.rollout.custom_generate_function_path is not None:
         load_generate_function(config.rollout.custom_generate_function_path)
     if config.rollout.eval_function_path is not None:

@@ -288,7 +288,7 @@ class RolloutWorker:
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
-        limits = SampleLimits(vocabulary=limits.vocabulary)
+        limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
         manager = SkipManager.init(config, SkipContext(config=config, identity=identity, limits=limits, warn=warn))
         if not manager.any_enabled:
             return None

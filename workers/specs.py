@@ -17,7 +17,13 @@ from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.batching.layout import longest_sequence
-from miles_async.config.derived import evaluation_concurrency, keeps_reference, reference_batching
+from miles_async.config.derived import (
+    evaluation_concurrency,
+    keeps_reference,
+    reference_batching,
+    sampling_top_k,
+    trains_on_sampling_masks,
+)
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.errors import UserError
@@ -45,6 +51,7 @@ def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:
     return SampleLimits(
         vocabulary=(shape.vocabulary or None) if shape is not None else None,
         longest=None if config.debug.debug_rollout_only else longest,
+        sampling_masks=trains_on_sampling_masks(config),
     )
 
 
@@ -160,7 +167,7 @@ def sampling_of(config: RunConfig) -> SamplingParams:
         max_new_tokens=rollout.rollout_max_response_len,
         temperature=rollout.rollout_temperature,
         top_p=rollout.rollout_top_p,
-        top_k=rollout.rollout_top_k,
+        top_k=sampling_top_k(config),
         stop=tuple(rollout.rollout_stop),
         stop_token_ids=tuple(rollout.rollout_stop_token_ids),
         skip_special_tokens=rollout.rollout_skip_special_tokens,

@@ -19,7 +19,8 @@ from miles_async.batching.packing import PackingReport
 from miles_async.config.derived import data_parallel_rank, data_parallel_ranks
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
-from miles_async.errors import UserError
+from miles_async.errors import TrajectoryError, UserError
+from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample
 
 NO_VERSION = -1
@@ -50,6 +51,8 @@ class PackedBatch:
     """[m] factor of each token in the loss's sum over tokens. All ones give the mean over the step's tokens."""
     versions: NDArray[np.int64]
     """[m] weight version that sampled each token, or NO_VERSION."""
+    sampling_mask: SamplingMask | None = None
+    """Kept tokens of each of the m targets; None if the tokens were sampled from the whole vocabulary."""
     padding: int = 0
     """Number of padding tokens among the T tokens."""
 
@@ -89,12 +92,14 @@ def rank_batches(groups: Sequence[Group], config: RunConfig, world_size: int) ->
 def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> list[list[TrainStep]]:
     """Build `num_steps_per_rollout` optimizer steps for `ranks` data-parallel ranks: `result[rank][step]`.
 
-    Raises TrajectoryError if a sample has no numeric reward or inconsistent columns, and ValueError if a sample does
+    Raises TrajectoryError if a sample has no numeric reward, inconsistent columns or no sampling mask although another
+    one has a mask, and ValueError if a sample does
     not fit into a micro-batch or the samples cannot be divided into equal steps.
     """
     steps = config.learner.num_steps_per_rollout
     max_response_len = config.rollout.rollout_max_response_len
     scored = score_samples(groups, config.algorithm, max_response_len)
+    _check_masks(scored)
     if len(scored) % steps:
         raise ValueError(f"{len(scored)} samples do not divide into num_steps_per_rollout={steps} equal steps")
     # Groups may arrive in the order in which they finished, short ones first. In the order of their index the lengths
@@ -114,6 +119,17 @@ def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> l
     return [[step[rank] for step in packed_steps] for rank in range(ranks)]
 
 
+def _check_masks(scored: Sequence[ScoredSample]) -> None:
+    """Raise TrajectoryError if some trained samples have a sampling mask and others have none."""
+    trained = [one.sample for one in scored if len(trained_positions(one.sample))]
+    unmasked = [sample for sample in trained if sample.sampling_mask is None]
+    if 0 < len(unmasked) < len(trained):
+        raise TrajectoryError(
+            f"sample {unmasked[0].index} has no sampling mask, but other samples of the batch have one; generate all "
+            "samples of a batch with the same rollout_top_p and rollout_top_k"
+        )
+
+
 def _crossover(model: Model) -> float:
     shape = shape_of(model)
     return float("inf") if shape is None else attention_crossover(shape)
@@ -131,12 +147,15 @@ def _pack_step(scored: Sequence[ScoredSample], learner: Learner, ranks: int, cro
 
 
 def pack_samples(scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING) -> PackedBatch:
-    """Pack samples into one micro-batch. Without samples the result is the minimal batch of `pack_sequences`."""
+    """Pack samples into one micro-batch. Without samples the result is the minimal batch of `pack_sequences`.
+
+    Either all samples with trained tokens have a sampling mask, or none has.
+    """
     if not scored:
         return pack_sequences([], [], padding)
     tokens, lengths, padding_tokens = _concatenate([one.sample.tokens for one in scored], padding)
     starts = np.cumsum(lengths) - lengths
-    targets, log_probs, advantages, loss_weights, versions = [], [], [], [], []
+    targets, log_probs, advantages, loss_weights, versions, masks = [], [], [], [], [], []
     for one, start in zip(scored, starts, strict=True):
         trained = trained_positions(one.sample)
         targets.append(start + one.sample.prompt_length + trained)
@@ -144,6 +163,8 @@ def pack_samples(scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING)
         advantages.append(np.full(len(trained), one.advantage, np.float32))
         loss_weights.append(np.full(len(trained), one.loss_weight, np.float32))
         versions.append(_token_versions(one.sample)[trained])
+        if one.sample.sampling_mask is not None:
+            masks.append(one.sample.sampling_mask.take(trained))
     return PackedBatch(
         tokens=tokens,
         lengths=lengths,
@@ -152,6 +173,7 @@ def pack_samples(scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING)
         advantages=np.concatenate(advantages),
         loss_weights=np.concatenate(loss_weights),
         versions=np.concatenate(versions),
+        sampling_mask=SamplingMask.concatenate(masks) if masks else None,
         padding=padding_tokens,
     )
 
@@ -230,6 +252,9 @@ def repack_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> list
     """
     # Take the training micro-batches apart into sequences. A sequence ends at its last target: the padding and the
     # tokens after that predict nothing.
+    masks = [batch.sampling_mask for batch in batches if batch.sampling_mask is not None]
+    # Batches without targets have no mask.
+    mask = SamplingMask.concatenate(masks) if masks else None
     sequences: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int64]] = []  # positions within each sequence
     for batch in batches:
@@ -251,5 +276,6 @@ def repack_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> list
         empty = np.zeros(0, np.int64)  # np.concatenate needs at least one array, and a bin may be empty
         target_indices = np.concatenate([empty, *(first_indices[i] + np.arange(counts[i]) for i in bin_)])
         moved = np.concatenate([empty, *(start + targets[i] for i, start in zip(bin_, starts, strict=False))])
-        result.append(ForwardBatch(replace(packed, targets=moved), target_indices))
+        moved_mask = None if mask is None else mask.take(target_indices)
+        result.append(ForwardBatch(replace(packed, targets=moved, sampling_mask=moved_mask), target_indices))
     return result

@@ -17,6 +17,8 @@ WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
 EXTERNAL_FUNCTION = "miles_async.rollout.external_rollout.generate_rollout"
 SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
 GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
+SAMPLING_MASK_MAX_TOKENS = 4096
+"""SGLang's default of its argument `--sampling-mask-max-tokens`."""
 """The only shipped function that ignores the window: it collects the groups that finish first, as slime does."""
 
 
@@ -87,6 +89,34 @@ def policy_objective(algorithm: Algorithm) -> PolicyObjective:
 def compares_with_sampling_policy(algorithm: Algorithm) -> bool:
     """Whether the objective's ratio is to the policy that sampled, so that a correction would count it twice."""
     return policy_objective(algorithm) in ("dppo", "m2po")
+
+
+def trains_on_sampling_masks(config: RunConfig) -> bool:
+    """Whether top-p or top-k limits the tokens that training samples are drawn from.
+
+    Engines then return the kept tokens, and the learner computes its log-probabilities over them. Greedy decoding
+    ignores top-p and top-k.
+    """
+    rollout = config.rollout
+    is_limited = rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0
+    return is_limited and rollout.rollout_temperature > 0 and config.learner.loss_type == "policy_loss"
+
+
+def sampling_mask_limit(config: RunConfig) -> int:
+    """The most kept tokens that an engine can return for a token."""
+    arguments = {name.replace("-", "_"): value for name, value in config.engine.sglang_server_args.items()}
+    return int(arguments.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS))
+
+
+def sampling_top_k(config: RunConfig) -> int:
+    """The top-k of training samples: the setting, else the limit that top-p alone implies.
+
+    SGLang returns no sampling mask without top-k. The limit is half of what fits into a mask: SGLang also keeps the
+    tokens that are as likely as the last of the k, and refuses a mask that is too long.
+    """
+    if config.rollout.rollout_top_k > 0 or not trains_on_sampling_masks(config):
+        return config.rollout.rollout_top_k
+    return max(2, sampling_mask_limit(config) // 2)
 
 
 def reference_batching(learner: Learner) -> Learner:

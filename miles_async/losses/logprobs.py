@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,78 @@ def token_logprobs(
     """
     logprobs, entropy = _TokenLogprobs.apply(logits, targets, vocab_start, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The tokens that top-p and top-k sampling kept at each of n positions, E entries in all."""
+
+    counts: Tensor
+    """[n] number of kept tokens at each position."""
+    token_ids: Tensor
+    """[E] global token ids, those of the first position first."""
+
+
+def kept_token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    kept: KeptTokens,
+    *,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute log p(target) and the entropy like `token_logprobs`, of the distribution over the kept tokens only.
+
+    `logits` [n, v] may have any floating-point type and are divided by `temperature`. Only the logits of kept tokens
+    are read, so no [n, v] tensor is created in the forward pass. Each target must be among its position's kept tokens.
+    """
+    count = len(targets)
+    positions = torch.arange(count, device=logits.device).repeat_interleave(
+        kept.counts, output_size=len(kept.token_ids)
+    )
+    local = kept.token_ids.long() - vocab_start
+    is_local = (local >= 0) & (local < logits.shape[1])
+    positions, columns = positions[is_local], local[is_local]
+    values = logits[positions, columns].float() / temperature
+    is_target = (columns + vocab_start == targets[positions]).to(values.dtype)
+    logprobs, entropy = _KeptLogprobs.apply(  # type: ignore[no-untyped-call]
+        values, positions, is_target, count, group
+    )
+    return logprobs, entropy
+
+
+class _KeptLogprobs(torch.autograd.Function):
+    """`_TokenLogprobs` over a ragged set of columns: entry e belongs to position `positions[e]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, positions: Tensor, is_target: Tensor, count: int, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        # A rank may hold no kept token of a position, and all ranks must reduce the same shapes.
+        maximum = values.new_full((count,), -torch.inf).scatter_reduce(0, positions, values, "amax")
+        _all_reduce(maximum, dist.ReduceOp.MAX, group)
+        shifted = values - maximum[positions]
+        weights = shifted.exp()
+        sums = values.new_zeros(3, count).index_add(
+            1, positions, torch.stack([weights, weights * shifted, shifted * is_target])
+        )
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, weighted, chosen = sums.unbind()
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(shifted - log_total[positions], entropy, positions, is_target)
+        return chosen - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """The same derivatives as in `_TokenLogprobs`, for kept tokens only; the other logits have none."""
+        log_probabilities, entropy, positions, is_target = ctx.saved_tensors
+        logprob_gradient, entropy_gradient = (gradient[positions] for gradient in gradients)
+        probabilities = log_probabilities.exp()
+        gradient = logprob_gradient * (is_target - probabilities)
+        gradient -= entropy_gradient * probabilities * (log_probabilities + entropy[positions])
+        return gradient, None, None, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):

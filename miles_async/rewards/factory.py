@@ -135,7 +135,7 @@ def _in_processes(
 
 def _without_tokens(sample: Sample) -> Sample:
     """Return a copy with text only: serialising tens of thousands of tokens for a text reward is wasted time."""
-    return replace(sample, tokens=[], rollout_log_probs=[], spans=[], loss_mask=None)
+    return replace(sample, tokens=[], rollout_log_probs=[], sampling_mask=None, spans=[], loss_mask=None)
 
 
 def _remote(config: RunConfig, args: Any, *, name: str, boxed: bool) -> Rewarder:

@@ -46,10 +46,11 @@ class Stack:
         """By the names of Hugging Face's files, where every expert has its own tensors."""
         return [named for name, parameter in self.model.named_parameters() for named in _in_files(name, parameter.data)]
 
-    def error(self, sample: Sample, start: int = 0, end: int | None = None) -> float:
+    def error(self, sample: Sample, start: int = 0, end: int | None = None, temperature: float = 1.0) -> float:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
         position = sample.prompt_length + start
-        return self._error(sample.tokens, position, sample.rollout_log_probs[start:end])
+        kept = None if sample.sampling_mask is None else sample.sampling_mask.rows()[start:end]
+        return self._error(sample.tokens, position, sample.rollout_log_probs[start:end], temperature, kept)
 
     def error_of(self, prompt: list[int]) -> float:
         """The same of a short answer, asked for directly."""
@@ -62,14 +63,27 @@ class Stack:
         drawn = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
         return self._error(prompt + answer["output_ids"], len(prompt), drawn)
 
-    def _error(self, tokens: list[int], first: int, drawn: list[float]) -> float:
+    def _error(
+        self,
+        tokens: list[int],
+        first: int,
+        drawn: list[float],
+        temperature: float = 1.0,
+        kept: list[list[int]] | None = None,
+    ) -> float:
         with torch.no_grad():
-            logits = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            logits = self.model(torch.tensor([tokens])).logits[0] / temperature
+        for i, ids in enumerate(kept or []):
+            excluded = torch.ones_like(logits[0], dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
+            logits[first + i - 1, excluded] = -torch.inf
+        logits = logits.log_softmax(-1)
         expected = torch.stack([logits[first + i - 1, tokens[first + i]] for i in range(len(drawn))])
         return float((expected - torch.tensor(drawn)).abs().max())
 
     @asynccontextmanager
-    async def admitted(self, *, limit: int = 512) -> AsyncIterator[tuple[SGLangFleet, SGLangGenerator]]:
+    async def admitted(
+        self, *, limit: int = 512, sampling_masks: bool = False
+    ) -> AsyncIterator[tuple[SGLangFleet, SGLangGenerator]]:
         """The engine is admitted to the router and holds a version."""
         fleet = SGLangFleet(self.router_url, router_key=self.router_key)
         generator = SGLangGenerator(
@@ -79,6 +93,7 @@ class Stack:
             limit=lambda: limit,
             engines=fleet.engines,
             router_key=self.router_key,
+            sampling_masks=sampling_masks,
         )
         fleet.register_engine(self.engine)
         try:

@@ -85,6 +85,18 @@ def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
     assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
 
 
+@pytest.mark.parametrize("function", [None, "examples.openai_agent.generate"], ids=["engine", "agent"])
+def test_engine_and_trainer_agree_on_sampling_with_top_p(stack: Stack, function: str | None) -> None:
+    run = stack.play(
+        "train.py",
+        *SHORT,
+        *("--rollout-function-path", BATCH, "--rollout-top-p", "0.9", "--rollout-temperature", "0.8"),
+        *(("--custom-generate-function-path", function) if function else ()),
+    )
+    assert [step.finite for step in run.of(StepEnded)] == [True, True]
+    assert max(step.metrics["logprob_gap_max"] for step in run.of(StepEnded)) < 1e-4
+
+
 def test_a_rollout_function_written_for_slime_is_trained(stack: Stack) -> None:
     """It keeps neither log-probabilities nor versions: the engines are asked for the ones, and the others are known."""
     function = "tests.stack.slime_functions.generate_rollout"

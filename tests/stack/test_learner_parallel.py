@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.adapters.weights.engine import call_engine
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.sampling_mask import SamplingMask
+from miles_async.types import Group
 from tests.configuration import run_config
 from tests.stack.job import ROOT
 from tests.stack.learning import create_experts, learning, save_state, uneven_groups, weights_of
@@ -94,7 +97,27 @@ SELECTING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "m2po, data parallel": ("dense", 2, M2PO),
 }
 """With an objective that selects tokens over the whole optimizer step."""
-ALL = LAYOUTS | MIXED | ALONE | SELECTING
+ROWS = {
+    "use_dynamic_batching_in_train": True,
+    "sequence_length_round_in_train": 4,
+    "use_dynamic_batching_in_infer": True,
+    "sequence_length_round_in_infer": 8,
+}
+MASKED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "masked, one rank": ("dense", 1, {}),
+    "masked, tensor parallel": ("dense", 2, DENSE["tensor parallel"][1]),
+    "masked, virtual pipeline, in rows": ("dense", 2, DENSE["virtual pipeline"][1] | ROWS),
+    "masked, tensor, sequence and context parallel": (
+        "dense",
+        4,
+        DENSE["tensor, sequence and context parallel"][1],
+    ),
+    "masked, expert and context parallel": ("experts", 4, EXPERTS["expert and context parallel"][1]),
+    "masked, experts, one rank": ("experts", 1, {}),
+    "masked, data parallel": ("dense", 2, {}),
+}
+"""With samples that top-p or top-k sampling drew."""
+ALL = LAYOUTS | MIXED | ALONE | SELECTING | MASKED
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
@@ -113,13 +136,26 @@ def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> Ru
     )
 
 
+def masked_groups() -> list[Group]:
+    """`uneven_groups` with up to 40 kept tokens for each response token."""
+    groups, draw = uneven_groups(0), random.Random(4)
+    for sample in (sample for group in groups for sample in group):
+        sample.sampling_mask = SamplingMask.from_rows(
+            [[token, *(i for i in draw.sample(range(256), draw.randrange(40)) if i != token)]
+             for token in sample.tokens[sample.prompt_length :]]
+        )  # fmt: skip
+        sample.rollout_log_probs = [-1.5 - draw.random() for _ in sample.rollout_log_probs]
+    return groups
+
+
 def learn(root: Path, name: str, rank: int, port: int) -> None:
     """Trains one batch; rank 0 writes the observable results to a file."""
     torch.set_num_threads(1)
     model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name
     learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
-    steps = rank_batches(uneven_groups(0), settings, ranks)[rank]
+    groups = masked_groups() if name in MASKED else uneven_groups(0)
+    steps = rank_batches(groups, settings, ranks)[rank]
     sequences = [sample.tokens for group in uneven_groups(0) for sample in group]
     before = learner.logprobs(sequences)
     greedy = learner.greedy(PROMPTS, 2, eos=256)
@@ -208,6 +244,15 @@ def test_data_parallel_ranks_select_the_tokens_that_one_rank_selects(runs: Path)
     excluded = facts(alone)["metrics"]["clip_fraction"]
     assert 0 < excluded < 1
     assert facts(shared)["metrics"]["clip_fraction"] == pytest.approx(excluded)
+
+
+@pytest.mark.parametrize("layout", MASKED)
+def test_parallel_ranks_renormalize_over_the_kept_tokens_like_one_rank(runs: Path, layout: str) -> None:
+    alone = "masked, one rank" if MASKED[layout][0] == "dense" else "masked, experts, one rank"
+    assert most_apart(runs / layout / "gradients.safetensors", runs / alone / "gradients.safetensors") < 1e-5
+    ours, theirs = facts(runs / layout)["metrics"], facts(runs / alone)["metrics"]
+    for name in ("loss", "entropy", "kl", "logprob_gap_mean", "logprob_gap_max", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("layout", MIXED)

@@ -10,7 +10,7 @@ import torch
 
 from miles_async.config.schema.algorithm import PolicyObjective
 from miles_async.losses.correction import Correction, CorrectionSettings, importance_weights
-from miles_async.losses.logprobs import token_logprobs
+from miles_async.losses.logprobs import KeptTokens, kept_token_logprobs, token_logprobs
 from miles_async.losses.objectives import (
     cispo_objective,
     clipped_objective,
@@ -386,3 +386,51 @@ def test_logprobs_stay_finite_for_logits_of_any_size() -> None:
 
 def test_the_supervised_loss_is_the_mean_over_the_tokens_of_the_step() -> None:
     assert supervised_loss(torch.tensor([-1.0, -2.0]), total_tokens=4).item() == 0.75
+
+
+def kept(*rows: list[int]) -> KeptTokens:
+    ids = [token for row in rows for token in row]
+    return KeptTokens(torch.tensor([len(row) for row in rows]), torch.tensor(ids, dtype=torch.int32))
+
+
+def test_probabilities_are_renormalized_over_the_kept_tokens_after_the_temperature() -> None:
+    """By hand: logits of 2 log 2, 2 log 3 and 2 log 5 at temperature 2 have the weights 2, 3 and 5."""
+    weights = torch.tensor([[2.0, 3.0, 5.0, 7.0], [1.0, 1.0, 6.0, 2.0]])
+    logits = 2 * weights.log()
+    logprobs, entropy = kept_token_logprobs(logits, torch.tensor([1, 2]), kept([2, 0, 1], [2, 3]), temperature=2.0)
+    assert logprobs.exp().tolist() == pytest.approx([0.3, 0.75])
+    expected = [-sum(p * np.log(p) for p in row) for row in ((0.2, 0.3, 0.5), (0.75, 0.25))]
+    assert entropy.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_single_kept_token_has_probability_one_and_no_gradient() -> None:
+    logits = torch.tensor([[1.0, 5.0, -3.0]], requires_grad=True)
+    logprobs, entropy = kept_token_logprobs(logits, torch.tensor([2]), kept([2]))
+    (logprobs + entropy).sum().backward()
+    assert (logprobs.item(), entropy.item()) == (0.0, 0.0)
+    assert logits.grad is not None
+    assert logits.grad.abs().max() == 0
+
+
+def test_unlikely_kept_tokens_do_not_underflow() -> None:
+    """A mask that older weights sampled may exclude the token that is now almost certain."""
+    logits = torch.tensor([[500.0, 1.0, 1.0]])
+    logprobs, _ = kept_token_logprobs(logits, torch.tensor([1]), kept([1, 2]))
+    assert logprobs.exp().item() == pytest.approx(0.5)
+
+
+def test_keeping_the_whole_vocabulary_changes_nothing_and_gradients_are_those_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 6, dtype=torch.float32, requires_grad=True)
+    targets, everything = torch.tensor([4, 0, 2]), kept(*[list(range(6))] * 3)
+    one = kept_token_logprobs(logits, targets, everything, temperature=0.5)
+    other = token_logprobs(logits / 0.5, targets)
+    for ours, theirs in zip(one, other, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    factors = torch.randn(2, 3)
+    ours, theirs = (torch.autograd.grad((torch.stack(pair) * factors).sum(), logits)[0] for pair in (one, other))
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    some = kept([4, 1], [0, 3, 5], [2, 0])
+    assert torch.autograd.gradcheck(
+        lambda x: kept_token_logprobs(x, targets, some, temperature=0.5), logits, eps=1e-2, atol=1e-3, rtol=1e-2
+    )

@@ -239,9 +239,33 @@ def test_no_correction_in_a_fully_asynchronous_run_is_noted() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"rollout_top_p": 0.9}, {"rollout_top_k": 20}])
-def test_truncated_sampling_is_noted_because_it_biases_importance_ratios(setting: dict[str, Any]) -> None:
-    (note,) = notes(config(**setting), "train_async.py")
-    assert "truncate the sampled distribution" in note
+def test_top_p_and_top_k_start_without_a_warning(setting: dict[str, Any]) -> None:
+    assert refusals(**setting) == notes(config(**setting), "train_async.py") == []
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        ({"rollout_top_k": 0}, "rollout_top_k 0 is not a number of tokens: set it to 2 or more, or to -1"),
+        ({"rollout_top_k": -2}, "rollout_top_k -2 is not a number of tokens"),
+        ({"rollout_top_k": 1}, "rollout_top_k 1 leaves one token to sample from"),
+        ({"rollout_top_k": 5000}, "rollout_top_k 5000 is more than the 4096 tokens that an engine can return"),
+        (
+            {"rollout_top_k": 50, "sglang_server_args": {"sampling-mask-max-tokens": 40}},
+            "set rollout_top_k to 40 or less, or raise --sglang-sampling-mask-max-tokens",
+        ),
+        (
+            {"rollout_top_p": 0.9, "sglang_server_args": {"speculative-algorithm": "EAGLE"}},
+            "SGLang does not return with speculative decoding: unset --sglang-speculative-algorithm",
+        ),
+    ],
+)
+def test_sampling_without_a_sampling_mask_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    assert complaint in refusal(**settings)
+
+
+def test_greedy_decoding_needs_no_sampling_mask() -> None:
+    assert refusals(rollout_temperature=0.0, rollout_top_k=5000) == []
 
 
 @pytest.mark.parametrize(

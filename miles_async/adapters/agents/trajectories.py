@@ -3,7 +3,7 @@
 A posted group is a list of `n_samples_per_prompt` samples, each with a `reward`. A sample names the `session` in which
 it was generated; the session holds its tokens, log-probabilities and weight versions. Alternatively, the sample holds
 them itself: `tokens`, `response_length`, `rollout_log_probs`, `weight_versions` as SGLang reports them, and an optional
-`loss_mask`.
+`loss_mask`. If the run samples with top-p or top-k, it also holds `sampling_mask`, as SGLang reports it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.errors import TrajectoryError
 from miles_async.sample_schema import NO_LIMITS, PostedSample, SampleLimits, check_sample, parse
+from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 
@@ -110,6 +111,7 @@ def _sample(entry: PostedSample, index: int) -> Sample:
         response_length=length,
         rollout_log_probs=entry.rollout_log_probs,
         loss_mask=entry.loss_mask,
+        sampling_mask=None if entry.sampling_mask is None else SamplingMask.from_rows(entry.sampling_mask),
         spans=spans,
         status=SampleStatus.COMPLETED,
     )

@@ -108,6 +108,7 @@ class SGLangGenerator:
         max_prompt_tokens: int | None = None,
         longest_sample: int | None = None,
         priority: int = 0,
+        sampling_masks: bool = False,
         on_request: Callable[[RequestEnded], None] | None = None,
     ) -> None:
         """`limit` returns how many samples may be at the engines at once: it changes with the number of engines.
@@ -115,8 +116,9 @@ class SGLangGenerator:
         `engines` returns the addresses of the routed engines, which receive aborts directly. `router_key` is the API
         key of the router. `request_timeout` is in seconds. A prompt of more than `max_prompt_tokens` tokens is refused,
         and one that leaves no room for a response in the `longest_sample` tokens that the learner can train. Requests
-        of a lower `priority` are served only while no request of a higher one waits. `on_request` is called after each
-        answered request.
+        of a lower `priority` are served only while no request of a higher one waits. With `sampling_masks` samples get
+        the sampling mask that the engines return (`plugin.py`) and the log-probabilities over the kept tokens.
+        `on_request` is called after each answered request.
         """
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
@@ -129,6 +131,7 @@ class SGLangGenerator:
         self._longest_sample = longest_sample
         # Engines of a run without evaluations do not schedule by priority, so the default priority is not sent.
         self._priority = {"priority": priority} if priority else {}
+        self._sampling_masks = sampling_masks
         self._on_request = on_request
         self._client = JsonClient()
         self._permits = Permits(limit)
@@ -310,7 +313,7 @@ class SGLangGenerator:
         before = sum(sample.response_length for sample in samples)
         decode = partial(self._tokenizer.decode, skip_special_tokens=sampling_params["skip_special_tokens"])
         for sample, answer in zip(samples, answers, strict=True):
-            extend(sample, answer, decode)
+            extend(sample, answer, decode, sampling_mask=self._sampling_masks)
         if self._on_request is not None:
             self._on_request(
                 RequestEnded(

@@ -1,8 +1,8 @@
 """Samples one turn at a time, for generate functions with tools and for agents.
 
 Tokens are never converted to text and back, which could change them: a turn continues the token ids of the sample. The
-output of a tool or a user (an observation) is appended as token ids that carry no loss, no version and the
-log-probability 0.0.
+output of a tool or a user (an observation) is appended as token ids that carry no loss, no version, no
+sampling mask and the log-probability 0.0.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from miles_async.adapters.sglang.generator import PromptTokenizer, SamplingParams, SGLangGenerator
+from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample, SampleStatus
 
 
@@ -73,6 +74,8 @@ class MultiTurnSampler:
         sample.tokens += ids
         sample.response_length += len(ids)
         sample.rollout_log_probs += [0.0] * len(ids)
+        if sample.sampling_mask is not None:
+            sample.sampling_mask = SamplingMask.concatenate([sample.sampling_mask, SamplingMask.empty(len(ids))])
         sample.response = self.tokenizer.decode(sample.tokens[sample.prompt_length :])
 
     def latest_text(self, sample: Sample) -> str:

@@ -3,9 +3,9 @@
     [project.entry-points."sglang.srt.plugins"]
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
-On all machines: no prefix that was cached under older weights is used after a publish, the engine gives access to its
-weights and loads delta files (`engine_weights.py`), and it is closed to web pages and to clients without the key
-(`lockdown.py`). Without CUDA also: registration of main memory for one-sided
+On all machines: no prefix that was cached under older weights is used after a publish, answers contain sampling masks,
+the engine gives access to its weights and loads delta files (`engine_weights.py`), and it is closed to web pages and
+to clients without the key (`lockdown.py`). Without CUDA also: registration of main memory for one-sided
 writes, a faster start, batched decoding attention, and a paused scheduler that does not occupy a core.
 """
 
@@ -43,6 +43,8 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.handle_check, HookType.AROUND
     )
+    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_from_disk, HookType.AROUND)
     if not torch.cuda.is_available():
@@ -91,6 +93,20 @@ def tag_prefix(scheduler: Scheduler, request: Any, *_: Any, **__: Any) -> None:
     if epoch:
         own = (request.extra_key or "").partition("|epoch=")[0]
         request.extra_key = f"{own}|epoch={epoch}"
+
+
+def request_sampling_masks(tokenizer_manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Have SGLang return sampling masks for a request that is sampled with top-k, alone or with top-p.
+
+    The field `return_sampling_mask` of a request would do the same, but sglang-router 0.3 does not forward it. SGLang
+    refuses to return masks for an unlimited or too large top-k and with speculative decoding. Such requests are
+    answered without masks.
+    """
+    arguments, given = tokenizer_manager.server_args, request.sampling_params
+    params = given if isinstance(given, list) else [given or {}]
+    top_ks = range(2, arguments.sampling_mask_max_tokens + 1)
+    if arguments.speculative_algorithm is None and all(one.get("top_k") in top_ks for one in params):
+        request.return_sampling_mask = True
 
 
 def await_listening(server_args: Any) -> None:

@@ -7,24 +7,29 @@ from typing import Any
 
 from miles_async.errors import TrajectoryError
 from miles_async.sample_schema import AnswerMeta, EngineAnswer, parse
+from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
 
 
-def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str]) -> None:
+def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *, sampling_mask: bool = False) -> None:
     """Append the answer's tokens, log-probabilities and version spans to the sample, and set its text and status.
 
-    `reported` is an `EngineAnswer`, or a JSON value that is checked against that schema.
+    `reported` is an `EngineAnswer`, or a JSON value that is checked against that schema. With `sampling_mask` the
+    answer's sampling mask is appended too, and the log-probabilities are those of the distribution over kept tokens.
 
     Raises TrajectoryError, without changing the sample, if the answer lacks a field, or if a token has no
-    log-probability or no integer weight version: without a version the staleness of the token is unknown.
+    log-probability, no integer weight version or no sampling mask: without a version the staleness of the token is
+    unknown.
     """
     answer = reported
     if not isinstance(answer, EngineAnswer):
         answer = parse(reported, EngineAnswer, f"sample {sample.index}: the engine's answer")
     meta, ids = answer.meta_info, answer.output_ids
-    log_probs = [token.log_prob for token in meta.output_token_logprobs]
+    log_probs, mask = [token.log_prob for token in meta.output_token_logprobs], sample.sampling_mask
+    if sampling_mask:
+        log_probs, mask = _mask(sample, meta, len(ids))
     if len(log_probs) != len(ids):
         raise TrajectoryError(f"sample {sample.index}: {len(ids)} tokens came with {len(log_probs)} log-probabilities")
     status = _STATUS.get(meta.finish_reason.type)
@@ -36,11 +41,29 @@ def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str]) ->
     sample.tokens += ids
     sample.response_length += len(ids)
     sample.rollout_log_probs += log_probs
+    sample.sampling_mask = mask
     if sample.loss_mask is not None:
         sample.loss_mask += [1] * len(ids)
     sample.response = decode(sample.tokens[sample.prompt_length :]) if continued else answer.text
     sample.spans = spans
     sample.status = status
+
+
+def _mask(sample: Sample, meta: AnswerMeta, tokens: int) -> tuple[list[float], SamplingMask]:
+    """Return log-probabilities over the kept tokens of `tokens` new tokens, and the whole response's sampling mask."""
+    rows, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if rows is None or log_probs is None:
+        if tokens:
+            raise TrajectoryError(
+                f"sample {sample.index}: the engine returned no sampling mask, without which tokens that were sampled "
+                "with top-p or top-k cannot be trained; use SGLang 0.5.20 or later, or unset rollout_top_p and "
+                "rollout_top_k"
+            )
+        rows, log_probs = [], []
+    if len(rows) != tokens:
+        raise TrajectoryError(f"sample {sample.index}: {tokens} tokens came with {len(rows)} sampling masks")
+    before = sample.sampling_mask or SamplingMask.empty(sample.response_length)
+    return log_probs, SamplingMask.concatenate([before, SamplingMask.from_rows(rows)])
 
 
 def _spans(sample: Sample, meta: AnswerMeta, tokens: int) -> list[VersionSpan]:

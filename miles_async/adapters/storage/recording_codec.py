@@ -23,6 +23,7 @@ from safetensors import safe_open
 from miles_async.errors import TrajectoryError
 from miles_async.recording import GroupRecord, Recording
 from miles_async.sample_schema import parse
+from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
 _ARRAYS: dict[str, Any] = {
@@ -30,9 +31,14 @@ _ARRAYS: dict[str, Any] = {
     "spans": np.int64,
     "tokens": np.int32,
     "loss_mask": np.int32,
+    "kept_counts": np.int32,
+    "kept_ids": np.int32,
     "text": np.uint8,
 }
-"""The arrays of a file and their types, widest first, so that every array is aligned to its item size."""
+"""The arrays of a file and their types, widest first, so that every array is aligned to its item size.
+
+`kept_counts` and `kept_ids` are the two arrays of the sampling mask.
+"""
 _DTYPE_NAMES = {np.float64: "F64", np.int64: "I64", np.int32: "I32", np.uint8: "U8"}
 """The names of these types in the safetensors format."""
 
@@ -48,7 +54,7 @@ class _SampleHeader(Struct):
     metadata: dict[str, Any]
     response_length: _Natural
     status: SampleStatus
-    lengths: dict[Literal["tokens", "log_probs", "spans", "text", "loss_mask"], _Natural]
+    lengths: dict[Literal["tokens", "log_probs", "spans", "text", "loss_mask", "kept_counts", "kept_ids"], _Natural]
 
 
 class _GroupHeader(Struct):
@@ -122,7 +128,8 @@ def read(path: Path, meta: dict[str, Any], step: int) -> Recording:
     with safe_open(path, framework="numpy") as file:
         columns = {kind: file.get_slice(kind) for kind in _ARRAYS if kind in file.keys()}  # noqa: SIM118
         for kind, length in _total_lengths(meta).items():
-            if kind not in columns or columns[kind].get_shape() != [length]:
+            # A file without sampling masks may be older than their arrays.
+            if (columns[kind].get_shape() if kind in columns else [0]) != [length]:
                 raise TrajectoryError(f"recording: the array {kind} does not have {length} entries")
 
         def next_slices(lengths: dict[str, int]) -> dict[str, NDArray[Any]]:
@@ -183,6 +190,10 @@ def _values(sample: Sample, kind: str) -> Any:
             return sample.rollout_log_probs
         case "loss_mask":
             return sample.loss_mask or ()
+        case "kept_counts":
+            return () if sample.sampling_mask is None else sample.sampling_mask.counts
+        case "kept_ids":
+            return () if sample.sampling_mask is None else sample.sampling_mask.token_ids
         case "spans":
             return list(_flatten(sample.spans))
         case _:
@@ -197,7 +208,11 @@ def _lengths(sample: Sample) -> dict[str, int]:
         "text": len(_text(sample)),
     }
     # A missing mask (train on all tokens) differs from an empty mask (no response tokens).
-    return lengths if sample.loss_mask is None else lengths | {"loss_mask": len(sample.loss_mask)}
+    if sample.loss_mask is not None:
+        lengths["loss_mask"] = len(sample.loss_mask)
+    if (mask := sample.sampling_mask) is not None:
+        lengths |= {"kept_counts": len(mask.counts), "kept_ids": len(mask.token_ids)}
+    return lengths
 
 
 def _total_lengths(content: dict[str, Any]) -> dict[str, int]:
@@ -242,6 +257,7 @@ def _sample(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sample:
         response_length=header["response_length"],
         loss_mask=arrays["loss_mask"].tolist() if "loss_mask" in arrays else None,
         rollout_log_probs=arrays["log_probs"].tolist(),
+        sampling_mask=SamplingMask(arrays["kept_counts"], arrays["kept_ids"]) if "kept_ids" in arrays else None,
         spans=[VersionSpan(*span) for span in spans],
         status=SampleStatus(header["status"]),
     )

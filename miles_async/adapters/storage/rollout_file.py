@@ -3,6 +3,8 @@
     tokens, rollout_log_probs, loss_masks   one array per field, all samples concatenated
     lengths                                 (samples, 3): tokens, log-probabilities, mask entries (-1: no mask)
     spans                                   (spans, 4): sample number, version, start, end
+    kept_counts, kept_ids                   the sampling masks of all samples, concatenated
+    mask_lengths                            (samples,): entries of kept_counts (-1: no sampling mask)
     groups                                  all other fields of groups and samples, as the bytes of a JSON text
 
 The metadata of the file holds the rollout number and a checksum over all arrays. The file is written atomically.
@@ -24,10 +26,11 @@ from safetensors.numpy import save_file
 from miles_async.adapters.storage.checksum import checksum
 from miles_async.atomic_files import atomic_file
 from miles_async.errors import UserError
+from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample
 
 FORMAT = "miles_async rollout 1"
-_COLUMNS = "tokens", "rollout_log_probs", "loss_mask", "spans"
+_COLUMNS = "tokens", "rollout_log_probs", "loss_mask", "sampling_mask", "spans"
 """Fields of a sample that are stored as arrays."""
 _NO_MASK = -1
 
@@ -47,6 +50,7 @@ def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
     is then unchanged.
     """
     samples = [sample for group in groups for sample in group]
+    mask = SamplingMask.concatenate(sample.sampling_mask for sample in samples if sample.sampling_mask is not None)
     columns: dict[str, NDArray[Any]] = {
         "tokens": _concatenate([sample.tokens for sample in samples], np.int64),
         "rollout_log_probs": _concatenate([sample.rollout_log_probs for sample in samples], np.float64),
@@ -55,6 +59,11 @@ def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
         "spans": np.array(
             [(i, s.version, s.start, s.end) for i, sample in enumerate(samples) for s in sample.spans], np.int64
         ).reshape(-1, 4),
+        "kept_counts": mask.counts,
+        "kept_ids": mask.token_ids,
+        "mask_lengths": np.array(
+            [_NO_MASK if sample.sampling_mask is None else len(sample.sampling_mask) for sample in samples], np.int64
+        ),
         "groups": np.frombuffer(orjson.dumps([_json_fields(group) for group in groups], default=str), np.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +108,20 @@ def _groups(columns: Mapping[str, NDArray[Any]]) -> list[Group]:
         sample["rollout_log_probs"] = log_probs[number]
         sample["loss_mask"] = None if lengths[number, 2] == _NO_MASK else masks[number]
         sample["spans"] = spans.get(number, [])
-    return [Group.from_dict(group) for group in groups]
+    loaded = [Group.from_dict(group) for group in groups]
+    if "mask_lengths" in columns:  # files of older versions have no sampling masks
+        _set_masks([sample for group in loaded for sample in group], columns)
+    return loaded
+
+
+def _set_masks(samples: Sequence[Sample], columns: Mapping[str, NDArray[Any]]) -> None:
+    start = first_id = 0
+    for sample, length in zip(samples, columns["mask_lengths"].tolist(), strict=True):
+        if length != _NO_MASK:
+            counts = columns["kept_counts"][start : start + length]
+            token_ids = columns["kept_ids"][first_id : first_id + int(counts.sum())]
+            sample.sampling_mask = SamplingMask(counts, token_ids)
+            start, first_id = start + len(counts), first_id + len(token_ids)
 
 
 def _json_fields(group: Group) -> dict[str, Any]:

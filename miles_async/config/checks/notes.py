@@ -10,18 +10,11 @@ from miles_async.scheduling.bounds import Schedule
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
-    rollout = config.rollout
     is_corrected = config.algorithm.off_policy_correction != "none" or compares_with_sampling_policy(config.algorithm)
     if not is_corrected and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; set it to tis"
-        )
-    if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
-        yield (
-            "rollout_top_p and rollout_top_k truncate the sampled distribution, but the trainer computes "
-            "log-probabilities of the full distribution, so importance ratios are biased; unset both, or watch the "
-            "metric ess"
         )
 
 

@@ -1,11 +1,19 @@
-"""Checks of generation: data, rewards, tools, evaluation, supervised examples and saved batches."""
+"""Checks of generation: data, rewards, tools, sampling, evaluation, supervised examples and saved batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.config.derived import SFT_FUNCTION, evaluation_concurrency, generates, trains_only
+from miles_async.config.derived import (
+    SFT_FUNCTION,
+    evaluation_concurrency,
+    generates,
+    sampling_mask_limit,
+    sampling_top_k,
+    trains_on_sampling_masks,
+    trains_only,
+)
 from miles_async.config.schema import RunConfig
 
 BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
@@ -89,4 +97,29 @@ def _debug(config: RunConfig) -> Iterator[str]:
         yield "debug_rollout_only excludes load_debug_rollout_data and debug_train_only: unset one of them"
 
 
-CHECKS = (_supervised, _data, _tools, _reward, _evaluation, _debug)
+def _sampling(config: RunConfig) -> Iterator[str]:
+    top_k = config.rollout.rollout_top_k
+    if top_k == 0 or top_k < -1:
+        yield f"rollout_top_k {top_k} is not a number of tokens: set it to 2 or more, or to -1 for no limit"
+        return
+    if not trains_on_sampling_masks(config):
+        return
+    limit = sampling_mask_limit(config)
+    if top_k == 1:
+        yield (
+            "rollout_top_k 1 leaves one token to sample from, whose log-probability is always 0, so nothing is "
+            "learned: set rollout_top_k to 2 or more, or to -1 for no limit"
+        )
+    if top_k > limit or limit < 2:
+        yield (
+            f"rollout_top_k {sampling_top_k(config)} is more than the {limit} tokens that an engine can return in a "
+            f"sampling mask: set rollout_top_k to {limit} or less, or raise --sglang-sampling-mask-max-tokens"
+        )
+    if config.engine.sglang_server_args.keys() & {"speculative_algorithm", "speculative-algorithm"}:
+        yield (
+            "rollout_top_p and rollout_top_k need sampling masks, which SGLang does not return with speculative "
+            "decoding: unset --sglang-speculative-algorithm, or unset rollout_top_p and rollout_top_k"
+        )
+
+
+CHECKS = (_supervised, _data, _tools, _reward, _evaluation, _debug, _sampling)

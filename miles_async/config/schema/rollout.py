@@ -82,10 +82,11 @@ class Rollout(Section):
     """Sampling temperature of training samples. 0 is greedy decoding."""
     rollout_top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this value. 1 disables it.
-    Below 1, the trainer's log-probabilities no longer match the sampled distribution."""
+    Below 1, the engines return the set with each token, and the trainer computes log-probabilities over the same set.
+    Without rollout_top_k, the set is also limited to half of --sglang-sampling-mask-max-tokens, 2048 by default."""
     rollout_top_k: int = -1
-    """Sample from the k most likely tokens. -1 disables top-k sampling. With any other value, the trainer's
-    log-probabilities no longer match the sampled distribution."""
+    """Sample from the k most likely tokens, 2 to --sglang-sampling-mask-max-tokens (4096 by default). -1 disables top-k
+    sampling. With any other value, the trainer computes log-probabilities over the same tokens."""
     rollout_stop: list[str] = []
     """Strings that end a response."""
     rollout_stop_token_ids: list[int] = []

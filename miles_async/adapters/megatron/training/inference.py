@@ -18,7 +18,7 @@ from miles_async.adapters.megatron.training.micro_batches import ModelInput, mod
 from miles_async.batching.batch import PackedBatch, pack_sequences, repack_for_forward
 from miles_async.batching.layout import forward_layout
 from miles_async.config.schema import Learner
-from miles_async.losses.logprobs import token_logprobs
+from miles_async.losses.logprobs import kept_token_logprobs, token_logprobs
 
 
 def target_logprobs(
@@ -27,20 +27,24 @@ def target_logprobs(
     """[m] log-probability of each target given the tokens before it, and [m] entropy, in nats and on all ranks.
 
     `logits` [t, columns] are this rank's. Both results are of the distribution from which sampling at `temperature`
-    draws: the engines report its log-probabilities, and it is the policy that is trained.
+    draws, with top-p and top-k if the batch has a sampling mask: the engines report its log-probabilities, and it is
+    the policy that is trained.
     """
     vocab_start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
     # Megatron's vocabulary may be padded. Padded columns must not take part in the softmax.
     columns = min(logits.shape[1], vocab_size - vocab_start)
     is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
     targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(logits.device)
+    targets = targets[model_input.target_indices]
+    group = parallel_state.get_tensor_model_parallel_group() if is_split else None
     # Selecting rows first keeps the float32 copy small: logits of prompt tokens are not needed.
-    logprobs, entropy = token_logprobs(
-        logits.index_select(0, model_input.logit_indices)[:, :columns].float() / temperature,
-        targets[model_input.target_indices],
-        vocab_start=vocab_start,
-        group=parallel_state.get_tensor_model_parallel_group() if is_split else None,
-    )
+    rows = logits.index_select(0, model_input.logit_indices)[:, :columns]
+    if model_input.kept is None:
+        logprobs, entropy = token_logprobs(rows.float() / temperature, targets, vocab_start=vocab_start, group=group)
+    else:
+        logprobs, entropy = kept_token_logprobs(
+            rows, targets, model_input.kept, temperature=temperature, vocab_start=vocab_start, group=group
+        )
     logprobs, entropy = _gather_targets(model_input, torch.stack([logprobs, entropy])).unbind()
     return logprobs, entropy
 

@@ -23,6 +23,7 @@ from miles_async.batching.batch import PackedBatch, pack_sequences
 from miles_async.batching.layout import Padding, context_parallel_indices
 from miles_async.config.derived import pack_unit, sequence_unit
 from miles_async.config.schema import Learner
+from miles_async.losses.logprobs import KeptTokens
 
 R = TypeVar("R")
 
@@ -42,6 +43,8 @@ class ModelInput:
     """[k] indices among the t tokens of those that predict a target."""
     target_indices: Tensor
     """[k] index of the predicted target among the m targets. Without context parallelism k is m."""
+    kept: KeptTokens | None
+    """The kept tokens of the k predicted targets; None if the tokens were sampled from the whole vocabulary."""
 
 
 def run_forward(
@@ -131,7 +134,7 @@ def model_inputs(batches: Sequence[PackedBatch], learner: Learner, device: torch
 def _model_input(batch: PackedBatch, total: int, device: torch.device) -> ModelInput:
     """This rank's part of a micro-batch that is padded to `total` tokens."""
 
-    def to_device(array: NDArray[np.int64]) -> Tensor:
+    def to_device(array: NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     tokens, lengths = batch.tokens, batch.lengths
@@ -147,6 +150,7 @@ def _model_input(batch: PackedBatch, total: int, device: torch.device) -> ModelI
     # A target is predicted by the logits of the token before it.
     logit_indices = local_index[batch.targets - 1]
     target_indices = np.flatnonzero(logit_indices >= 0)
+    mask = None if batch.sampling_mask is None else batch.sampling_mask.take(target_indices)
     return ModelInput(
         batch=batch,
         tokens=to_device(tokens[own]),
@@ -154,4 +158,5 @@ def _model_input(batch: PackedBatch, total: int, device: torch.device) -> ModelI
         params=packed_params(lengths, device),
         logit_indices=to_device(logit_indices[target_indices]),
         target_indices=to_device(target_indices),
+        kept=None if mask is None else KeptTokens(to_device(mask.counts), to_device(mask.token_ids)),
     )
