@@ -10,7 +10,8 @@ WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Environment variables that turn `torch.compile` off. Set them before the process imports torch.
 
 SGLang and Megatron decorate functions with `torch.compile` at module level, and the first decorator imports
-TorchInductor, which has 500 modules. Without CUDA the functions are small, and compiling them would need a C++ compiler.
+TorchInductor, which has 500 modules. Without CUDA the functions are small, and compiling them would need a C++
+compiler.
 """
 
 
