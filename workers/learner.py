@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from miles_async.adapters.sglang.launch import EngineInfo, has_cuda
+from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
-from miles_async.adapters.system.imports import WITHOUT_COMPILER, uncollected_imports
+from miles_async.adapters.system.garbage_collection import uncollected_imports
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.config.schema import RunConfig
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging

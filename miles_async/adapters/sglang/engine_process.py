@@ -10,7 +10,7 @@ import os
 import sys
 
 from miles_async.adapters.sglang.server_key import receive_key
-from miles_async.adapters.system.imports import uncollected_imports
+from miles_async.adapters.system.garbage_collection import uncollected_imports
 
 
 def main() -> None:

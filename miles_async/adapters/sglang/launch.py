@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
 from miles_async.adapters.sglang.server_key import new_key
-from miles_async.adapters.system.imports import WITHOUT_COMPILER
 from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
@@ -24,6 +23,13 @@ from miles_async.errors import FatalError, UserError
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""
 PORT_ATTEMPTS = 3
+WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Environment variables that turn `torch.compile` off. Set them before the process imports torch.
+
+SGLang and Megatron decorate functions with `torch.compile` at module level, and the first decorator imports
+TorchInductor, which has 500 modules. Without CUDA the functions are small, and compiling them would need a C++
+compiler.
+"""
 ARGUMENTS_THAT_CHOOSE_MODELS = ("speculative-", "model-impl", "json-model-override-args")
 """Starts of the arguments of SGLang that let an engine use models other than that of its checkpoint's architecture."""
 ENGINE_MODULE = "miles_async.adapters.sglang.engine_process"
