@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
+from miles_async.adapters.system.garbage_collection import uncollected_imports
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.config.schema import RunConfig
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
@@ -48,6 +49,8 @@ class LearnerRank:
         # CUDA, NCCL and OpenMP read their environment when torch is imported.
         if config.learner.deterministic_mode:
             os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+        if not has_cuda():
+            os.environ |= WITHOUT_COMPILER
         os.environ |= config.learner.train_env_vars
         self._config = config
         self._rank = rank
@@ -78,12 +81,16 @@ class LearnerRank:
     async def warm_start(self, problems: Problems, check: Problems) -> WarmStarted:
         """Train the checkpoint to start from, or find it in the cache. On one rank only, before `start`."""
 
-        from miles_async.adapters.megatron.training.warm_start import warm_start
-
         def report(step: int, loss: float, accuracy: float) -> None:
             self._log.info("warm start", step=step, loss=round(loss, 3), greedy_accuracy=round(accuracy, 3))
 
-        return await self._run(self._model_thread, lambda: warm_start(self._config, problems, check, report))
+        def train() -> WarmStarted:
+            with uncollected_imports():
+                from miles_async.adapters.megatron.training.warm_start import warm_start
+
+            return warm_start(self._config, problems, check, report)
+
+        return await self._run(self._model_thread, train)
 
     def claim_port(self, host: str) -> int:
         """Reserve a port of this node for the rendezvous of all ranks. On rank 0 only."""
@@ -94,7 +101,8 @@ class LearnerRank:
         """Load the checkpoint. All ranks."""
 
         def build() -> MegatronLearner:
-            from miles_async.adapters.megatron.training.learner import MegatronLearner
+            with uncollected_imports():
+                from miles_async.adapters.megatron.training.learner import MegatronLearner
 
             return MegatronLearner(self._config, hf_checkpoint, self._rank, self._world_size, master_addr, master_port)
 

@@ -464,7 +464,7 @@ def test_engines_are_paused_in_the_configured_mode(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_learners_processes_get_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+    for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TORCHDYNAMO_DISABLE"):
         monkeypatch.setenv(name, "of before")
     LearnerRank(run_config(train_env_vars={"NCCL_DEBUG": "WARN"}, deterministic_mode=True), 0, 1, Path("run"))
     found = [os.environ[name] for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray._private import services, utils
+from ray._private.node import Node
 
 from miles_async.adapters.system.sessions import SessionReaper
 
@@ -22,7 +23,11 @@ def isolated_ray(reaper: SessionReaper) -> Iterator[None]:
     not. Ray's native code installs a handler too, which prints a stack and calls the previous handler: install your own
     handler again after the block.
 
-    Ray has no public interface for either, so this function replaces two of its private attributes meanwhile.
+    Two of Ray's services are not started, because they would only cost CPU time: the log monitor, which sends the
+    output of workers to a driver that does not want it (`log_to_driver=False`), and the autoscaler, because a Ray that
+    this run starts has one machine only.
+
+    Ray has no public interface for any of this, so this function replaces private attributes of Ray meanwhile.
     """
 
     class SessionPopen(services.ConsolePopen):
@@ -30,11 +35,24 @@ def isolated_ray(reaper: SessionReaper) -> Iterator[None]:
             super().__init__(*args, start_new_session=True, **kwargs)
             reaper.add(self.pid)
 
-    popen, set_sigterm_handler = services.ConsolePopen, utils.set_sigterm_handler
-    services.ConsolePopen = SessionPopen  # type: ignore[misc]
-    utils.set_sigterm_handler = lambda handler: None
+    with (
+        _replaced(services, "ConsolePopen", SessionPopen),
+        _replaced(utils, "set_sigterm_handler", _do_nothing),
+        _replaced(Node, "start_log_monitor", _do_nothing),
+        _replaced(Node, "start_monitor", _do_nothing),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
-        utils.set_sigterm_handler = set_sigterm_handler
+        setattr(owner, name, original)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

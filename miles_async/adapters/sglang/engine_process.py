@@ -10,17 +10,20 @@ import os
 import sys
 
 from miles_async.adapters.sglang.server_key import receive_key
+from miles_async.adapters.system.garbage_collection import uncollected_imports
 
 
 def main() -> None:
     key = receive_key()
 
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with uncollected_imports():
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
-    load_plugins()
+        # The hooks of `plugin.py` are set here. SGLang imports the modules that they belong to: almost all of SGLang.
+        load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
     arguments.api_key = key
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import json
 import math
 import os
@@ -21,6 +23,15 @@ from miles_async.errors import FatalError, UserError
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""
 PORT_ATTEMPTS = 3
+WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Environment variables that turn `torch.compile` off. Set them before the process imports torch.
+
+SGLang and Megatron decorate functions with `torch.compile` at module level, and the first decorator imports
+TorchInductor, which has 500 modules. Without CUDA the functions are small, and compiling them would need a C++
+compiler.
+"""
+ARGUMENTS_THAT_CHOOSE_MODELS = ("speculative-", "model-impl", "json-model-override-args")
+"""Starts of the arguments of SGLang that let an engine use models other than that of its checkpoint's architecture."""
 ENGINE_MODULE = "miles_async.adapters.sglang.engine_process"
 
 
@@ -242,12 +253,23 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             # More OpenMP threads than free cores spin against each other and the learner: up to 50 times slower.
             "OMP_NUM_THREADS": str(max(1, len(cores) // ranks // (1 if spec.cpus else 2))),
             "OMP_WAIT_POLICY": "PASSIVE",
+            **WITHOUT_COMPILER,
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_models(spec)),
         }
     return {**values, **spec.env_vars}
 
 
 @cache
 def has_cuda() -> bool:
+    """Return whether torch can use a CUDA device.
+
+    Importing torch takes two seconds and 200 MiB. The actor of an engine needs nothing else from torch, so it imports
+    torch only if the machine has NVIDIA's driver.
+    """
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
     import torch
 
     return torch.cuda.is_available()
@@ -275,6 +297,29 @@ def _require_checkpoint(path: str) -> None:
         raise UserError(
             f"{path} is no Hugging Face checkpoint: it has no config.json; set hf_checkpoint to a checkpoint folder"
         )
+
+
+def unused_models(spec: EngineSpec) -> list[str]:
+    """Return the names of the modules in `sglang.srt.models` that the engine does not need.
+
+    SGLang's scheduler imports more than 200 modules, one per model architecture, which takes most of its start. The
+    module of the checkpoint's architecture is enough, unless the arguments name a draft model or choose another
+    implementation.
+    """
+    names = [key.replace("_", "-") for key in spec.server_args]
+    if any(name.startswith(ARGUMENTS_THAT_CHOOSE_MODELS) for name in names):
+        return []
+    if "SGLANG_EXTERNAL_MODEL_PACKAGE" in {**os.environ, **spec.env_vars}:
+        return []
+    sglang = importlib.util.find_spec("sglang")
+    assert sglang is not None, "an engine needs SGLang"
+    assert sglang.origin is not None, "SGLang is a package with an __init__.py"
+    architectures = json.loads((Path(spec.model_path) / "config.json").read_text()).get("architectures", [])
+    definitions = [f"class {architecture}(" for architecture in architectures]
+    modules = {path.stem: path.read_text() for path in sorted(Path(sglang.origin).parent.glob("srt/models/*.py"))}
+    unused = [name for name, text in modules.items() if not any(definition in text for definition in definitions)]
+    # If no module defines the architecture, SGLang decides what to use instead.
+    return unused if len(unused) < len(modules) else []
 
 
 def _kv_tokens(spec: EngineSpec) -> int:
