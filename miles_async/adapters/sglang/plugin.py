@@ -51,6 +51,8 @@ def register() -> None:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
         HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _yield_core, HookType.BEFORE)
         attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        HookRegistry.register(f"{attention}.init_forward_metadata", cpu_attention.forget_plan, HookType.AFTER)
+        HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
 
 
