@@ -37,9 +37,9 @@ class Bucket:
     queries: int
     keys: int
     slots: torch.Tensor
-    """[sequences × keys], the cache slot of each key."""
+    """[sequences * keys], the cache slot of each key."""
     rows: torch.Tensor | None
-    """[sequences × queries], the row of each query; None if the bucket has all rows of the batch in their order."""
+    """[sequences * queries], the row of each query; None if the bucket has all rows of the batch in their order."""
     real: torch.Tensor | None
     """The queries that are not padding, as indices of `rows`; None if all of them are real."""
     mask: torch.Tensor | None

@@ -55,9 +55,7 @@ def register() -> None:
         HookRegistry.register(f"{attention}.init_forward_metadata", cpu_attention.forget_plan, HookType.AFTER)
         HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
-        HookRegistry.register(
-            f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND
-        )
+        HookRegistry.register(f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND)
         layers = "sglang.srt.layers"
         HookRegistry.register(
             f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND
