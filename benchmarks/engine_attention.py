@@ -94,7 +94,8 @@ def started_engines(name: str, workload: Workload, folder: Path) -> Iterator[dic
                 log_path=folder / f"{engine}.log",
                 concurrency=workload.in_flight,
                 p2p=False,
-                server_args=workload.server_args,
+                # Other programs, such as the other engine, take memory while this one measures what is left.
+                server_args={"mem_fraction_static": 0.5, **workload.server_args},
                 env_vars=variables,
             )
             servers[engine] = EngineServer(spec)
