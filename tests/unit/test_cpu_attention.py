@@ -83,7 +83,7 @@ def test_layers_of_one_pass_share_the_plan_and_the_next_pass_makes_its_own() -> 
 @pytest.mark.parametrize(
     "option", [{"sliding_window_size": 0}, {"encoder_lens": torch.tensor([1])}, {"causal": False}], ids=str
 )
-def test_what_is_not_supported_is_left_to_sglang(option: dict[str, Any]) -> None:
+def test_unsupported_attention_is_left_to_sglang(option: dict[str, Any]) -> None:
     cache = Cache([(0, 1)], kv_heads=2)
     query = torch.randn(1, 4, WIDTH)
     theirs = torch.zeros(1)

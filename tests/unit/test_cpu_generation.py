@@ -1,4 +1,4 @@
-"""What the plugin changes in SGLang's generation on CPU: shared prompts, products with weights, and sampling."""
+"""The plugin's changes to SGLang's generation on CPU: shared prompts, products with weights, and sampling."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 SGLang's torch-native backend calls the attention kernel once per sequence and layer. With many short sequences these
 calls take most of a forward pass. This module puts sequences of similar length into a bucket, and makes one call per
-bucket and layer, on keys padded to the longest sequence of the bucket. What all layers have in common is computed once
-per forward pass. The functions are hooked around those of the backend (`plugin.py`), which remain in use for
+bucket and layer, on keys padded to the longest sequence of the bucket. The buckets are computed once per forward pass,
+and all layers share them. The functions are hooked around those of the backend (`plugin.py`), which remain in use for
 cross-attention, bidirectional attention and sliding windows.
 """
 

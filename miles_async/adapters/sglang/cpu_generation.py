@@ -44,7 +44,7 @@ def share_prompts(original: Callable[..., Any], scheduler: Scheduler, *arguments
 
 
 def _prompt(request: Any) -> tuple[object, ...]:
-    """Return what two requests have to have in common to share a prefix."""
+    """Return the key under which two requests share a cached prompt."""
     return request.origin_input_ids.tobytes(), request.extra_key
 
 
