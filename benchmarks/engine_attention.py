@@ -97,6 +97,7 @@ def started_engines(name: str, workload: Workload, folder: Path) -> Iterator[dic
                 # Other programs, such as the other engine, take memory while this one measures what is left.
                 server_args={"mem_fraction_static": 0.5, **workload.server_args},
                 env_vars=variables,
+                start_timeout=900,
             )
             servers[engine] = EngineServer(spec)
             stack.callback(servers[engine].stop)
