@@ -88,7 +88,7 @@ def test_unsupported_attention_is_left_to_sglang(option: dict[str, Any]) -> None
     query = torch.randn(1, 4, WIDTH)
     theirs = torch.zeros(1)
     options = {"scaling": SCALING, "causal": True} | option
-    arguments = (lambda *_, **__: theirs, backend(), query, torch.empty_like(query), *cache.tensors())
+    arguments: tuple[Any, ...] = (lambda *_, **__: theirs, backend(), query, torch.empty_like(query), *cache.tensors())
     assert cpu_attention.extend(*arguments, torch.tensor([0]), torch.tensor([1]), **options) is theirs
     if "causal" not in option:
         assert cpu_attention.decode(*arguments, **options) is theirs
@@ -121,7 +121,7 @@ class Cache:
         for row, of_sequence in zip(self.rows, slots.split(self.lengths.tolist()), strict=True):
             self.req_to_token[row, : len(of_sequence)] = of_sequence
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.keys, self.values, self.req_to_token, self.rows, self.lengths
 
     def expected(self, query: torch.Tensor, new: list[int]) -> torch.Tensor:

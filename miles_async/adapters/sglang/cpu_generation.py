@@ -29,7 +29,8 @@ def share_prompts(original: Callable[..., Any], scheduler: Scheduler, *arguments
         return original(scheduler, *arguments, **keywords)
     # The prompt of a chunked request is not in the cache yet.
     prompts = {_prompt(scheduler.chunked_req)} if scheduler.chunked_req is not None else set()
-    admitted, held = [], []
+    admitted: list[Any] = []
+    held: list[Any] = []
     for request in queue:
         prompt = _prompt(request)
         repeated = len(request.origin_input_ids) >= MIN_SHARED_TOKENS and prompt in prompts
