@@ -13,10 +13,11 @@ import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
+from miles_async.adapters.weights.engine import call_engine
 from miles_async.errors import EngineLostError, TrajectoryError, UserError
 from miles_async.types import SampleStatus
 from tests.stack.engine_stack import Stack, group_of, start_generating, tokens_drawn
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -38,6 +39,20 @@ async def test_a_generated_group_has_tokens_log_probabilities_and_versions(servi
         assert len({tuple(sample.tokens) for sample in group}) > 1
         assert generator.in_flight == 0
         assert generator.busy_seconds > 0
+
+
+async def test_groups_with_prompts_of_different_lengths_are_generated_together(serving: Stack) -> None:
+    async with serving.admitted() as (_, generator):
+        groups = [group_of(list(range(length)), samples=4) for length in (1, 5, 40, 41, 150)]
+        await asyncio.gather(*[generator.generate(group) for group in groups])
+        assert all(serving.error(sample) < 1e-5 for group in groups for sample in group)
+
+
+def test_samples_of_one_request_share_the_computation_of_their_prompt(serving: Stack) -> None:
+    prompt = [200, *range(49)]
+    request = {"input_ids": [prompt] * 6, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+    answers = call_engine(serving.engine, "/generate", request, timeout=PATIENCE_SECONDS)
+    assert sorted(answer["meta_info"]["cached_tokens"] for answer in answers) == [0] + [49] * 5
 
 
 async def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:

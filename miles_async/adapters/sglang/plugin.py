@@ -5,8 +5,9 @@
 
 On all machines: no prefix that was cached under older weights is used after a publish, answers contain sampling masks,
 the engine gives access to its weights and loads delta files (`engine_weights.py`), and it is closed to web pages and
-to clients without the key (`lockdown.py`). Without CUDA also: registration of main memory for one-sided
-writes, a faster start, batched decoding attention, and a paused scheduler that does not occupy a core.
+to clients without the key (`lockdown.py`). Without CUDA also: registration of main memory for one-sided writes, a
+faster start, attention for a whole batch (`cpu_attention.py`), faster sampling and products (`cpu_generation.py`), and
+a paused scheduler that does not occupy a core.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from miles_async.adapters.sglang import cpu_attention, engine_weights, lockdown
+    from miles_async.adapters.sglang import cpu_attention, cpu_generation, engine_weights, lockdown
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     server = "sglang.srt.entrypoints.http_server"
@@ -53,7 +54,19 @@ def register() -> None:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
         HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _yield_core, HookType.BEFORE)
         attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        HookRegistry.register(f"{attention}.init_forward_metadata", cpu_attention.forget_plan, HookType.AFTER)
+        HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
+        HookRegistry.register(f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND)
+        layers = "sglang.srt.layers"
+        HookRegistry.register(
+            f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND
+        )
+        if cpu_generation.has_slow_mkl():
+            linear = f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply"
+            HookRegistry.register(linear, cpu_generation.apply_linear, HookType.AROUND)
+            logits = f"{layers}.logits_processor.LogitsProcessor._compute_lm_head"
+            HookRegistry.register(logits, cpu_generation.compute_logits, HookType.AROUND)
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache: bool = True) -> bool:
