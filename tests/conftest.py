@@ -11,6 +11,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.sim.virtual_time import VirtualTimeLoop
+from tests.waiting import START_SECONDS
 
 # Shared cores make any deadline flaky, and a suite that gates merges must not draw new cases on its own.
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -18,6 +19,8 @@ settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 STACK = Path(__file__).parent / "stack"
+STACK_TIMEOUT_SECONDS = 4 * START_SECONDS
+"""Ends a test of `stack/` that hangs. The test's own limits are shorter and name what did not happen."""
 SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures", "tests.unit.gym")
 """Each keeps a cluster, an engine or a slow import for the whole session, which all test files that name it share."""
 
@@ -33,6 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STACK in item.path.parents:
             item.add_marker(pytest.mark.stack)
+            item.add_marker(pytest.mark.timeout(STACK_TIMEOUT_SECONDS))
 
 
 class WholeFiles(LoadScopeScheduling):
