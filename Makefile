@@ -11,7 +11,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench study dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -60,6 +60,9 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(PYTHON) -m benchmarks.page
 	@$(PYTHON) -m benchmarks.instrumentation
 	@$(PYTHON) -m benchmarks.frozen
+
+study: $(READY) ## Measure what staleness costs, in many runs of the main job; an interrupted study continues (ARGS="seeds")
+	@$(PYTHON) -m benchmarks.study $(ARGS)
 
 dashboards: $(READY) ## Write Grafana dashboards in JSON from dashboards/content.py
 	@$(PYTHON) -m dashboards.build

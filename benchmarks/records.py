@@ -21,8 +21,7 @@ def record(name: str, result: Any) -> None:
     """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": _commit(), "machine": _machine(), "result": result}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps({**stamp(), "result": result}, indent=2) + "\n")
     print(f"wrote {path}")
 
 
@@ -31,6 +30,16 @@ def recorded(name: str) -> dict[str, Any]:
     path = RESULTS / f"{name}.json"
     known: dict[str, Any] = json.loads(path.read_text())["result"] if path.exists() else {}
     return known
+
+
+def stamp() -> dict[str, Any]:
+    """What every result carries: `date` (UTC), `commit` and `machine`."""
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": _commit(), "machine": _machine()}
+
+
+def machine_load() -> float:
+    """Mean number of processes that wanted a core during the last minute."""
+    return round(os.getloadavg()[0], 2)
 
 
 def _commit() -> str:

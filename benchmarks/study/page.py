@@ -1,0 +1,183 @@
+"""The text of `docs/explanation/staleness.md`, from the stored runs of the study."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from scipy.special import stdtrit
+
+from benchmarks.study.runs import Cell, Outcome
+
+LIMITS = (1, 2, 4, 8, 16)
+VARIANTS = ("none", "default", "recommended")
+IN_TURNS, SHIPPED = ("in turns", "default"), ("limit 2", "default")
+INTRODUCTION = """\
+# What staleness costs
+
+<!-- `make study` writes this page and its plots. Change the text in benchmarks/study/page.py. -->
+
+A fully asynchronous run trains on samples that older weights generated. This page shows what that costs, measured on
+the job of `make run` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real stack. Every run
+trains the same number of samples. Accuracy is greedy, on 512 held-out problems. `train.py` generates, trains and
+publishes in turns, so its samples are never stale. `make study` repeats the measurement. It continues where it was
+interrupted, and the results are in `benchmarks/results/study/`.
+"""
+
+
+Runs = dict[tuple[str, str], dict[int, Outcome]]
+"""Runs by schedule and variant, then by seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Mean of a sample and the half width of its 95 % confidence interval (Student's t)."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """The half width of a single value is infinite."""
+        if len(values) < 2:
+            return cls(fmean(values), float("inf"))
+        return cls(fmean(values), float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / len(values) ** 0.5)
+
+    @property
+    def holds_zero(self) -> bool:
+        return abs(self.mean) <= self.half
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f}" + (f" ± {self.half:.3f}" if self.half < float("inf") else " (one seed)")
+
+
+def page(runs: Runs) -> str:
+    """The page in Markdown. `runs` holds at least one run in turns."""
+    return "\n".join(
+        section for section in (INTRODUCTION, _same_samples(runs), _limits(runs), _signals(runs)) if section
+    )
+
+
+def by_name(stored: Iterable[tuple[Cell, Outcome]]) -> Runs:
+    runs: Runs = {}
+    for cell, outcome in stored:
+        runs.setdefault((cell.schedule, cell.variant), {})[cell.seed] = outcome
+    return runs
+
+
+def difference(runs: Runs, name: tuple[str, str]) -> Interval:
+    """Accuracy of `name` minus accuracy in turns, over the seeds that both have."""
+    found, expected = runs[name], runs[IN_TURNS]
+    return Interval.of([found[seed].after - expected[seed].after for seed in found if seed in expected])
+
+
+def seconds_to(accuracy: float, runs: Iterable[Outcome]) -> float | None:
+    """When the mean accuracy of `runs` first reaches `accuracy`, interpolated; None if it never does."""
+    curves = [run.curve for run in runs]
+    means = [
+        (fmean(point[1] for point in points), fmean(point[2] for point in points))
+        for points in zip(*curves, strict=True)
+    ]
+    for (earlier, low), (later, high) in itertools.pairwise(means):
+        if low < accuracy <= high:
+            return earlier + (later - earlier) * (accuracy - low) / (high - low)
+    return None
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f}" + (f" (SD {stdev(values):.3f})" if len(values) > 1 else "")
+
+
+def _row(runs: Runs, name: tuple[str, str]) -> str:
+    found = list(runs[name].values())
+    accuracies = [run.after for run in found]
+    gains = [run.after - run.before for run in found]
+    against = "" if name == IN_TURNS else str(difference(runs, name))
+    numbers = [str(len(found)), _spread(accuracies), f"{min(gains):.3f} to {max(gains):.3f}", against]
+    numbers += [f"{fmean(run.staleness for run in found):.2f}", f"{fmean(run.seconds for run in found):.0f}"]
+    return f"| {', '.join(name)} | " + " | ".join(numbers) + " |"
+
+
+def _table(runs: Runs, names: Iterable[tuple[str, str]]) -> str:
+    head = (
+        "| run | seeds | accuracy | gain, lowest to highest | difference to in turns, 95 % | mean staleness | seconds |"
+    )
+    return "\n".join([head, "|---" * 7 + "|", *(_row(runs, name) for name in names if name in runs)])
+
+
+def _same_samples(runs: Runs) -> str:
+    if SHIPPED not in runs:
+        return ""
+    turns, shipped = list(runs[IN_TURNS].values()), list(runs[SHIPPED].values())
+    final = fmean(run.after for run in turns)
+    reached = seconds_to(final, shipped)
+    whole = fmean(run.seconds for run in turns)
+    if reached is None:
+        sooner = "The mean of the asynchronous runs does not reach the mean final accuracy in turns."
+    else:
+        sooner = (
+            f"The mean of the asynchronous runs reaches the mean final accuracy in turns ({final:.3f}) after "
+            f"{reached:.0f} s; `train.py` needs {whole:.0f} s, {whole / reached:.2f} times as long."
+        )
+    return f"""
+## The shipped limit of 2, at the same number of samples
+
+{_table(runs, [IN_TURNS, SHIPPED, ("limit 2", "shuffled")])}
+
+{sooner} Times depend on the machine and on what else runs on it.
+
+![Accuracy over samples and over time](staleness-curves.svg)
+"""
+
+
+def _limits(runs: Runs) -> str:
+    names = [(f"limit {limit}", variant) for limit in LIMITS for variant in VARIANTS]
+    others = sorted(name for name in runs if name not in {IN_TURNS, *names} and name[1] != "shuffled")
+    if not any(name in runs for name in names if name != SHIPPED):
+        return ""
+    return f"""
+## Limits and corrections
+
+`default` is `--off-policy-correction tis`, `recommended` is `--off-policy-correction sequence`, and the other names are
+values of `--off-policy-correction` or `--policy-objective` (see [Learner](learner.md)).
+
+{_table(runs, [*names, *others])}
+
+![Accuracy by limit](staleness-limits.svg)
+
+{_advice(runs)}
+"""
+
+
+def _advice(runs: Runs) -> str:
+    sentences = []
+    for variant, flags in (
+        ("default", "the default correction"),
+        ("recommended", "`--off-policy-correction sequence`"),
+    ):
+        measured = [limit for limit in LIMITS if (f"limit {limit}", variant) in runs]
+        free = [limit for limit in measured if difference(runs, (f"limit {limit}", variant)).holds_zero]
+        costly = [limit for limit in measured if limit not in free]
+        sentence = f"With {flags}, no difference to training in turns was found at the limits {free or 'none'}"
+        if costly:
+            costs = ", ".join(f"{difference(runs, (f'limit {limit}', variant))} at {limit}" for limit in costly)
+            sentence += f"; the differences were {costs}"
+        sentences.append(sentence + ".")
+    return "**Advice.** " + " ".join(sentences)
+
+
+def _signals(runs: Runs) -> str:
+    deep = [name for name in runs if name[0].startswith("limit") and name[1] != "shuffled"]
+    if not deep:
+        return ""
+    return """
+## What stale samples look like to the learner
+
+The importance weight of a token compares its probability now with its probability when it was sampled. The effective
+sample size (ESS) is the share of tokens that remains after weighting: 1 means that old and new policy agree. Both are
+shown by age. The gradient norm belongs to a whole optimizer step, so it is shown over the mean age of the batch.
+
+![ESS, log-probability gap and gradient norm by age](staleness-signals.svg)
+"""

@@ -1,0 +1,209 @@
+"""The runs of the study: which there are, how one is started, and what is kept of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from benchmarks.records import RESULTS, machine_load, stamp
+from miles_async.atomic_files import write_atomically
+from miles_async.events import Evaluated, RunEnded, StepEnded, StepStarted
+from miles_async.observability.trace.event_log import read_events
+
+CONFIG = Path("configs/arithmetic-cpu.yaml")
+FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+STORE = RESULTS / "study"
+SEEDS = (42, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+EVAL_INTERVAL = 30
+"""Rollouts between two evaluations."""
+WINDOW = 10
+"""Optimizer steps that one stored point of a metric averages."""
+CORRECTIONS = {
+    "none": ("--off-policy-correction", "none"),
+    "default": (),
+    "recommended": ("--off-policy-correction", "sequence"),
+}
+LOSSES = {
+    "decoupled": ("--off-policy-correction", "decoupled"),
+    "icepop": ("--off-policy-correction", "icepop"),
+    "gspo": ("--policy-objective", "gspo"),
+    "cispo": ("--policy-objective", "cispo"),
+    "gmpo": ("--policy-objective", "gmpo"),
+    "sapo": ("--policy-objective", "sapo"),
+    "dppo": ("--policy-objective", "dppo", "--off-policy-correction", "none"),
+    "m2po": ("--policy-objective", "m2po", "--off-policy-correction", "none"),
+}
+METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the study."""
+
+    schedule: str
+    """`in turns` or `limit N`."""
+    variant: str
+    """A key of CORRECTIONS or LOSSES, or `shuffled`."""
+    seed: int
+    flags: tuple[str, ...] = ()
+    """Flags in addition to the configuration, the schedule and the seed."""
+
+    @property
+    def path(self) -> Path:
+        return STORE / f"{self.schedule} {self.variant} seed {self.seed}.json".replace(" ", "-")
+
+    def command(self, run_dir: Path) -> list[str]:
+        entry, schedule = ("train.py", []) if self.schedule == "in turns" else ("train_async.py", self._asynchronous())
+        shared = [
+            "--config",
+            str(CONFIG),
+            "--seed",
+            str(self.seed),
+            "--rollout-seed",
+            str(self.seed),
+            "--eval-interval",
+            str(EVAL_INTERVAL),
+        ]
+        return [sys.executable, entry, *shared, *schedule, *self.flags, "--run-dir", str(run_dir)]
+
+    def _asynchronous(self) -> list[str]:
+        return ["--rollout-function-path", FULLY_ASYNC, "--max-weight-staleness", self.schedule.removeprefix("limit ")]
+
+    def key(self) -> str:
+        """A hash of all settings. A stored run with another hash is run again."""
+        settings = [CONFIG.read_text(), *self.command(Path())[1:]]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the study keeps of a run."""
+
+    key: str
+    before: float
+    """Greedy accuracy on held-out problems before training, 0 to 1."""
+    after: float
+    """The same after training."""
+    curve: list[tuple[int, float, float]]
+    """Trained samples, seconds since the first batch was requested, and greedy held-out accuracy."""
+    seconds: float
+    """From the first batch to the last optimizer step."""
+    load: float
+    """Load of the machine at the start of the run, in processes that want a core."""
+    staleness: float
+    """Mean over the trained groups, in weight versions."""
+    points: list[dict[str, float]]
+    """Means of the reward, the staleness and METRICS over WINDOW optimizer steps each."""
+    by_age: dict[int, dict[str, float]]
+    """Means of `ess`, `logprob_gap_mean` and `token_share` over the steps, by staleness in weight versions."""
+    stamp: dict[str, Any] = field(default_factory=stamp)
+
+
+def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
+    """The runs of `parts`, in an order in which an interrupted study is useful: all schedules of one seed together."""
+    if "seeds" in parts:
+        for seed in SEEDS:
+            yield Cell("in turns", "default", seed)
+            yield Cell("limit 2", "default", seed)
+    if "control" in parts:
+        for seed in SEEDS[:seeds]:
+            yield Cell("limit 2", "shuffled", seed, ("--shuffle-rewards",))
+    if "limits" in parts:
+        for seed in SEEDS[:seeds]:
+            for limit in (1, 2, 4, 8, 16):
+                for name, flags in CORRECTIONS.items():
+                    yield Cell(f"limit {limit}", name, seed, flags)
+    if "losses" in parts:
+        for seed in SEEDS[:seeds]:
+            for limit in (2, 8):
+                for name, flags in LOSSES.items():
+                    yield Cell(f"limit {limit}", name, seed, flags)
+
+
+def stored(cell: Cell) -> Outcome | None:
+    """The outcome of an earlier run with the same settings."""
+    if not cell.path.exists():
+        return None
+    outcome = msgspec.json.decode(cell.path.read_bytes(), type=Outcome)
+    return outcome if outcome.key == cell.key() else None
+
+
+def store(cell: Cell, outcome: Outcome) -> None:
+    STORE.mkdir(parents=True, exist_ok=True)
+    write_atomically(cell.path, msgspec.json.encode(outcome) + b"\n")
+
+
+def run(cell: Cell) -> Outcome:
+    load = machine_load()
+    with tempfile.TemporaryDirectory() as folder:
+        command = cell.command(Path(folder))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        return _outcome(cell, Path(folder) / "latest" / "events.jsonl", load)
+
+
+def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
+    evaluations: list[Evaluated] = []
+    started: list[StepStarted] = []
+    steps: list[StepEnded] = []
+    for event in read_events(log):
+        match event:
+            case Evaluated():
+                evaluations.append(event)
+            case StepStarted():
+                started.append(event)
+            case StepEnded():
+                steps.append(event)
+            case RunEnded(reason=reason) if reason != "done":
+                raise SystemExit(f"the run of {cell.path.stem} ended: {reason}")
+    # The evaluation before training ends when generation of the first batch begins.
+    begun = evaluations[0].time
+    samples = [0]
+    for batch in started:
+        samples.append(samples[-1] + len(batch.groups))
+    curve = [(samples[point.rollout + 1], point.time - begun, point.accuracy) for point in evaluations]
+    ages = [age for batch in started for age in batch.staleness]
+    pairs = list(zip(started, steps, strict=True))
+    return Outcome(
+        key=cell.key(),
+        before=evaluations[0].accuracy,
+        after=evaluations[-1].accuracy,
+        curve=[(count, round(seconds, 2), accuracy) for count, seconds, accuracy in curve],
+        seconds=round(steps[-1].time - begun, 2),
+        load=load,
+        staleness=round(fmean(ages), 4),
+        points=[_point(pairs[index : index + WINDOW]) for index in range(0, len(pairs), WINDOW)],
+        by_age=_by_age(steps),
+    )
+
+
+def _point(pairs: Sequence[tuple[StepStarted, StepEnded]]) -> dict[str, float]:
+    point = {
+        "reward": fmean(step.reward for _, step in pairs),
+        "staleness": fmean(age for batch, _ in pairs for age in batch.staleness),
+    }
+    for name in METRICS:
+        point[name] = fmean(step.metrics[name] for _, step in pairs)
+    return {name: round(value, 5) for name, value in point.items()}
+
+
+def _by_age(steps: Sequence[StepEnded]) -> dict[int, dict[str, float]]:
+    values: defaultdict[int, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        for metric, value in step.metrics.items():
+            name, separator, age = metric.partition("_staleness_")
+            if separator and name in ("ess", "logprob_gap_mean", "token_share"):
+                values[int(age)][name].append(value)
+    return {age: {name: round(fmean(found), 5) for name, found in values[age].items()} for age in sorted(values)}

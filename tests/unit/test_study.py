@@ -1,0 +1,99 @@
+"""The study of staleness: its statistics, its page, and that an interrupted study continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study import page, runs
+from benchmarks.study.runs import Cell, Outcome
+from miles_async.config.cli import parse_or_exit
+
+
+def outcome(cell: Cell, after: float, seconds: float = 100.0) -> Outcome:
+    return Outcome(
+        key=cell.key(),
+        before=0.5,
+        after=after,
+        curve=[(0, 0.0, 0.5), (64, seconds / 2, 0.6), (128, seconds, after)],
+        seconds=seconds,
+        load=1.0,
+        staleness=0.0 if cell.schedule == "in turns" else 1.5,
+        points=[{"reward": 0.4, "staleness": 1.5, "ess": 0.9, "grad_norm": 0.5}],
+        by_age={1: {"ess": 0.99, "logprob_gap_mean": 0.02, "token_share": 1.0}},
+        stamp={"commit": "abc"},
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(runs, "STORE", tmp_path / "study")
+    return tmp_path
+
+
+def test_the_interval_is_that_of_students_t() -> None:
+    # Mean 0.02, standard deviation 0.02, t(0.975, 3 degrees of freedom) = 3.182: 3.182 · 0.02 / 2.
+    interval = page.Interval.of([0.0, 0.02, 0.02, 0.04 + 0.0])
+    assert interval.mean == pytest.approx(0.02)
+    assert interval.half == pytest.approx(3.1824 * 0.016330 / 2, rel=1e-3)
+    assert interval.holds_zero
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert str(page.Interval.of([0.01])) == "+0.010 (one seed)"
+    assert page.Interval.of([0.5]).holds_zero
+
+
+def test_differences_pair_runs_of_the_same_seed(store: Path) -> None:
+    turns = {seed: outcome(Cell("in turns", "default", seed), 0.8 + seed / 100) for seed in (1, 2, 3)}
+    limit = {seed: outcome(Cell("limit 2", "default", seed), 0.79 + seed / 100) for seed in (1, 2)}
+    found = page.difference({page.IN_TURNS: turns, page.SHIPPED: limit}, page.SHIPPED)
+    assert found.mean == pytest.approx(-0.01)
+    assert found.half == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_time_to_an_accuracy_is_interpolated_on_the_mean_curve(store: Path) -> None:
+    found = [outcome(Cell("limit 2", "default", seed), 0.8) for seed in (1, 2)]
+    assert page.seconds_to(0.7, found) == pytest.approx(75.0)
+    assert page.seconds_to(0.9, found) is None
+
+
+def test_a_stored_run_is_not_repeated_unless_its_settings_changed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell("limit 2", "default", 1)
+    assert runs.stored(cell) is None
+    runs.store(cell, outcome(cell, 0.8))
+    assert runs.stored(cell) == outcome(cell, 0.8)
+    changed = store / "job.yaml"
+    changed.write_text("learner: {lr: 1.0}\n")
+    monkeypatch.setattr(runs, "CONFIG", changed)
+    assert runs.stored(cell) is None
+
+
+def test_an_interrupted_study_has_all_schedules_of_the_first_seeds() -> None:
+    first = list(runs.cells(["seeds"], 3))[:4]
+    assert [(cell.schedule, cell.seed) for cell in first] == [
+        ("in turns", 42),
+        ("limit 2", 42),
+        ("in turns", 1),
+        ("limit 2", 1),
+    ]
+
+
+def test_every_run_of_the_study_is_started_by_a_valid_command(store: Path) -> None:
+    for cell in runs.cells(["seeds", "control", "limits", "losses"], 1):
+        _, entry, *flags = cell.command(store)
+        config = parse_or_exit(flags, entry=entry)
+        assert config.data.rollout_seed == config.learner.seed == cell.seed
+
+
+def test_the_page_states_spread_difference_and_time(store: Path) -> None:
+    stored = []
+    for seed, accuracy in ((1, 0.80), (2, 0.84)):
+        stored.append((cell := Cell("in turns", "default", seed), outcome(cell, accuracy, seconds=150)))
+        stored.append((cell := Cell("limit 2", "default", seed), outcome(cell, accuracy + 0.01)))
+        stored.append((cell := Cell("limit 8", "none", seed), outcome(cell, accuracy - 0.2)))
+    text = page.page(page.by_name(stored))
+    assert "| in turns, default | 2 | 0.820 (SD 0.028) | 0.300 to 0.340 |" in text
+    assert "| limit 8, none | 2 | 0.620 (SD 0.028) | 0.100 to 0.140 | -0.200 ± 0.000 |" in text
+    assert "(0.820) after" in text
