@@ -41,9 +41,7 @@ def started(entry: str, argv: tuple[str, ...]) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize("argv", [HELP, CHECK, REFUSED], ids=["help", "check", "refusal"])
 @pytest.mark.parametrize("entry", ["train_async.py", "train.py"])
-def test_an_entry_script_answers_with_few_imports_and_without_torch_or_ray(
-    entry: str, argv: tuple[str, ...]
-) -> None:
+def test_an_entry_script_answers_with_few_imports_and_without_torch_or_ray(entry: str, argv: tuple[str, ...]) -> None:
     modules, *imported = started(entry, argv).stderr.splitlines()[-1].split()
     assert imported == []
     assert int(modules) < MODULES
