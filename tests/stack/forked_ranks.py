@@ -1,4 +1,4 @@
-"""Learner ranks without Ray: a process of their own that imports Megatron once and forks into them."""
+"""Learner ranks without Ray: one process imports Megatron and is forked into the ranks."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run_ranks(module: str, folder: Path) -> Iterator[None]:
 
 
 def fork_ranks(count: int, run: Callable[Concatenate[int, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Fork `count` processes that call `run` with their number, and exit when all have ended.
+    """Fork `count` processes, each of which calls `run` with its number and the other arguments.
 
-    When one fails, the others are terminated: they would wait for it.
+    Exits when all have ended. If one fails, the others would wait for it, so they are terminated.
     """
     gc.freeze()  # Garbage collection in a forked process would otherwise copy the pages of all imported modules.
     fork = multiprocessing.get_context("fork")

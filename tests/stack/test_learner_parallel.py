@@ -271,7 +271,7 @@ def layouts_by_process() -> list[list[tuple[str, int]]]:
     """For each process, the layouts that it takes part in and its rank there, in order.
 
     Layouts with more ranks come first, and those of fewer ranks are divided among the processes. Ranks of a layout thus
-    reach it together. A rank that came early would look for rank 0 at intervals that grow to seconds.
+    reach it together. A rank that arrives early retries the connection to rank 0 at intervals that grow to seconds.
     """
     processes: list[list[tuple[str, int]]] = [[] for _ in range(RANKS)]
     for name, (_, ranks, _) in sorted(ALL.items(), key=lambda layout: -layout[1][1]):
@@ -284,7 +284,7 @@ def layouts_by_process() -> list[list[tuple[str, int]]]:
 def run_layouts(process: int, root: Path, ports: dict[str, int]) -> None:
     for name, rank in layouts_by_process()[process]:
         learn(root, name, rank, ports[name])
-        # Megatron's groups are in reference cycles. Each keeps threads that wake up a hundred times a second.
+        # Reference cycles keep destroyed process groups alive, each with threads that wake up every 10 ms.
         gc.collect()
 
 
