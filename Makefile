@@ -38,7 +38,7 @@ browser: ## Install Debian's Chromium, for the tests of the live page and the ru
 test: $(READY) browser ## Run all tests (about 15 minutes on two cores)
 	@$(PYTHON) -m pytest tests/stack tests/sim tests/processes tests/unit $(BOTH_CORES) $(ARGS)
 
-test-unit: $(READY) ## Run the unit tests (about 15 seconds on two cores)
+test-unit: $(READY) ## Run the unit tests (about 12 seconds on two cores)
 	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) browser ## Run the tests on the real engines

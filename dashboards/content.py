@@ -437,6 +437,31 @@ LEARNER = Dashboard(
             ),
         ),
         Row(
+            "Stability",
+            (
+                Panel(
+                    "Effective sample size",
+                    "Of the importance weights, as a fraction of the tokens; 1 is on-policy. Below half of its usual "
+                    "value, a few tokens determine the whole update.",
+                    "percentunit",
+                    {"ess": of("step_metric", 'name="ess"')},
+                ),
+                Panel(
+                    "Gradient norm",
+                    "Before clipping. Spikes while the effective sample size falls announce a collapse.",
+                    "short",
+                    {"grad_norm": of("step_metric", 'name="grad_norm"')},
+                ),
+                Panel(
+                    "Collapse risk",
+                    "1 while the effective sample size and the gradient norm announce a collapse of the policy. Lower "
+                    "--max-weight-staleness or --lr.",
+                    "short",
+                    {"risk": of("collapse_risk")},
+                ),
+            ),
+        ),
+        Row(
             "Problems",
             (
                 Panel(

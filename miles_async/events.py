@@ -416,6 +416,21 @@ class VerdictChanged(Event, frozen=True):
     """Fractions of the trainer's recent time, by phase."""
 
 
+class CollapseRiskChanged(Event, frozen=True):
+    """Signs that the policy may collapse soon appeared or are gone (`observability/diagnosis/collapse.py`).
+
+    The signs are also gone after a collapse: a policy that gives every prompt the same answer is on-policy again.
+    """
+
+    rollout: int
+    """The rollout after whose training the risk changed."""
+    high: bool
+    why: str
+    """The figures that show it."""
+    knob: str
+    """The setting to change; empty if the signs are gone."""
+
+
 class WarningRaised(Event, frozen=True):
     """A problem that the user should know about; the run continues."""
 
@@ -477,6 +492,7 @@ AnyEvent = (
     | Pulse
     | ProcessSilent
     | VerdictChanged
+    | CollapseRiskChanged
     | WarningRaised
     | DeadLettersUnwritten
     | EventsMissing

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.sim.virtual_time import VirtualTimeLoop
 from tests.waiting import START_SECONDS
-
-# Shared cores make any deadline flaky, and a suite that gates merges must not draw new cases on its own.
-settings.register_profile("suite", deadline=None, derandomize=True)
-settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 STACK = Path(__file__).parent / "stack"
@@ -32,11 +28,25 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return "asyncio", {"loop_factory": VirtualTimeLoop} if virtual else {}
 
 
+def pytest_collection() -> None:
+    # Imported here, because a process that only distributes tests over others starts sooner without Hypothesis.
+    from hypothesis import settings
+
+    # Shared cores make any deadline flaky, and a suite that gates merges must not draw new cases on its own.
+    settings.register_profile("suite", deadline=None, derandomize=True)
+    settings.load_profile("suite")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STACK in item.path.parents:
             item.add_marker(pytest.mark.stack)
             item.add_marker(pytest.mark.timeout(STACK_TIMEOUT_SECONDS))
+
+
+def pytest_collection_finish() -> None:
+    # The imported modules stay until the end: without this, each full garbage collection would search them again.
+    gc.freeze()
 
 
 class WholeFiles(LoadScopeScheduling):

@@ -50,12 +50,12 @@ def _draw_limits(figure: Figure, runs: Runs) -> None:
     axes = figure.subplots()
     for shift, variant in enumerate(VARIANTS):
         found = [
-            (place, difference(runs, name))
-            for place, limit in enumerate(LIMITS)
+            (position, difference(runs, name))
+            for position, limit in enumerate(LIMITS)
             if (name := (f"limit {limit}", variant)) in runs
         ]
         axes.errorbar(
-            [place + 0.12 * (shift - 1) for place, _ in found],
+            [position + 0.12 * (shift - 1) for position, _ in found],
             [interval.mean for _, interval in found],
             [interval.half if interval.half < float("inf") else 0.0 for _, interval in found],
             fmt="o",

@@ -68,7 +68,7 @@ def by_name(stored: Iterable[tuple[Cell, Outcome]]) -> Runs:
 
 
 def difference(runs: Runs, name: tuple[str, str]) -> Interval:
-    """Accuracy of `name` minus accuracy in turns, over the seeds that both have."""
+    """Accuracy of `name` minus accuracy in turns, over seeds that both have."""
     found, expected = runs[name], runs[IN_TURNS]
     return Interval.of([found[seed].after - expected[seed].after for seed in found if seed in expected])
 

@@ -19,6 +19,9 @@ CLIENT_TIMEOUT_SECONDS = 2.0
 """How long to wait for a client that sends no request or does not read its response. The end of a run may have to wait
 this long."""
 
+STOP_CHECK_SECONDS = 0.1
+"""How often the server checks whether it has been closed."""
+
 
 class HttpServer:
     """Serves requests from construction until `close`, which waits for the responses that are being sent."""
@@ -37,7 +40,9 @@ class HttpServer:
                 f"metrics_port {port} is already in use ({error.strerror}): set --metrics-port to a free port, or to 0"
             ) from error
         self.port: int = self._server.server_port
-        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        self._thread = Thread(
+            target=self._server.serve_forever, args=(STOP_CHECK_SECONDS,), name="metrics", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import (
+    CollapseRiskChanged,
     DataSkipped,
     DeadLettersUnwritten,
     EngineChanged,
@@ -29,6 +30,7 @@ from miles_async.events import (
 )
 from miles_async.observability.console.log_tail import LogTail
 from miles_async.observability.console.terminal import PlainLines, ProgressBar, StepLog
+from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.diagnosis.stall_report import StallReport
 from miles_async.observability.diagnosis.verdict import Verdicts
 from miles_async.observability.http_server import HttpServer
@@ -74,6 +76,7 @@ class EventSubscribers:
         )
         self._summary = RunSummary()
         self._verdicts = Verdicts()
+        self._collapse = CollapseDetector()
         self._stall = StallReport(config.observability.no_progress_warn_seconds)
         self._step_log = StepLog()
         self._log_tail = LogTail(folder.logs)
@@ -131,6 +134,9 @@ class EventSubscribers:
         self._plain_lines.observe(event)
         self._progress_bar.observe(event)
         self._log(event)
+        self._collapse.observe(event)
+        if collapse := self._collapse.take_change():
+            self._dispatch(collapse)
         if isinstance(event, RunEnded):
             self._write_summary()
             self._write_report(event.time)
@@ -142,6 +148,11 @@ class EventSubscribers:
                 self._log_skipped(event)
             case VerdictChanged():
                 log.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
+            case CollapseRiskChanged():
+                if event.high:
+                    log.warning("the policy may collapse soon", why=event.why, knob=event.knob)
+                else:
+                    log.info("the signs of a collapse are gone", why=event.why)
             case Stalled():
                 log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
             case WriteFailed():

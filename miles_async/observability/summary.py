@@ -15,6 +15,7 @@ import numpy as np
 from miles_async.atomic_files import write_atomically
 from miles_async.events import (
     ClusterReady,
+    CollapseRiskChanged,
     DeadLettersUnwritten,
     EngineBusy,
     Evaluated,
@@ -142,6 +143,8 @@ class RunSummary:
         """Staleness of the groups in the current training step."""
         self._dropped: Counter[str] = Counter()
         self._engines = _EngineSeconds()
+        self._collapse: CollapseRiskChanged | None = None
+        """The first announcement of a collapse."""
         self._unwritten: DeadLettersUnwritten | None = None
         """Dead letters that are not in the dead-letter file."""
         self._scores: dict[str, float] = {}
@@ -179,6 +182,8 @@ class RunSummary:
                 self._engines.report(event.time, event.busy)
             case Evaluated():
                 self._evaluated(event)
+            case CollapseRiskChanged():
+                self._collapse = self._collapse or event
             case DeadLettersUnwritten():
                 self._unwritten = event
             case RunEnded():
@@ -205,6 +210,7 @@ class RunSummary:
             "scores": self._scores,
             "reward_first": self._steps.first.reward if self._steps is not None else None,
             "reward_last": self._steps.last.reward if self._steps is not None else None,
+            "collapse_announced_after_rollout": self._collapse.rollout if self._collapse is not None else None,
             **self._training_phase(),
             "weight_transfer": self._cluster.weight_transfer if self._cluster is not None else None,
             "versions": self._version,
@@ -268,6 +274,8 @@ class RunSummary:
         if (unwritten := self._unwritten) is not None and unwritten.letters:
             prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
             lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"
+        if (collapse := self._collapse) is not None:
+            lines["collapse"] = f"announced after rollout {collapse.rollout}: {collapse.why}; {collapse.knob}"
         return "\n".join(f"{name:<{width}}  {line}" for name, line in lines.items())
 
 

@@ -27,12 +27,14 @@ from miles_async.events import (
     TrainerPhaseChanged,
 )
 from miles_async.observability import summary
+from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.diagnosis.stall_report import StallReport
 from miles_async.observability.diagnosis.verdict import Verdicts
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.summary import RunSummary
 from tests.unit.example_events import RUN
 
+METRICS = ("ess", "grad_norm", *(f"metric_{i}" for i in range(6)))
 STATES = (None, "fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 STEP_SECONDS = 4.0
 
@@ -58,7 +60,7 @@ def rollout(number: int) -> Iterator[Event]:
             yield StepStarted(time=start + 0.02, rollout=number, version=number, staleness=[0], groups=[number])
             yield StepEnded(
                 time=start + 0.03, rollout=number, seconds=0.01, tokens=100, finite=True,
-                reward=0.5, response_length=50.0, metrics={f"metric_{i}": float(number) for i in range(8)},
+                reward=0.5, response_length=50.0, metrics={name: float(number) for name in METRICS},
             )  # fmt: skip
     yield PublishStarted(time=start + 0.04, version=number + 1, queue=3)
     yield PublishEnded(
@@ -84,7 +86,7 @@ def rollout(number: int) -> Iterator[Event]:
 def test_memory_does_not_grow_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "MAX_VALUES", 64)
     metrics, verdicts = MetricsRecorder(CollectorRegistry()), Verdicts()
-    observers, stall = (RunSummary(), metrics, verdicts), StallReport(30.0)
+    observers, stall = (RunSummary(), metrics, verdicts, CollapseDetector()), StallReport(30.0)
     sizes = []
     tracemalloc.start()
     try:

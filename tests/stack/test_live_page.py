@@ -13,7 +13,16 @@ import pytest
 from msgspec.structs import replace
 from playwright.sync_api import Browser, expect
 
-from miles_async.events import Event, GroupGenerated, GroupMoved, ProcessSilent, RunEnded, SampleDisplayed, StepEnded
+from miles_async.events import (
+    CollapseRiskChanged,
+    Event,
+    GroupGenerated,
+    GroupMoved,
+    ProcessSilent,
+    RunEnded,
+    SampleDisplayed,
+    StepEnded,
+)
 from miles_async.observability.page.report import main as make_report
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
@@ -71,6 +80,25 @@ def test_the_page_shows_the_run_and_follows_it(played: Played, subscribers: Even
     assert visit.complaints == []
     assert {url.split("/")[2] for url in visit.requests} == {subscribers.page_url.split("/")[2]}
     page.close()
+
+
+def test_the_page_shows_a_banner_while_a_collapse_is_announced(
+    played: Played, subscribers: EventSubscribers, browser: Browser
+) -> None:
+    visit = Visit.to(browser, subscribers.page_url)
+    banner = visit.page.locator("#collapse")
+    expect(banner).to_be_hidden()
+    risk = CollapseRiskChanged(
+        time=played.events[-1].time, rollout=3, high=True, why="the effective sample size is 0.21", knob="lower --lr"
+    )
+    subscribers.emit(risk)
+    expect(banner).to_have_text(
+        "The policy may collapse soon. After rollout 3, the effective sample size is 0.21: lower --lr"
+    )
+    subscribers.emit(replace(risk, high=False, knob=""))
+    expect(banner).to_be_hidden()
+    assert visit.complaints == []
+    visit.page.close()
 
 
 def test_the_first_paint_needs_only_the_document(subscribers: EventSubscribers, browser: Browser) -> None:

@@ -27,6 +27,17 @@ def write_rows(folder: Path, rows: list[Any]) -> str:
     return str(path)
 
 
+def to_parquet(rows: str, schema: Any = None) -> Path:
+    """Convert JSON lines to Parquet. Arrow reads the lines, because a table of Python objects would import pandas."""
+    from pyarrow import json as json_lines
+    from pyarrow import parquet
+
+    path = Path(rows).with_suffix(".parquet")
+    table = json_lines.read_json(rows, parse_options=json_lines.ParseOptions(explicit_schema=schema))
+    parquet.write_table(table, path, row_group_size=2)
+    return path
+
+
 def open_rows(path: str, **data: Any) -> BufferedSource:
     settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
     return open_data(run_config(**settings, n_samples_per_prompt=2))
@@ -200,12 +211,8 @@ def test_an_empty_range_of_rows_is_refused(rows: str) -> None:
         open_rows(rows + "@[9:]")
 
 
-def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa
-
-    path = tmp_path / "data.parquet"
-    parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+def test_parquet_is_read_like_jsonl(tmp_path: Path, rows: str) -> None:
+    path = to_parquet(rows)
     config = run_config(
         prompt_data=f"{path}@[1:]",
         eval_size=0,
@@ -219,6 +226,16 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
     path.write_bytes(b"no parquet")
     with pytest.raises(UserError, match="is not a valid Parquet file"):
         open_data(config)
+
+
+def test_dates_of_a_parquet_file_are_fed_as_text(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    when, time = "2026-01-02T03:04:05", pa.timestamp("s", tz="UTC")
+    rows = write_rows(tmp_path, [{"prompt": "1+1", "label": f"{when}Z", "metadata": {"when": f"{when}Z"}}])
+    path = to_parquet(rows, pa.schema({"prompt": pa.string(), "label": time, "metadata": pa.struct({"when": time})}))
+    [group] = open_rows(str(path), cache_dir=str(tmp_path)).get_samples(1)
+    assert (group[0].label, group[0].metadata["when"]) == (f"{when}+00:00", f"{when}+00:00")
 
 
 def test_without_data_blank_samples_are_fed_with_rising_indices() -> None:

@@ -8,8 +8,8 @@ named test fails when the setting is ignored.
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -499,7 +499,5 @@ def test_every_named_test_exists() -> None:
 
 @cache
 def _functions(file: str) -> set[str]:
-    if not (TESTS / file).exists():
-        return set()
-    tree = ast.parse((TESTS / file).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    path = TESTS / file
+    return set(re.findall(r"^(?:async )?def (\w+)", path.read_text(), re.MULTILINE)) if path.exists() else set()

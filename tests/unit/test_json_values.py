@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
-from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.storage.rollout_file import load_groups, save_groups
-from miles_async.config.schema import RunConfig
 from miles_async.json_values import json_value
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import DropReason, Group, Sample
@@ -79,15 +75,6 @@ def test_a_checkpoint_and_a_rollout_file_with_odd_metadata_are_written(tmp_path:
     save_groups(tmp_path / "0.safetensors", 0, [odd_group()])
     _, [group] = load_groups(tmp_path / "0.safetensors")
     assert group[0].metadata["scores"] == [1.5, 2.5]
-
-
-def test_dates_of_a_parquet_file_are_fed_as_text(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
-    rows = [{"prompt": "1+1", "label": WHEN, "metadata": {"when": WHEN}}]
-    parquet.write_table(pa.Table.from_pylist(rows), path)
-    settings = {"data": {"prompt_data": str(path), "eval_size": 0}, "warm_start": {"cache_dir": str(tmp_path)}}
-    [group] = open_data(RunConfig.model_validate(settings)).get_samples(1)
-    assert (group[0].label, group[0].metadata["when"]) == (WHEN.isoformat(), WHEN.isoformat())
 
 
 def test_numpy_numbers_in_a_dictionary_reward_become_plain() -> None:

@@ -17,10 +17,9 @@ from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang import launch, lockdown, router
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, Rendezvous
-from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.adapters.weights.engine import read_engine_memory
 from miles_async.config.redaction import REDACTED, redacted_values
-from miles_async.errors import EngineLostError, FatalError, UserError
+from miles_async.errors import EngineLostError, UserError
 from tests.configuration import run_config
 from tests.waiting import PATIENCE_SECONDS
 from workers.rollout import Surroundings
@@ -101,18 +100,6 @@ def test_engines_and_routers_without_a_given_key_get_random_ones(tmp_path: Path)
     keys = {spec.key for spec in specs} | {spec.key for spec in engines}
     assert len(keys) == 4
     assert min(map(len, keys)) > 40
-
-
-def test_a_server_process_receives_the_key_through_its_standard_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Reversed, because the log leaves out the key itself.
-    program = "from miles_async.adapters.sglang.server_key import receive_key\nraise SystemError(receive_key()[::-1])"
-    (tmp_path / "repeats.py").write_text(program)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = ServerProcess("it", "repeats", [], "http://127.0.0.1:1/", tmp_path / "log")
-    with pytest.raises(FatalError, match=f"SystemError: {KEY[::-1]} "):
-        process.start({}, None, PATIENCE_SECONDS, KEY)
 
 
 def test_sglang_shows_its_arguments_without_keys() -> None:

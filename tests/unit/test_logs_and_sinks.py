@@ -1,9 +1,10 @@
-"""Log files of other processes, canonical log lines, TensorBoard and Weights & Biases."""
+"""Log files of other processes, canonical log lines, a lost terminal, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
+from miles_async.observability.console.lossy_output import lossy_stream
 from miles_async.observability.console.terminal import StepLog
 from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
@@ -236,3 +238,15 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(monkeypatch: py
     background.close()  # returns although the tracker hangs
     for_ever.set()
     assert "hangs and is abandoned" in logged()[0]["event"]
+
+
+def test_output_to_a_closed_terminal_is_discarded() -> None:
+    controller, terminal = os.openpty()
+    losses: list[str | None] = []
+    with open(terminal, "w") as original:
+        stream = lossy_stream(original, lambda error: losses.append(error.strerror))
+        assert stream.isatty()
+        os.close(controller)
+        for _ in range(2):
+            print("step", file=stream, flush=True)
+    assert losses == ["Input/output error"]

@@ -39,7 +39,7 @@ from miles_async.events import (
     StepEnded,
     StepStarted,
 )
-from miles_async.observability import run_folder
+from miles_async.observability import http_server, run_folder
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.terminal import PlainLines, ProgressBar
 from miles_async.observability.run_folder import RunFolder
@@ -51,6 +51,11 @@ from tests.configuration import run_config
 from tests.unit import example_events
 from tests.waiting import PATIENCE_SECONDS
 from workers.driver import REFUSED, drive
+
+
+@pytest.fixture(autouse=True)
+def servers_close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "STOP_CHECK_SECONDS", 0.005)
 
 
 class Terminal(io.StringIO):

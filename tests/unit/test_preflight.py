@@ -77,7 +77,8 @@ def test_a_warm_start_gets_separate_examples_for_training_and_for_the_check() ->
     assert (len(sft_examples.check), len(sft_examples.problems)) == (512, 8192)
 
 
-def test_a_warm_start_formats_prompts_with_its_template() -> None:
+def test_a_warm_start_formats_prompts_with_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     plain, chat = (
         preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").sft_examples.check[0]
         for template in ("{prompt}", "user: {prompt}<eos>assistant: ")

@@ -23,8 +23,14 @@ def files() -> list[Path]:
 
 
 TEXTS = {path.relative_to(ROOT): path.read_text() for path in files() if path.name not in EXEMPT}
-PHRASES = [phrase for kind, phrase in ENTRIES if kind == "text"]
+PHRASES = [phrase.lower() for kind, phrase in ENTRIES if kind == "text"]
 NAMES = {name for kind, name in ENTRIES if kind == "name"}
+
+
+def phrases_in(text: str) -> list[str]:
+    words = " ".join(text.lower().split())
+    # Most phrases occur nowhere, and a plain search for them is faster than a regular expression.
+    return [phrase for phrase in PHRASES if phrase in words and re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", words)]
 
 
 def identifiers(text: str) -> set[str]:
@@ -33,8 +39,7 @@ def identifiers(text: str) -> set[str]:
 
 
 def test_a_retired_phrase_is_nowhere() -> None:
-    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, PHRASES))})(?!\w)", re.IGNORECASE)
-    found = {str(path): set(pattern.findall(" ".join(text.split()))) for path, text in TEXTS.items()}
+    found = {str(path): phrases_in(text) for path, text in TEXTS.items()}
     assert {path: phrases for path, phrases in found.items() if phrases} == {}
 
 

@@ -13,11 +13,9 @@ from miles_async.adapters.datasets.factory import eval_groups
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import Rendezvous
-from miles_async.adapters.sglang.process import ServerProcess
-from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import TrainStep, rank_batches, repack_for_forward
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
-from miles_async.errors import FatalError, TrajectoryError, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.sim.engines import Engines
@@ -102,17 +100,6 @@ def test_the_configured_environment_of_an_engine_overrides_the_inherited_one(
     ours = launch.environment(engine_spec(run_config(), "e", checkpoint, LOGS))
     assert launch.environment(engine_spec(run_config(engine_env_vars=own), "e", checkpoint, LOGS)) == {**ours, **own}
     assert ours["SGLANG_TIMEOUT_KEEP_ALIVE"] != "5"
-
-
-def test_a_server_that_starts_too_slowly_is_ended_with_an_error_message(checkpoint: str, tmp_path: Path) -> None:
-    timeout = engine_spec(run_config(engine_start_timeout_seconds=0.4), "e", checkpoint, LOGS).start_timeout
-    address = f"http://127.0.0.1:{free_port()}/health"
-    server = ServerProcess(
-        "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
-    )
-    with pytest.raises(FatalError, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
-        server.start({}, None, timeout, "key-of-the-run")
-    assert not server.alive()
 
 
 def test_the_router_gets_its_policy_and_its_timeout() -> None:

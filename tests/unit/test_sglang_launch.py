@@ -10,9 +10,8 @@ import pytest
 
 from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec, Rendezvous
-from miles_async.adapters.sglang.process import ServerProcess, cause
+from miles_async.adapters.sglang.process import cause
 from miles_async.adapters.sglang.redacted_log import RedactedLog
-from miles_async.errors import FatalError
 from tests.waiting import PATIENCE_SECONDS
 
 ALONE = Rendezvous("127.0.0.1", 30002, 30001)
@@ -101,41 +100,9 @@ def test_an_engine_that_shares_its_gpus_can_release_its_memory(spec: EngineSpec,
     assert "--enable-memory-saver" not in launch.command(spec, 1, ALONE)
 
 
-def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tells.py").write_text(
-        "import os, sys; key = sys.stdin.readline();"
-        "print(sys.argv, dict(os.environ), key, 'http://me:hunter2@judge/', flush=True); raise SystemError"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("HF_TOKEN", "hf_inherited")
-    arguments = ["--api-key", "sk-argument", "--max-total-tokens", "4096"]
-    server = ServerProcess("it", "tells", arguments, "http://127.0.0.1:1/", tmp_path / "log")
-    variables = {"JUDGE_PASSWORD": "pw-of-engine", "WANDB_API_KEY": "no"}
-    with pytest.raises(FatalError, match="SystemError"):
-        server.start(variables, None, timeout=PATIENCE_SECONDS, key="key-of-the-run")
-    log = (tmp_path / "log").read_text()
-    assert [
-        secret
-        for secret in ("hf_inherited", "sk-argument", "pw-of-engine", "key-of-the-run", "hunter2")
-        if secret in log
-    ] == []
-    assert "'--max-total-tokens', '4096'" in log
-    assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
-
-
 def test_a_server_continues_without_its_log_if_the_disk_is_full(tmp_path: Path) -> None:
     log = RedactedLog(Path("/dev/full"), [])
     with open(log.descriptor, "wb", closefd=False) as output:
-        output.write(b"a line\n" * 100_000)
+        output.write(b"a line\n" * 20_000)
     log.close_writer()
     log.finish(within=PATIENCE_SECONDS)
-
-
-def test_a_server_imports_the_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an external Ray cluster, the copy of the project that a job uses differs from the installed one."""
-    (tmp_path / "tells.py").write_text("import os; raise SystemError(os.environ['PYTHONPATH'])")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
-    project = Path(launch.__file__).parents[3]
-    with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
-        server.start({}, None, PATIENCE_SECONDS, "key-of-the-run")

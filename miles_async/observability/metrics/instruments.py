@@ -71,6 +71,9 @@ class Instruments:
         self.cluster = Info("miles_async_cluster", "How weights are transferred.", registry=self._registry)
         self.warm_start_seconds = gauge("warm_start_seconds", "Duration of the warm start; near 0 if it was cached.")
         self.verdict = gauge("verdict", "1 for the current bottleneck of the run, 0 for all others.", "verdict")
+        self.collapse_risk = gauge(
+            "collapse_risk", "1 while the effective sample size and the gradient norm announce a collapse, else 0."
+        )
         self.trainer_seconds = counter(
             "trainer_seconds", "The learner's time, by what it did or what it waited for.", "doing"
         )

@@ -17,6 +17,7 @@ from miles_async.events import (
     AdmissionBlocked,
     BatchDrained,
     ClusterReady,
+    CollapseRiskChanged,
     DataSkipped,
     DeadLettersUnwritten,
     EngineBusy,
@@ -179,6 +180,8 @@ class MetricsRecorder:
                 self._metrics.router_up.set(event.up)
                 self._metrics.router_engines.labels("healthy").set(event.healthy)
                 self._metrics.router_engines.labels("unhealthy").set(event.engines - event.healthy)
+            case CollapseRiskChanged():
+                self._metrics.collapse_risk.set(event.high)
             case EvaluationSkipped():
                 self._metrics.skipped_evaluations.inc()
             case Stalled():

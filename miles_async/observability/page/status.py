@@ -10,6 +10,7 @@ import msgspec
 
 from miles_async.events import (
     ClusterReady,
+    CollapseRiskChanged,
     EngineBusy,
     EngineChanged,
     Evaluated,
@@ -73,6 +74,7 @@ class RunStatus:
         self._busy: EngineBusy | None = None
         self._phase: TrainerPhaseChanged | None = None
         self._verdict: VerdictChanged | None = None
+        self._collapse: CollapseRiskChanged | None = None
         self._step_started: StepStarted | None = None
         self._step: StepEnded | None = None
         self._publish_started: PublishStarted | None = None
@@ -105,6 +107,11 @@ class RunStatus:
                 self._phase = event
             case VerdictChanged():
                 self._verdict = event
+            case CollapseRiskChanged():
+                self._collapse = event
+                sign = "the policy may collapse soon" if event.high else "the signs of a collapse are gone"
+                text = f"after rollout {event.rollout}, {sign}: {event.why}"
+                self._notices.append(WarningRaised(time=event.time, text=text))
             case StepStarted():
                 self._step_started = event
             case StepEnded():
@@ -191,6 +198,7 @@ class RunStatus:
             "elapsed": now - began,
             "training_began": self._cluster.time - began if self._cluster is not None else None,
             "verdict": self._verdict,
+            "collapse": self._collapse if self._collapse is not None and self._collapse.high else None,
             "trainer": self._phase and {"does": self._phase.to, "for": max(0.0, now - self._phase.time)},
             "rollouts_done": self._step.rollout + 1 if self._step is not None else 0,
             "fed": self._fed,

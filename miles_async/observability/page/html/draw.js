@@ -119,6 +119,12 @@ function drawVerdict(now) {
   setText($("verdict-knob"), verdict?.knob ?? "");
 }
 
+/* Shows that a collapse of the policy is announced. */
+function drawCollapse({ collapse }) {
+  $("collapse").hidden = !collapse;
+  setText($("collapse"), collapse ? `The policy may collapse soon. After rollout ${collapse.rollout}, ${collapse.why}: ${collapse.knob}` : "");
+}
+
 /* Shows the processes that do not answer, and the age of the rollout worker's figures if they are old. */
 function drawSilence(now) {
   const silent = Object.entries(now.silent).map(([name, seconds]) => `${name} has not answered for ${duration(Math.round(seconds))}`);

@@ -9,6 +9,7 @@ function draw(state) {
   const { now } = state;
   drawHeader(now);
   drawVerdict(now);
+  drawCollapse(now);
   drawSilence(now);
   drawPipeline(now);
   drawSlots(now);

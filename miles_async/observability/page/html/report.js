@@ -8,6 +8,7 @@ const FIGURES = [
   ["learner_idle_share", "learner idle", percent], ["engine_idle_share", "engines idle", percent],
   ["publish_ms_median", "publish, median ms", number], ["pause_ms_median", "pause, median ms", number], ["pause_ms_max", "pause, longest ms", number],
   ["staleness_max", "highest staleness trained, versions", number], ["recycled", "groups recycled because of staleness", number],
+  ["collapse_announced_after_rollout", "collapse announced after rollout", number],
   ["weight_transfer", "weight transport", String], ["reason", "end of the run", String],
 ];
 
@@ -77,6 +78,7 @@ const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken")
 drawHeader(now);
 if (!now.ended) $("when").append(" · without a recorded end");
 drawVerdict(now);
+drawCollapse(now);
 if (main.summary.verdict) {
   const seconds = main.summary.verdict_seconds, total = Object.values(seconds).reduce((a, b) => a + b, 0);
   setText($("verdict-name"), `Mostly ${main.summary.verdict}`);

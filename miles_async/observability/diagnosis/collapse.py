@@ -1,0 +1,92 @@
+"""Announces an approaching collapse of the policy, before the reward falls.
+
+In asynchronous training, a collapse of the effective sample size (ESS) of the importance weights and spikes of the
+gradient norm precede the collapse of the policy: the staler the tokens, the more unequal their weights, until a few
+tokens determine the whole update (VCPO, arXiv 2602.17616). The learner reports both figures for every batch, with
+every loss and correction: ESS is computed from the ratios before a correction bounds them.
+
+The risk of a collapse is high in either of two cases:
+
+- The median ESS of the last `RECENT` batches is less than `LOW_ESS` times its usual value.
+- It is less than `REDUCED_ESS` times its usual value, and at least two of the last `RECENT` gradient norms exceed
+  `SPIKE` times the median of the last `REMEMBERED_NORMS`.
+
+Odd batches change nothing. Neither does a staleness that rises and falls again within some batches, because many groups
+were admitted at once: half of these batches are fresh enough.
+
+The usual value is the highest such median so far. It is close to 1 if the engines compute the same probabilities as the
+learner. It is lower from the first batch on if they do not: because of quantization, different routing of experts, or
+top-p and top-k. The signs are gone when the median is back at `REDUCED_ESS` times its usual value.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from miles_async.events import CollapseRiskChanged, Event, StepEnded
+
+RECENT = 8
+"""Number of the last trained batches that are judged together."""
+FIRST_JUDGED = 5
+"""Number of trained batches before the first judgement."""
+LOW_ESS = 0.5
+"""Fraction of the usual ESS. Particle filters resample below half for the same reason (Doucet and Johansen 2009)."""
+REDUCED_ESS = 0.8
+"""Fraction of the usual ESS."""
+SPIKE = 4.0
+"""Multiple of the median gradient norm."""
+REMEMBERED_NORMS = 64
+
+KNOB = (
+    "lower --max-weight-staleness or --lr, or bound the importance weights (--off-policy-correction tis); "
+    "resume from a checkpoint that was written before the fall"
+)
+"""What to change."""
+
+
+class CollapseDetector:
+    """Pass every event to `observe`. `take_change` returns each change of the risk once.
+
+    The detector remembers only the last batches. A resumed run starts with a new detector.
+    """
+
+    def __init__(self) -> None:
+        self._ess: deque[float] = deque(maxlen=RECENT)
+        self._norms: deque[float] = deque(maxlen=REMEMBERED_NORMS)
+        self._usual_ess = 0.0
+        self._high = False
+        self._change: CollapseRiskChanged | None = None
+
+    def observe(self, event: Event) -> None:
+        # Batches without these figures, such as those that train only a critic, do not show the state of the policy.
+        if isinstance(event, StepEnded) and "ess" in event.metrics and "grad_norm" in event.metrics:
+            self._ess.append(event.metrics["ess"])
+            self._norms.append(event.metrics["grad_norm"])
+            if len(self._ess) >= FIRST_JUDGED:
+                self._judge(event)
+
+    def take_change(self) -> CollapseRiskChanged | None:
+        """Return the change that the last events made, and None if they made none."""
+        change, self._change = self._change, None
+        return change
+
+    def _judge(self, event: StepEnded) -> None:
+        ess = median(self._ess)
+        self._usual_ess = max(self._usual_ess, ess)
+        relative_ess = ess / self._usual_ess if self._usual_ess > 0 else 1.0
+        usual_norm = median(self._norms)
+        spike = sorted(list(self._norms)[-RECENT:])[-2] / usual_norm if usual_norm > 0 else 1.0
+        if self._high:
+            high = relative_ess < REDUCED_ESS
+        else:
+            high = relative_ess < LOW_ESS or (relative_ess < REDUCED_ESS and spike > SPIKE)
+        if high == self._high:
+            return
+        self._high = high
+        why = f"the effective sample size is {ess:.2f} (usual {self._usual_ess:.2f})"
+        if high and spike > SPIKE:
+            why += f", and the gradient norm rose to {spike:.1f} times its median"
+        self._change = CollapseRiskChanged(
+            time=event.time, rollout=event.rollout, high=high, why=why, knob=KNOB if high else ""
+        )

@@ -1,0 +1,65 @@
+"""The processes of engines and routers: their key, environment and log, and the error of one that does not start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.adapters.sglang import launch
+from miles_async.adapters.sglang.process import ServerProcess
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.errors import FatalError
+from tests.waiting import PATIENCE_SECONDS
+
+KEY = "key-of-the-run"
+
+
+def test_a_server_that_starts_too_slowly_is_ended_with_an_error_message(tmp_path: Path) -> None:
+    address = f"http://127.0.0.1:{free_port()}/health"
+    server = ServerProcess(
+        "engine e", "http.server", [str(free_port()), "--bind", "127.0.0.1"], address, tmp_path / "l"
+    )
+    with pytest.raises(FatalError, match=r"was not healthy after 0 s \(is engine_start_timeout_seconds too short\?\)"):
+        server.start({}, None, timeout=0.4, key=KEY)
+    assert not server.alive()
+
+
+def test_a_server_process_receives_the_key_through_its_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Reversed, because the log leaves out the key itself.
+    program = "from miles_async.adapters.sglang.server_key import receive_key\nraise SystemError(receive_key()[::-1])"
+    (tmp_path / "repeats.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = ServerProcess("it", "repeats", [], "http://127.0.0.1:1/", tmp_path / "log")
+    with pytest.raises(FatalError, match=f"SystemError: {KEY[::-1]} "):
+        process.start({}, None, PATIENCE_SECONDS, KEY)
+
+
+def test_a_server_imports_the_project_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an external Ray cluster, the copy of the project that a job uses differs from the installed one."""
+    (tmp_path / "tells.py").write_text("import os; raise SystemError(os.environ['PYTHONPATH'])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ServerProcess("it", "tells", [], "http://127.0.0.1:1/", tmp_path / "log")
+    project = Path(launch.__file__).parents[3]
+    with pytest.raises(FatalError, match=f"SystemError: {project}:{tmp_path} "):
+        server.start({}, None, PATIENCE_SECONDS, KEY)
+
+
+def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tells.py").write_text(
+        "import os, sys; key = sys.stdin.readline();"
+        "print(sys.argv, dict(os.environ), key, 'http://me:hunter2@judge/', flush=True); raise SystemError"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_inherited")
+    arguments = ["--api-key", "sk-argument", "--max-total-tokens", "4096"]
+    server = ServerProcess("it", "tells", arguments, "http://127.0.0.1:1/", tmp_path / "log")
+    variables = {"JUDGE_PASSWORD": "pw-of-engine", "WANDB_API_KEY": "no"}
+    with pytest.raises(FatalError, match="SystemError"):
+        server.start(variables, None, timeout=PATIENCE_SECONDS, key=KEY)
+    log = (tmp_path / "log").read_text()
+    assert [secret for secret in ("hf_inherited", "sk-argument", "pw-of-engine", KEY, "hunter2") if secret in log] == []
+    assert "'--max-total-tokens', '4096'" in log
+    assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"

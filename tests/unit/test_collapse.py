@@ -1,0 +1,206 @@
+"""A collapse of the policy is announced from the effective sample size and the gradient norm, before the reward falls.
+
+`recorded_steps/` holds the figures of real runs of `configs/arithmetic-cpu.yaml`, with the command of each run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import repeat
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+import pytest
+import structlog
+
+from miles_async.events import CollapseRiskChanged, RunEnded, StepEnded, TrainerPhaseChanged
+from miles_async.observability.diagnosis.collapse import CollapseDetector
+from miles_async.observability.page.report import RunData
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.subscribers import EventSubscribers
+from tests.configuration import run_config
+from tests.unit.example_events import RUN
+from tests.waiting import PATIENCE_SECONDS
+
+RECORDED = Path(__file__).parent / "recorded_steps"
+REWARD_BATCHES = 10
+"""The reward has collapsed when its mean over this many batches is below half of the highest such mean."""
+
+
+class Step(NamedTuple):
+    ess: float
+    grad_norm: float
+    reward: float = 0.5
+
+
+def step_ended(rollout: int, **metrics: float) -> StepEnded:
+    return StepEnded(
+        time=100.0 + rollout,
+        rollout=rollout,
+        seconds=1.0,
+        tokens=64,
+        finite=True,
+        reward=0.5,
+        response_length=3.0,
+        metrics=metrics,
+    )
+
+
+def changes(steps: Iterable[Step]) -> list[CollapseRiskChanged]:
+    """Every change of the risk during a run."""
+    detector, found = CollapseDetector(), []
+    for rollout, step in enumerate(steps):
+        detector.observe(step_ended(rollout, ess=step.ess, grad_norm=step.grad_norm))
+        if (change := detector.take_change()) is not None:
+            found.append(change)
+    return found
+
+
+def recorded(name: str) -> list[Step]:
+    """The batches of a real run."""
+    return [Step(*values) for values in json.loads((RECORDED / f"{name}.json").read_text())["steps"]]
+
+
+def mean_rewards(steps: list[Step]) -> list[float]:
+    """The mean reward of the last REWARD_BATCHES batches, from the first batch with so many on."""
+    last = range(REWARD_BATCHES, len(steps) + 1)
+    return [mean(step.reward for step in steps[end - REWARD_BATCHES : end]) for end in last]
+
+
+def collapsed_after(steps: list[Step]) -> int:
+    """The first rollout at which the reward of the run has collapsed."""
+    highest = 0.0
+    for rollout, reward in enumerate(mean_rewards(steps), REWARD_BATCHES - 1):
+        highest = max(highest, reward)
+        if reward < highest / 2:
+            return rollout
+    raise AssertionError("the run did not collapse")
+
+
+def on_policy(steps: int) -> list[Step]:
+    """A run whose ESS is close to 1, and whose gradient norm varies by a factor of two."""
+    return [Step(0.97 + 0.01 * (i % 3), 1.0 + 0.5 * (i % 3)) for i in range(steps)]
+
+
+@pytest.mark.parametrize("run", ["collapses", "collapses_at_once"])
+def test_the_collapse_of_a_real_run_is_announced_before_its_reward_has_fallen(run: str) -> None:
+    steps = recorded(run)
+    first, *_ = changes(steps)
+    assert first.high
+    assert first.rollout + 5 < collapsed_after(steps)
+
+
+@pytest.mark.parametrize("run", ["learns_as_shipped", "learns_at_limit_8"])
+def test_nothing_is_announced_in_a_real_run_that_learns(run: str) -> None:
+    steps = recorded(run)
+    first, *_, last = mean_rewards(steps)
+    assert last > 1.4 * first
+    assert changes(steps) == []
+
+
+def test_a_fallen_ess_is_announced_once_with_the_figures_and_what_to_do() -> None:
+    [change] = changes([*on_policy(40), *repeat(Step(0.2, 1.0), 20)])
+    assert change.high
+    assert change.rollout == 44, "five of eight batches are low"
+    assert change.time == 144.0
+    assert change.why == "the effective sample size is 0.20 (usual 0.98)"
+    assert "--max-weight-staleness" in change.knob
+
+
+def test_spikes_of_the_gradient_are_announced_while_ess_falls() -> None:
+    steps = [*on_policy(40), *(Step(0.7, norm) for norm in (1.5, 15.0, 1.5, 12.0, 1.5, 1.5))]
+    [change] = changes(steps)
+    assert change.high
+    assert change.why == (
+        "the effective sample size is 0.70 (usual 0.98), and the gradient norm rose to 8.0 times its median"
+    )
+
+
+def test_spikes_of_the_gradient_alone_are_not_announced() -> None:
+    assert changes([*on_policy(40), *repeat(Step(0.97, 30.0), 8)]) == []
+
+
+def test_a_moderate_fall_of_ess_alone_is_not_announced() -> None:
+    assert changes([*on_policy(40), *repeat(Step(0.6, 1.0), 100)]) == []
+
+
+@pytest.mark.parametrize("odd", [Step(0.01, 1.0), Step(0.7, 100.0), Step(0.0, 100.0)])
+def test_odd_batches_are_not_announced(odd: Step) -> None:
+    steps = on_policy(60)
+    steps[30], steps[40], steps[42] = odd, odd, odd._replace(grad_norm=1.0)
+    assert changes(steps) == []
+
+
+def test_a_staleness_that_rises_and_falls_is_not_announced() -> None:
+    # 512 groups that were admitted at once fill eight batches, each one version older than the batch before it.
+    assert changes(Step(0.98**age**2, 1.0) for age in [*range(1, 9)] * 20) == []
+
+
+def test_an_ess_that_is_low_from_the_first_step_on_is_usual() -> None:
+    # The engine computes in eight bits, for example, so the ratios differ from 1 with the current weights, too.
+    assert changes(repeat(Step(0.35, 1.0), 100)) == []
+    [change] = changes([*repeat(Step(0.35, 1.0), 100), *repeat(Step(0.1, 1.0), 8)])
+    assert change.why == "the effective sample size is 0.10 (usual 0.35)"
+
+
+def test_a_slow_fall_of_ess_does_not_become_usual() -> None:
+    [change] = changes(Step(1.0 - i / 1000, 1.0) for i in range(1000))
+    assert 495 <= change.rollout <= 505
+
+
+def test_nothing_is_announced_during_the_first_steps() -> None:
+    assert changes([Step(1.0, 1.0), *repeat(Step(0.01, 50.0), 3)]) == []
+
+
+def test_the_signs_are_gone_when_ess_is_back_and_a_second_fall_is_announced_again() -> None:
+    fall, recovery = [Step(0.2, 1.0)] * 10, [Step(0.98, 1.0)] * 10
+    assert [change.high for change in changes([*on_policy(40), *fall, *recovery, *fall])] == [True, False, True]
+    between = [Step(0.45 + 0.2 * (i // 8 % 2), 1.0) for i in range(80)]
+    assert [change.high for change in changes([*on_policy(40), *between])] == [True]
+
+
+def test_gradients_of_zero_announce_nothing() -> None:
+    assert changes(repeat(Step(1.0, 0.0), 50)) == []
+    assert changes(repeat(Step(0.0, 0.0), 50)) == []
+
+
+def test_steps_without_the_figures_are_ignored() -> None:
+    detector = CollapseDetector()
+    for rollout in range(50):
+        detector.observe(step_ended(rollout, value_loss=1.0))
+        detector.observe(TrainerPhaseChanged(time=100.0 + rollout, to="batch"))
+    assert detector.take_change() is None
+
+
+def test_an_announcement_is_logged_and_is_in_metrics_page_summary_and_report(tmp_path: Path) -> None:
+    config = run_config(run_dir=str(tmp_path))
+    folder = RunFolder.create(config)
+    fall = [step_ended(rollout, ess=0.99 if rollout < 8 else 0.2, grad_norm=1.0) for rollout in range(14)]
+    with structlog.testing.capture_logs() as logged, EventSubscribers(config, folder) as subscribers:
+        subscribers.emit(RUN, *fall)
+        with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
+            assert "miles_async_collapse_risk 1.0" in response.read().decode()
+        with urlopen(f"{subscribers.page_url}state.json?span=whole", timeout=PATIENCE_SECONDS) as response:
+            now = json.load(response)["now"]
+        subscribers.emit(*(step_ended(rollout, ess=0.99, grad_norm=1.0) for rollout in range(14, 20)))
+        with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
+            assert "miles_async_collapse_risk 0.0" in response.read().decode()
+        subscribers.emit(RunEnded(time=130.0, reason="done"))
+    why = "the effective sample size is 0.20 (usual 0.99)"
+    announced: list[Any] = [line for line in logged if "collapse" in line["event"]]
+    assert [(line["log_level"], line["event"]) for line in announced] == [
+        ("warning", "the policy may collapse soon"),
+        ("info", "the signs of a collapse are gone"),
+    ]
+    assert announced[0]["why"] == why
+    assert "--max-weight-staleness" in announced[0]["knob"]
+    assert (now["collapse"]["rollout"], now["collapse"]["why"]) == (12, why)
+    assert now["notices"][0]["text"] == f"after rollout 12, the policy may collapse soon: {why}"
+    assert json.loads(folder.summary.read_text())["collapse_announced_after_rollout"] == 12
+    report = RunData.read(folder).values()
+    assert report["summary"]["collapse_announced_after_rollout"] == 12
+    assert report["state"]["now"]["collapse"] is None
+    assert f"after rollout 12: {why}; lower --max-weight-staleness" in RunData.read(folder).summary.text()
