@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -23,11 +22,8 @@ from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import find_transports
-from miles_async.adapters.weights.engine import call_engine
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
 from tests.stack.conftest import Played, Stack, settings
-from tests.stack.listeners import is_reachable, listeners_of
-from tests.waiting import PATIENCE_SECONDS
 from workers.engine import Engine
 from workers.rollout import Surroundings
 from workers.specs import engine_spec
@@ -97,15 +93,6 @@ class Killer:
         if self._next is not None and at_the_engines and self._steps == self._next[0]:
             os.killpg(self._next[1], signal.SIGKILL)
             self._next = next(self._kills, None)
-
-
-def test_an_engine_at_an_address_of_its_node_is_reachable_there_only(servers: list[EngineInfo]) -> None:
-    """The ranks of the engine register with its first node at that address."""
-    for rank in range(len(NODES)):
-        call_engine(servers[0], f"/remote_instance_transfer_engine_info?rank={rank}", timeout=PATIENCE_SECONDS)
-    for host, server in zip(NODES, servers, strict=True):
-        listeners = [listener for listener in listeners_of(psutil.Process(server.pid)) if listener.address != host]
-        assert [listener for listener in listeners if is_reachable(listener)] == []
 
 
 def test_every_batch_is_trained_and_no_group_is_lost(killed: Played) -> None:
