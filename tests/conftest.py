@@ -11,9 +11,12 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.sim.virtual_time import VirtualTimeLoop
+from tests.waiting import START_SECONDS
 
 ROOT = Path(__file__).parents[1]
 STACK = Path(__file__).parent / "stack"
+STACK_TIMEOUT_SECONDS = 4 * START_SECONDS
+"""Ends a test of `stack/` that hangs. The test's own limits are shorter and name what did not happen."""
 SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures", "tests.unit.gym")
 """Each keeps a cluster, an engine or a slow import for the whole session, which all test files that name it share."""
 
@@ -38,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STACK in item.path.parents:
             item.add_marker(pytest.mark.stack)
+            item.add_marker(pytest.mark.timeout(STACK_TIMEOUT_SECONDS))
 
 
 def pytest_collection_finish() -> None:

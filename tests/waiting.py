@@ -10,6 +10,8 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 120.0
 """A test fails if something that takes moments on an idle machine has not happened by then."""
+START_SECONDS = 900.0
+"""The same for a start of a run or of several learner ranks, which takes about a minute on an idle machine."""
 
 
 def wait_until(reached: Callable[[], T], what: str, *, within: float = PATIENCE_SECONDS, every: float = 0.05) -> T:

@@ -21,13 +21,16 @@ MAIN_JOB = (
 HELP, CHECK, REFUSED = ("--help",), ("--check-config", *MAIN_JOB), ("--lr", "-1")
 HEAVY = "torch ray transformers sglang sglang_router megatron reasoning_gym aiohttp numpy".split()
 
+MODULES = 400
+"""An answer takes under half a second if it imports so few modules; it imports 285 of them today."""
+
 REPORT = f"""
-import runpy, sys, time
+import runpy, sys
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    print(time.process_time(), *(set(sys.modules) & set({HEAVY!r})), file=sys.stderr)
+    print(len(sys.modules), *(set(sys.modules) & set({HEAVY!r})), file=sys.stderr)
 """
 
 
@@ -38,13 +41,10 @@ def started(entry: str, argv: tuple[str, ...]) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize("argv", [HELP, CHECK, REFUSED], ids=["help", "check", "refusal"])
 @pytest.mark.parametrize("entry", ["train_async.py", "train.py"])
-def test_an_entry_script_answers_in_under_a_second_without_importing_torch_or_ray(
-    entry: str, argv: tuple[str, ...]
-) -> None:
-    # CPU seconds of the process, so that other programs on the machine do not affect the result.
-    seconds, *imported = started(entry, argv).stderr.splitlines()[-1].split()
+def test_an_entry_script_answers_with_few_imports_and_without_torch_or_ray(entry: str, argv: tuple[str, ...]) -> None:
+    modules, *imported = started(entry, argv).stderr.splitlines()[-1].split()
     assert imported == []
-    assert float(seconds) < 1.0
+    assert int(modules) < MODULES
 
 
 def test_a_refusal_is_one_sentence_per_problem_on_stderr_with_exit_code_2() -> None:

@@ -35,7 +35,6 @@ class Job:
 
     def __post_init__(self) -> None:
         run_dir = ("--run-dir", str(self.folder / "runs"))
-        self.started = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = subprocess.Popen(
                 [sys.executable, "train_async.py", *MAIN_JOB, *run_dir, *self.flags],
@@ -67,11 +66,6 @@ class Job:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
-
     def ended(self, within: float) -> int:
         """Return the exit code. Raises TimeoutExpired if the job does not end `within` so many seconds."""
         return self._process.wait(within)
@@ -89,9 +83,14 @@ class Job:
         """Wait until `words` appear on its stdout."""
         self._until(lambda: words in self.out, f"say {words!r}", within)
 
-    def complains(self, words: str, within: float) -> None:
-        """Wait until `words` appear on its stderr."""
-        self._until(lambda: words in self.err, f"complain {words!r}", within)
+    def says_again(self, words: str, within: float) -> None:
+        """Wait until `words` appear on its stdout once more than now."""
+        count = self.out.count(words)
+        self._until(lambda: self.out.count(words) > count, f"say {words!r} again", within)
+
+    def complains(self, words: str, within: float, *, times: int = 1) -> None:
+        """Wait until `words` appear on its stderr at least so many `times`."""
+        self._until(lambda: self.err.count(words) >= times, f"complain {words!r}", within)
 
     def runs(self, command: str, within: float) -> None:
         """Wait until it runs a process with `command` in its command line."""
@@ -105,6 +104,11 @@ class Job:
             return False
 
         wait_until(reached_or_ended, f"the job can {what}", within=within)
+
+    def process(self, command: str) -> int:
+        """The pid of its only process whose command contains `command`."""
+        [pid] = [pid for pid, line in self.left_running().items() if command in line.split()[0]]
+        return pid
 
     def left_running(self, patience: float = 0.0) -> dict[int, str]:
         """Wait up to `patience` seconds; return pid and command line of each remaining process of the job."""

@@ -13,7 +13,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.launch import ENGINE_MODULE
 from miles_async.config.schema import TinyModel
 from tests.stack.job import Job, job
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, START_SECONDS
 
 AT_ONCE = 10.0
 """CPU seconds for what is found before any process starts: two, where starting Ray and an engine takes dozens."""
@@ -92,8 +92,8 @@ def test_invalid_input_is_refused_at_once_with_one_sentence(tmp_path: Path, flag
 
 def test_an_engine_that_dies_at_start_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     with job(tmp_path, *PLAIN, "--sglang-attention-backend", "nonsense") as ended:
-        ended.runs(ENGINE_MODULE, within=PATIENCE_SECONDS)
-        assert ended.ended(within=PATIENCE_SECONDS) == 1
+        ended.runs(ENGINE_MODULE, within=START_SECONDS)
+        assert ended.ended(within=START_SECONDS) == 1
         sentence = refusal(ended)
     assert sentence.startswith("train_async.py: engine engine-0 ended at start with code 2: ")
     assert "invalid choice: 'nonsense'" in sentence

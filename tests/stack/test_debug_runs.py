@@ -11,7 +11,7 @@ import pytest
 from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.types import SampleStatus
 from tests.stack.job import ROOT, job
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import START_SECONDS
 
 pytestmark = pytest.mark.stack
 SMALL = (
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["--debug-rollout-only", "--dump-details", str(folder / "dump"), "--save", str(folder / "checkpoints")]
     flags += ["--rollout-stop-token-ids", *map(str, STOPS)]
     with job(folder, *SMALL, *flags) as generating:
-        assert generating.ended(within=PATIENCE_SECONDS) == 0, generating.err
+        assert generating.ended(within=START_SECONDS) == 0, generating.err
         assert "learner is up" not in generating.out + generating.err
     assert not (folder / "checkpoints").exists()
     return folder / "dump"
@@ -58,7 +58,7 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(saved: Path) -> None:
 def test_a_run_that_only_trains_starts_no_engine_and_takes_the_saved_batches(saved: Path, tmp_path: Path) -> None:
     template = str(saved / "rollout_data" / "{rollout_id}.safetensors")
     with job(tmp_path, *SMALL, "--load-debug-rollout-data", template) as training:
-        assert training.ended(within=PATIENCE_SECONDS) == 0, training.err
+        assert training.ended(within=START_SECONDS) == 0, training.err
         assert "engine is up" not in training.out + training.err
     [events] = (tmp_path / "runs").glob("latest/events.jsonl")
     steps = [line for line in events.read_text().splitlines() if '"StepEnded"' in line]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -51,7 +52,7 @@ async def test_groups_with_prompts_of_different_lengths_are_generated_together(s
 def test_samples_of_one_request_share_the_computation_of_their_prompt(serving: Stack) -> None:
     prompt = [200, *range(49)]
     request = {"input_ids": [prompt] * 6, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
-    answers = call_engine(serving.engine, "/generate", request, timeout=PATIENCE_SECONDS)
+    answers: Any = call_engine(serving.engine, "/generate", request, timeout=PATIENCE_SECONDS)
     assert sorted(answer["meta_info"]["cached_tokens"] for answer in answers) == [0] + [49] * 5
 
 

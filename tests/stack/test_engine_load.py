@@ -12,7 +12,7 @@ from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.weights.engine import read_engine_memory
 from miles_async.errors import EngineLostError
-from tests.stack.engine_stack import Stack, group_of
+from tests.stack.engine_stack import Stack, group_of, start_generating
 from tests.waiting import PATIENCE_SECONDS
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
@@ -23,23 +23,14 @@ async def test_an_engine_reports_its_cache_usage_while_it_generates(serving: Sta
         (idle,) = await fleet.loads()
         assert idle.queued == 0
         groups = [group_of(f"What is {n} + 1?", samples=8) for n in range(8)]
-        generating = [
-            asyncio.create_task(generator.generate(group, SamplingParams(max_new_tokens=300))) for group in groups
-        ]
-
-        async def watch() -> float:
-            fullest = 0.0
-            while not all(task.done() for task in generating):
-                (load,) = await fleet.loads()
-                assert 0 <= load.kv_usage <= 1
-                assert load.queued >= 0
-                fullest = max(fullest, load.kv_usage)
-                await asyncio.sleep(0.02)
-            return fullest
-
-        fullest = await watch()
-        await asyncio.gather(*generating)
-        assert fullest > idle.kv_usage
+        # Returns when the reported usage has risen twice.
+        generating = await start_generating(fleet, generator, SamplingParams(max_new_tokens=300), *groups)
+        while not generating.done():
+            (load,) = await fleet.loads()
+            assert idle.kv_usage <= load.kv_usage <= 1
+            assert load.queued >= 0
+            await asyncio.sleep(0.02)
+        await generating
 
 
 async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: Stack) -> None:

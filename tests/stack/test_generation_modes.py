@@ -17,6 +17,7 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.events import Evaluated, GroupMoved, StepEnded, StepStarted
 from miles_async.types import Sample
 from tests.stack.conftest import Stack
+from tests.waiting import START_SECONDS
 
 pytestmark = pytest.mark.stack
 
@@ -117,7 +118,7 @@ def test_supervised_runs_train_the_assistants_tokens_only_and_start_no_engine(tm
     )
     flags = ("--prompt-data", str(sft_examples), "--num-rollout", "3", "--run-dir", str(tmp_path / "runs"))
     command = [sys.executable, "train.py", "--config", "configs/sft-cpu.yaml", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "engine is up" not in done.stdout + done.stderr
     assert "router is up" not in done.stdout + done.stderr

@@ -1,4 +1,7 @@
-"""Ctrl-C finishes the step and leaves no process; a second one ends the run; a killed driver leaves no engine."""
+"""A run survives killed actors; Ctrl-C ends it after the step, a second one at once; a killed driver leaves no engine.
+
+Most of the time goes into starting runs, so one run shows both the killed actors and the first Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import json
 import os
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -14,33 +19,70 @@ import pytest
 from miles_async.adapters.sglang.launch import ENGINE_MODULE
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from tests.stack.job import job
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, START_SECONDS
 
 LONG = ("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "500")
-START_SECONDS = 280
 
 
-def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing_running(tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    with job(tmp_path, *LONG, "--save", str(saved)) as running:
+@dataclass
+class Interrupted:
+    """What is left of a run that lost two actors and was then interrupted with Ctrl-C."""
+
+    folder: Path
+    page: dict[str, Any]
+    """The live page's data while the run trained."""
+    code: int
+    left_running: dict[int, str]
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    folder = tmp_path_factory.mktemp("interrupted")
+    with job(folder, *LONG, "--save", str(folder / "saved")) as running:
         running.says("Staleness stats", START_SECONDS)
         address = re.search(r"page=(http://127\.0\.0\.1:\d+/)", running.err)
         assert address is not None, running.err
         with urlopen(f"{address[1]}state.json", timeout=PATIENCE_SECONDS) as state:
-            assert json.load(state)["now"]["run"]["rollouts"] == 500
+            page = json.load(state)
+        for actor in ("ray::Router", "ray::Engine"):
+            os.kill(running.process(actor), signal.SIGKILL)
+        running.complains("engine fenced", START_SECONDS)
+        running.complains("engine routed", START_SECONDS, times=2)
+        running.says_again("Staleness stats", START_SECONDS)
         running.press_ctrl_c()
-        assert running.ended(within=PATIENCE_SECONDS) == 130
-        assert running.left_running() == {}
-    assert "stopping after this step" in running.err
-    assert "Traceback" not in running.err
-    assert "ended      interrupted" in running.out
-    summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+        code = running.ended(within=PATIENCE_SECONDS)
+        return Interrupted(folder, page, code, running.left_running(), running.out, running.err)
+
+
+def test_a_run_goes_on_after_its_router_actor_and_its_engine_actor_were_killed(interrupted: Interrupted) -> None:
+    assert interrupted.err.count("engine routed") == 2
+    assert interrupted.out.count("Staleness stats") >= 2
+    assert not (interrupted.folder / "runs" / "latest" / "dead_letters.jsonl").exists()
+
+
+def test_the_log_names_the_address_of_the_live_page(interrupted: Interrupted) -> None:
+    assert interrupted.page["now"]["run"]["rollouts"] == 500
+
+
+def test_ctrl_c_ends_the_run_after_its_step_and_leaves_nothing_running(interrupted: Interrupted) -> None:
+    assert interrupted.code == 130
+    assert interrupted.left_running == {}
+    assert "stopping after this step" in interrupted.err
+    assert "Traceback" not in interrupted.err
+    assert "ended      interrupted" in interrupted.out
+
+
+def test_a_run_that_ctrl_c_ended_has_a_summary_a_report_and_a_checkpoint(interrupted: Interrupted) -> None:
+    run = interrupted.folder / "runs" / "latest"
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["reason"] == "interrupted"
     assert summary["rollouts"] >= 1
     assert summary["versions"] == summary["rollouts"], "what was trained was still published"
-    newest = CheckpointFolder(saved).latest().checkpoint
+    newest = CheckpointFolder(interrupted.folder / "saved").latest().checkpoint
     assert read_progress(newest)["rollout"] == summary["rollouts"] - 1, "saved at the end"
-    assert b"interrupted" in (tmp_path / "runs" / "latest" / "report.html").read_bytes()
+    assert b"interrupted" in (run / "report.html").read_bytes()
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:

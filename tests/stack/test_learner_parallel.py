@@ -1,14 +1,13 @@
 """Two and four ranks of the real Megatron learner, each a process, must learn what one rank learns.
 
-Run as a script this file is those ranks: forked, so that they load Megatron once.
+Run as a script this file is those ranks.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import multiprocessing
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
 from tests.configuration import run_config
-from tests.stack.job import ROOT
+from tests.stack.forked_ranks import fork_ranks, run_ranks
 from tests.stack.learning import create_experts, learning, save_state, uneven_groups, weights_of
+from tests.waiting import PATIENCE_SECONDS
 
 RANKS = 4
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -201,19 +201,15 @@ def most_apart(found: Path, expected: Path) -> float:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder per layout; all are run by the same four processes, one layout after the other."""
+    """A folder per layout; the same four processes run all of them."""
     root = tmp_path_factory.mktemp("parallel")
     for seed, suffix in ((1, ""), (2, " reference")):
         create_tiny_model(
             TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / f"dense{suffix}", seed=seed
         )
         create_experts(root / f"experts{suffix}", seed)
-    command = [sys.executable, "-m", "tests.stack.test_learner_parallel", str(root), *ALL]
-    with subprocess.Popen(command, cwd=ROOT) as ranks:
-        try:
-            assert ranks.wait(timeout=900) == 0
-        finally:
-            ranks.terminate()
+    with run_ranks("tests.stack.test_learner_parallel", root):
+        pass
     return root
 
 
@@ -294,7 +290,7 @@ def test_an_engine_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_expert
         info = engine.start()
         for group, expected in zip(uneven_groups(0), facts(trained)["after"][::4], strict=True):
             asked = {"input_ids": group[0].tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-            answer = call_engine(info, "/generate", asked | {"logprob_start_len": 0}, timeout=60)
+            answer = call_engine(info, "/generate", asked | {"logprob_start_len": 0}, timeout=PATIENCE_SECONDS)
             entries = answer["meta_info"]["input_token_logprobs"]
             found = [logprob for logprob, *_ in entries[1:]]
             assert found == pytest.approx(expected, abs=1e-5)
@@ -316,21 +312,29 @@ def test_one_rank_resumes_a_checkpoint_of_two_data_parallel_ranks(runs: Path) ->
         assert learner.train(1, steps).finite
 
 
-def play(root: Path, names: list[str], ports: list[int], rank: int) -> None:
-    for name, port in zip(names, ports, strict=True):
-        if rank < ALL[name][1]:
-            learn(root, name, rank, port)
+def layouts_by_process() -> list[list[tuple[str, int]]]:
+    """For each process, the layouts that it takes part in and its rank there, in order.
+
+    Layouts with more ranks come first, and those of fewer ranks are divided among the processes. Ranks of a layout thus
+    reach it together. A rank that arrives early retries the connection to rank 0 at intervals that grow to seconds.
+    """
+    processes: list[list[tuple[str, int]]] = [[] for _ in range(RANKS)]
+    for name, (_, ranks, _) in sorted(ALL.items(), key=lambda layout: -layout[1][1]):
+        first = min(range(0, RANKS, ranks), key=lambda process: len(processes[process]))
+        for rank in range(ranks):
+            processes[first + rank].append((name, rank))
+    return processes
+
+
+def run_layouts(process: int, root: Path, ports: dict[str, int]) -> None:
+    for name, rank in layouts_by_process()[process]:
+        learn(root, name, rank, ports[name])
+        # Reference cycles keep destroyed process groups alive, each with threads that wake up every 10 ms.
+        gc.collect()
 
 
 if __name__ == "__main__":
-    folder, *layouts = sys.argv[1:]
-    for layout_name in layouts:
-        (Path(folder) / layout_name).mkdir()
-    meeting_ports = [free_port() for _ in layouts]
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=play, args=(Path(folder), layouts, meeting_ports, rank)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in processes))
+    folder = Path(sys.argv[1])
+    for layout_name in ALL:
+        (folder / layout_name).mkdir()
+    fork_ranks(RANKS, run_layouts, folder, {name: free_port() for name in ALL})

@@ -1,12 +1,11 @@
 """A run that goes on under one parallel layout after the other learns what a run on one rank learns, PPO's critic too.
 
-Run as a script this file is one of two learner ranks.
+Run as a script this file is the two learner ranks.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from tests.configuration import run_config
-from tests.stack.job import ROOT
+from tests.stack.forked_ranks import fork_ranks, run_ranks
 from tests.stack.learning import save_state, uneven_groups, weights_of
 
 pytestmark = pytest.mark.stack
@@ -76,19 +75,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("reshard")
     create_tiny_model(TinyModel(num_layers=4, hidden_size=64, ffn_hidden_size=128), root / "model", seed=1)
     stage(root, 0, 0, free_port())
-    ports = [str(free_port()) for _ in STAGES]
-    command = [sys.executable, "-m", "tests.stack.test_learner_reshard", str(root)]
-    ranks = [subprocess.Popen([*command, str(rank), *ports], cwd=ROOT) for rank in range(2)]
-    try:
+    with run_ranks("tests.stack.test_learner_reshard", root):
         learner = MegatronLearner(config({}), str(root / "model"), 0, 1, "127.0.0.1", free_port())
         for rollout, name in enumerate(STAGES):
             train(learner, config({}), rollout, 0, 1, root / f"unmoved, {name}")
         learner.close()
-        assert [rank.wait(timeout=900) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
     stage(root, len(STAGES) - 1, 0, free_port())
     return root
 
@@ -104,9 +95,12 @@ def test_a_run_resumes_under_another_layout(runs: Path, name: str) -> None:
     assert [metrics[name] for name in OF_CRITIC] == pytest.approx([wanted[name] for name in OF_CRITIC], rel=1e-3)
 
 
-if __name__ == "__main__":
-    folder, own_rank, *meeting_ports = sys.argv[1:]
+def stages_of_two_ranks(rank: int, root: Path, ports: list[int]) -> None:
     torch.set_num_threads(1)
-    for index, (world_size, _) in enumerate(STAGES.values()):
-        if world_size > 1:
-            stage(Path(folder), index, int(own_rank), int(meeting_ports[index]))
+    for number, (ranks, _) in enumerate(STAGES.values()):
+        if ranks > 1:
+            stage(root, number, rank, ports[number])
+
+
+if __name__ == "__main__":
+    fork_ranks(2, stages_of_two_ranks, Path(sys.argv[1]), [free_port() for _ in STAGES])

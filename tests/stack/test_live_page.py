@@ -101,11 +101,14 @@ def test_the_page_shows_a_banner_while_a_collapse_is_announced(
     visit.page.close()
 
 
-def test_first_paint_is_quick(subscribers: EventSubscribers, browser: Browser) -> None:
-    """The figure is in benchmarks/page.py; here the margin is wide, as the machine may be busy."""
-    visit = Visit.to(browser, subscribers.page_url)
-    assert visit.first_paint_ms < 1500
-    visit.page.close()
+def test_the_first_paint_needs_only_the_document(subscribers: EventSubscribers, browser: Browser) -> None:
+    """benchmarks/page.py measures the time. Here no other request is answered, and the page is painted all the same."""
+    context = browser.new_context()
+    context.route("**", lambda route: route.continue_() if route.request.url == subscribers.page_url else None)
+    visit = Visit(context.new_page())
+    visit.page.goto(subscribers.page_url)
+    assert visit.first_paint_ms > 0
+    context.close()
 
 
 def test_the_page_is_served_before_there_is_data(played: Played, browser: Browser) -> None:

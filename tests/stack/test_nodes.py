@@ -135,5 +135,5 @@ def test_every_token_was_sampled_from_the_weights_that_its_version_names(killed:
 def test_generation_continues_as_soon_as_the_engine_is_back(killed: Played) -> None:
     fenced, back = [event.time for event in killed.of(EngineChanged)][1:]
     after = next(event for event in killed.of(GroupGenerated) if event.time > fenced)
-    # Requests that waited for a time limit somewhere would take longer.
-    assert back < after.time < back + 30
+    # The answer to a request that waited for the router's time limit would come later.
+    assert back < after.time < back + killed.config.engine.sglang_router_request_timeout_secs

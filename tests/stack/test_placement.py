@@ -14,13 +14,14 @@ import ray
 
 from tests.stack.conftest import Stack
 from tests.stack.job import ROOT
+from tests.waiting import START_SECONDS
 
 pytestmark = pytest.mark.stack
 
 
 def test_a_run_is_placed_by_node_and_device_or_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.stack.placement_on_three_nodes", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     first, second, third = ([[f"127.0.0.{last}", device] for device in (0, 1)] for last in (2, 3, 4))

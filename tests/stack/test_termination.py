@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
-from tests.stack.job import Job, job
-from tests.waiting import PATIENCE_SECONDS
+from tests.stack.job import job
+from tests.waiting import PATIENCE_SECONDS, START_SECONDS
 
 LONG = ("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "500")
-START_SECONDS = 150
 
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its process group"])
@@ -44,14 +43,9 @@ def test_sigterm_ends_the_run_with_summary_report_and_checkpoint_and_leaves_noth
 def test_a_run_that_loses_the_ray_head_node_ends_with_an_error_message_and_a_summary(tmp_path: Path) -> None:
     with job(tmp_path, *LONG) as running:
         running.says("Staleness stats", START_SECONDS)
-        os.kill(_process(running, "gcs_server"), signal.SIGKILL)
-        assert running.ended(within=50) == 1
+        os.kill(running.process("gcs_server"), signal.SIGKILL)
+        assert running.ended(within=PATIENCE_SECONDS) == 1
         assert running.left_running() == {}
     assert "train_async.py: the head node of Ray at " in running.err
     assert "Traceback" not in running.err
     assert "has not answered" in json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())["reason"]
-
-
-def _process(running: Job, command: str) -> int:
-    [pid] = [pid for pid, line in running.left_running().items() if command in line.split()[0]]
-    return pid

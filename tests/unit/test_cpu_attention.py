@@ -89,7 +89,8 @@ def test_unsupported_attention_is_left_to_sglang(option: dict[str, Any]) -> None
     theirs = torch.zeros(1)
     options = {"scaling": SCALING, "causal": True} | option
     arguments: tuple[Any, ...] = (lambda *_, **__: theirs, backend(), query, torch.empty_like(query), *cache.tensors())
-    assert cpu_attention.extend(*arguments, torch.tensor([0]), torch.tensor([1]), **options) is theirs
+    extend_arguments = (*arguments, torch.tensor([0]), torch.tensor([1]))
+    assert cpu_attention.extend(*extend_arguments, **options) is theirs
     if "causal" not in option:
         assert cpu_attention.decode(*arguments, **options) is theirs
 
