@@ -20,11 +20,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miles_async.errors import TrajectoryError
 from miles_async.json_values import json_value
-from miles_async.sampling_mask import SamplingMask
+
+if TYPE_CHECKING:
+    # It imports numpy, which the check of a configuration does without.
+    from miles_async.sampling_mask import SamplingMask
 
 
 class SampleStatus(StrEnum):
@@ -184,6 +187,8 @@ class Sample:
         arguments["spans"] = [VersionSpan(**span) for span in arguments["spans"]]
         # Dictionaries of older versions have no sampling mask.
         if (mask := arguments.get("sampling_mask")) is not None:
+            from miles_async.sampling_mask import SamplingMask
+
             arguments["sampling_mask"] = SamplingMask.from_dict(mask)
         return Sample(**arguments)
 

@@ -91,7 +91,7 @@ def test_engine_and_trainer_agree_on_sampling_with_top_p(stack: Stack, function:
     run = stack.play(
         "train.py",
         *SHORT,
-        *("--rollout-function-path", BATCH, "--rollout-top-p", "0.9", "--rollout-temperature", "0.8"),
+        *("--rollout-function-path", BATCH, "--rollout-top-p", "0.9"),
         *(("--custom-generate-function-path", function) if function else ()),
     )
     assert [step.finite for step in run.of(StepEnded)] == [True, True]
