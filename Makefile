@@ -35,7 +35,7 @@ run: $(READY) ## Train: a tiny model learns arithmetic under fully asynchronous 
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## Run all tests (about 15 minutes on two cores)
+test: $(READY) browser ## Run all tests (about 12 minutes on two cores)
 	@$(PYTHON) -m pytest tests/stack tests/sim tests/processes tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests (about 12 seconds on two cores)
