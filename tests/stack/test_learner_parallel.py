@@ -5,7 +5,6 @@ Run as a script this file is those ranks.
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import sys
@@ -329,8 +328,6 @@ def layouts_by_process() -> list[list[tuple[str, int]]]:
 def run_layouts(process: int, root: Path, ports: dict[str, int]) -> None:
     for name, rank in layouts_by_process()[process]:
         learn(root, name, rank, ports[name])
-        # Reference cycles keep destroyed process groups alive, each with threads that wake up every 10 ms.
-        gc.collect()
 
 
 if __name__ == "__main__":
