@@ -24,8 +24,8 @@ def create_process_groups(*, rank: int, world_size: int, address: str, port: int
 
     `address` and `port` belong to rank 0. Blocks until all ranks have called this function.
     """
-    # Reference cycles keep the destroyed groups of an earlier learner alive, such as that of a warm start. Each gloo group
-    # has threads that wake up every 10 ms.
+    # Reference cycles keep the destroyed groups of an earlier learner alive, such as that of a warm start. Each of
+    # gloo's groups has threads that wake up every 10 ms.
     gc.collect()
     os.environ |= interface_variables(local_address(address))
     device = torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
