@@ -157,15 +157,18 @@ def _advice(runs: Runs) -> str:
         ("default", "the default correction"),
         ("recommended", "`--off-policy-correction sequence`"),
     ):
-        measured = [limit for limit in LIMITS if (f"limit {limit}", variant) in runs]
-        free = [limit for limit in measured if difference(runs, (f"limit {limit}", variant)).holds_zero]
-        costly = [limit for limit in measured if limit not in free]
-        sentence = f"With {flags}, no difference to training in turns was found at the limits {free or 'none'}"
-        if costly:
-            costs = ", ".join(f"{difference(runs, (f'limit {limit}', variant))} at {limit}" for limit in costly)
-            sentence += f"; the differences were {costs}"
-        sentences.append(sentence + ".")
-    return "**Advice.** " + " ".join(sentences)
+        # One seed has no interval, so it shows nothing.
+        measured = [limit for limit in LIMITS if len(runs.get((f"limit {limit}", variant), {})) > 1]
+        if not measured:
+            continue
+        differences = {limit: difference(runs, (f"limit {limit}", variant)) for limit in measured}
+        free = [str(limit) for limit, found in differences.items() if found.holds_zero]
+        costs = [f"{found} at limit {limit}" for limit, found in differences.items() if not found.holds_zero]
+        if free:
+            sentences.append(f"With {flags}, no difference to training in turns was found at limit {', '.join(free)}.")
+        if costs:
+            sentences.append(f"With {flags}, accuracy differs from training in turns by {', '.join(costs)}.")
+    return "**Advice.** " + " ".join(sentences) if sentences else ""
 
 
 def _signals(runs: Runs) -> str:

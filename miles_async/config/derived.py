@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
@@ -17,9 +18,9 @@ WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
 EXTERNAL_FUNCTION = "miles_async.rollout.external_rollout.generate_rollout"
 SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
 GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
+"""The only shipped function that ignores the window: it collects the groups that finish first, as slime does."""
 SAMPLING_MASK_MAX_TOKENS = 4096
 """SGLang's default of its argument `--sampling-mask-max-tokens`."""
-"""The only shipped function that ignores the window: it collects the groups that finish first, as slime does."""
 
 
 def schedule_of(config: RunConfig, entry: str) -> Schedule:
@@ -102,10 +103,14 @@ def trains_on_sampling_masks(config: RunConfig) -> bool:
     return is_limited and rollout.rollout_temperature > 0 and config.learner.loss_type == "policy_loss"
 
 
+def server_arguments(config: RunConfig) -> dict[str, Any]:
+    """The further arguments of SGLang's server, by their names in Python. Users may write names with hyphens too."""
+    return {name.replace("-", "_"): value for name, value in config.engine.sglang_server_args.items()}
+
+
 def sampling_mask_limit(config: RunConfig) -> int:
     """The most kept tokens that an engine can return for a token."""
-    arguments = {name.replace("-", "_"): value for name, value in config.engine.sglang_server_args.items()}
-    return int(arguments.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS))
+    return int(server_arguments(config).get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS))
 
 
 def sampling_top_k(config: RunConfig) -> int:

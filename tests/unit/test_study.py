@@ -97,3 +97,18 @@ def test_the_page_states_spread_difference_and_time(store: Path) -> None:
     assert "| in turns, default | 2 | 0.820 (SD 0.028) | 0.300 to 0.340 |" in text
     assert "| limit 8, none | 2 | 0.620 (SD 0.028) | 0.100 to 0.140 | -0.200 ± 0.000 |" in text
     assert "(0.820) after" in text
+
+
+def test_the_advice_separates_limits_that_cost_accuracy_from_those_that_do_not(store: Path) -> None:
+    stored = []
+    for seed, accuracy in ((1, 0.80), (2, 0.84), (3, 0.82)):
+        stored.append((cell := Cell("in turns", "default", seed), outcome(cell, accuracy)))
+        stored.append(
+            (cell := Cell("limit 2", "default", seed), outcome(cell, accuracy + (0.01 if seed == 1 else -0.01)))
+        )
+        stored.append((cell := Cell("limit 8", "default", seed), outcome(cell, accuracy - 0.2)))
+    # A single seed has no interval.
+    stored.append((cell := Cell("limit 4", "default", 1), outcome(cell, 0.7)))
+    text = page.page(page.by_name(stored))
+    assert "With the default correction, no difference to training in turns was found at limit 2." in text
+    assert "With the default correction, accuracy differs from training in turns by -0.200 ± 0.000 at limit 8." in text

@@ -11,6 +11,7 @@ from miles_async.config.derived import (
     generates,
     sampling_mask_limit,
     sampling_top_k,
+    server_arguments,
     trains_on_sampling_masks,
     trains_only,
 )
@@ -80,7 +81,7 @@ def _reward(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    arguments = {name.replace("-", "_"): value for name, value in config.engine.sglang_server_args.items()}
+    arguments = server_arguments(config)
     policy = arguments.get("schedule_policy", "fcfs")
     if evaluation_concurrency(config) and policy not in ("fcfs", "lof"):
         yield (
@@ -115,7 +116,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"rollout_top_k {sampling_top_k(config)} is more than the {limit} tokens that an engine can return in a "
             f"sampling mask: set rollout_top_k to {limit} or less, or raise --sglang-sampling-mask-max-tokens"
         )
-    if config.engine.sglang_server_args.keys() & {"speculative_algorithm", "speculative-algorithm"}:
+    if "speculative_algorithm" in server_arguments(config):
         yield (
             "rollout_top_p and rollout_top_k need sampling masks, which SGLang does not return with speculative "
             "decoding: unset --sglang-speculative-algorithm, or unset rollout_top_p and rollout_top_k"
