@@ -72,6 +72,10 @@ class Surroundings:
     """The checkpoint that the learner was resumed from, if any."""
 
 
+COLLECTION_SECONDS = 0.1
+"""Time from the first event that waits for the driver until the driver receives it."""
+
+
 class Outbox:
     """An event sink that the driver empties. `take` waits for events, so the driver does not have to poll."""
 
@@ -89,6 +93,8 @@ class Outbox:
             await asyncio.wait_for(self._filled.wait(), patience_seconds)
         except TimeoutError:
             return []
+        # An actor call costs more CPU time than an event, so the events of a short while share one call.
+        await asyncio.sleep(COLLECTION_SECONDS)
         events, self._events = self._events, []
         self._filled.clear()
         return events

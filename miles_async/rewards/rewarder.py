@@ -6,11 +6,14 @@ import asyncio
 import inspect
 import math
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from numbers import Real
+from queue import SimpleQueue
 from typing import Any
 
 from miles_async.errors import TrajectoryError, UserError
@@ -69,6 +72,7 @@ class Rewarder:
         self._whole_groups = whole_groups
         self._boxed = boxed
         self._close = close
+        self._threads = _Threads()
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     async def score(self, group: Group) -> None:
@@ -94,7 +98,8 @@ class Rewarder:
             sample.reward, sample.reward_key = self._checked(sample, reward)
 
     async def close(self) -> None:
-        """Release processes and connections; the rewarder cannot score afterwards."""
+        """Release threads, processes and connections; the rewarder cannot score afterwards."""
+        self._threads.close()
         if self._close is not None:
             await self._close()
 
@@ -136,7 +141,7 @@ class Rewarder:
             return rewards
 
         try:
-            return await _run_in_thread(score)  # type: ignore[no-any-return]
+            return await _run_in_thread(self._threads, score)  # type: ignore[no-any-return]
         finally:
             abandoned.set()
 
@@ -145,7 +150,7 @@ class Rewarder:
             if self._is_async:
                 rewards = await self._function(self._args, samples)
             else:
-                rewards = await _run_in_thread(lambda: self._function(self._args, samples))
+                rewards = await _run_in_thread(self._threads, lambda: self._function(self._args, samples))
             return list(rewards)
         except (Exception, SystemExit) as error:
             raise TrajectoryError(f"group {group.feed_index}: reward {self._name} {_failure(error)}") from error
@@ -198,11 +203,47 @@ def _failure(error: BaseException) -> str:
     return str(error) if isinstance(error, GraderError) else f"raised {type(error).__name__}: {error}"
 
 
-async def _run_in_thread(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, which runs in a new daemon thread.
+_Calls = SimpleQueue[Callable[[], None] | None]
+"""The calls of one thread; None ends it."""
 
-    A thread pool would not do: a reward that hangs forever would occupy a pool thread, and keep the process alive.
+
+class _Threads:
+    """Daemon threads that are reused; a call always finds a free one.
+
+    The pool of the standard library would not do: a reward that hangs forever would occupy one of its threads, and keep
+    the process alive. A new thread per group would cost more time than a simple reward.
     """
+
+    def __init__(self) -> None:
+        self._free: deque[_Calls] = deque()
+        """The queues of the threads that wait for a call."""
+        self._closed = False
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Run `call`, which must not raise, in a thread."""
+        try:
+            calls = self._free.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=self._serve, args=(calls,), name="reward", daemon=True).start()
+        calls.put(call)
+
+    def close(self) -> None:
+        """End the threads; a thread that runs a call ends after it."""
+        self._closed = True
+        for calls in list(self._free):
+            calls.put(None)
+
+    def _serve(self, calls: _Calls) -> None:
+        while (call := calls.get()) is not None:
+            call()
+            self._free.append(calls)
+            if self._closed:
+                return
+
+
+async def _run_in_thread(threads: _Threads, call: Callable[[], Any]) -> Any:
+    """Return the result of `call`, which runs in one of the threads."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -227,5 +268,5 @@ async def _run_in_thread(call: Callable[[], Any]) -> Any:
             loop.call_soon_threadsafe(resolve, result, failure)
 
     # The thread gets a copy of the context: the skip manager and the fields of log lines are context variables.
-    threading.Thread(target=copy_context().run, args=(run,), name="reward", daemon=True).start()
+    threads.start(partial(copy_context().run, run))
     return await done

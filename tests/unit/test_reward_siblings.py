@@ -60,11 +60,14 @@ def test_a_plain_reward_that_missed_its_deadline_scores_no_further_sample() -> N
         return 1.0
 
     async def story() -> None:
+        slow = rewarder(reward, timeout_seconds=0.01)
         with pytest.raises(TrajectoryError, match="reward_timeout_seconds"):
-            await rewarder(reward, timeout_seconds=0.01).score(pair())
+            await slow.score(pair())
+        await slow.close()
 
+    others = threading.enumerate()
     asyncio.run(story())
-    [thread] = [thread for thread in threading.enumerate() if thread.name == "reward"]
+    [thread] = [thread for thread in threading.enumerate() if thread not in others]
     release.set()
     thread.join(20)
     assert returned.is_set()
