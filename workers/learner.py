@@ -108,6 +108,10 @@ class LearnerRank:
 
         self._learner = await self._run(self._model_thread, build)
 
+    async def shares_prefixes(self) -> bool:
+        """See `MegatronLearner.shares_prefixes`."""
+        return self._learner.shares_prefixes
+
     async def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         """Take the optimizer steps of this rank's part of a batch. All ranks."""
         structlog.contextvars.bind_contextvars(rollout=rollout_id)

@@ -16,7 +16,13 @@ from miles_async.batching.advantages import ScoredSample, score_samples, trained
 from miles_async.batching.flops import attention_crossover
 from miles_async.batching.layout import Padding, forward_layout, training_layout
 from miles_async.batching.packing import PackingReport
-from miles_async.config.derived import data_parallel_rank, data_parallel_ranks
+from miles_async.batching.shared_prefixes import Unit, common_prefixes, prefix_units
+from miles_async.config.derived import (
+    data_parallel_rank,
+    data_parallel_ranks,
+    micro_batch_tokens,
+    shares_prefixes,
+)
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.errors import TrajectoryError, UserError
@@ -25,6 +31,9 @@ from miles_async.types import Group, Sample
 
 NO_VERSION = -1
 """Version of a trained token that no version span covers."""
+
+UNITS_PER_RANK = 4
+"""Fewest units of samples with a common prompt per data-parallel rank, so that the work can be balanced."""
 
 _NO_PADDING = Padding()
 
@@ -55,6 +64,14 @@ class PackedBatch:
     """Kept tokens of each of the m targets; None if the tokens were sampled from the whole vocabulary."""
     padding: int = 0
     """Number of padding tokens among the T tokens."""
+    shared: NDArray[np.int64] | None = None
+    """[n] number of leading tokens that each sequence has in common with the sequence before it. The model computes
+    them once. None if it computes every sequence as a whole."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Number of tokens that the model computes."""
+        return len(self.tokens) - (0 if self.shared is None else int(self.shared.sum()))
 
     @property
     def sequences(self) -> NDArray[np.int64]:
@@ -74,22 +91,28 @@ class TrainStep:
     """Quality of the step's packing; None for supervised steps."""
 
 
-def rank_batches(groups: Sequence[Group], config: RunConfig, world_size: int) -> list[list[TrainStep]]:
+def rank_batches(
+    groups: Sequence[Group], config: RunConfig, world_size: int, *, share_prefixes: bool = False
+) -> list[list[TrainStep]]:
     """Divide a drained batch among the learner's ranks: `result[rank][step]`.
 
-    Ranks of one model replica (tensor, context and pipeline parallelism) get the same batches.
+    Ranks of one model replica (tensor, context and pipeline parallelism) get the same batches. `share_prefixes` states
+    whether the ranks compute a common prefix of samples once.
 
     Raises TrajectoryError like `policy_steps`, and UserError if the configuration cannot divide this batch.
     """
     learner = config.learner
     try:
-        replica_batches = policy_steps(groups, config, ranks=data_parallel_ranks(learner, world_size))
+        ranks = data_parallel_ranks(learner, world_size)
+        replica_batches = policy_steps(groups, config, ranks=ranks, share_prefixes=share_prefixes)
     except ValueError as error:
         raise UserError(str(error)) from error
     return [replica_batches[data_parallel_rank(learner, rank, world_size)] for rank in range(world_size)]
 
 
-def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> list[list[TrainStep]]:
+def policy_steps(
+    groups: Sequence[Group], config: RunConfig, *, ranks: int, share_prefixes: bool = False
+) -> list[list[TrainStep]]:
     """Build `num_steps_per_rollout` optimizer steps for `ranks` data-parallel ranks: `result[rank][step]`.
 
     Raises TrajectoryError if a sample has no numeric reward, inconsistent columns or no sampling mask although another
@@ -113,6 +136,7 @@ def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> l
             config.learner,
             ranks,
             crossover,
+            share_prefixes=share_prefixes and shares_prefixes(config.learner),
         )
         for start in range(0, len(scored), step_size)
     ]
@@ -135,21 +159,37 @@ def _crossover(model: Model) -> float:
     return float("inf") if shape is None else attention_crossover(shape)
 
 
-def _pack_step(scored: Sequence[ScoredSample], learner: Learner, ranks: int, crossover: float) -> list[TrainStep]:
+def _pack_step(
+    scored: Sequence[ScoredSample], learner: Learner, ranks: int, crossover: float, *, share_prefixes: bool = False
+) -> list[TrainStep]:
     """Pack the samples of one optimizer step: `result[rank]`."""
-    layout = training_layout([len(one.sample.tokens) for one in scored], learner, ranks, crossover)
+    if share_prefixes:
+        # Samples with the same prompt are packed as one unit, so that they reach the same micro-batch.
+        at_most = max(1, len(scored) // (UNITS_PER_RANK * ranks)) if ranks > 1 else len(scored)
+        samples = [one.sample for one in scored]
+        units = prefix_units(samples, cap=micro_batch_tokens(learner), at_most=at_most)
+    else:
+        units = [Unit([i], tokens := len(one.sample.tokens), tokens**2) for i, one in enumerate(scored)]
+    sizes, squares = [unit.tokens for unit in units], [unit.square for unit in units]
+    layout = training_layout(sizes, learner, ranks, crossover, squares)
     packed = [
-        [pack_samples([scored[i] for i in bin_], padding) for bin_, padding in zip(bins, layout.paddings, strict=True)]
+        [
+            pack_samples([scored[i] for unit in bin_ for i in units[unit].members], padding, share_prefixes)
+            for bin_, padding in zip(bins, layout.paddings, strict=True)
+        ]
         for bins in layout.bins
     ]
     total_tokens = sum(len(batch.targets) for batches in packed for batch in batches)
     return [TrainStep(batches, max(total_tokens, 1), layout.report) for batches in packed]
 
 
-def pack_samples(scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING) -> PackedBatch:
+def pack_samples(
+    scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING, share_prefixes: bool = False
+) -> PackedBatch:
     """Pack samples into one micro-batch. Without samples the result is the minimal batch of `pack_sequences`.
 
-    Either all samples with trained tokens have a sampling mask, or none has.
+    Either all samples with trained tokens have a sampling mask, or none has. With `share_prefixes` the model computes
+    the common prefix of adjacent samples once.
     """
     if not scored:
         return pack_sequences([], [], padding)
@@ -175,6 +215,7 @@ def pack_samples(scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING)
         versions=np.concatenate(versions),
         sampling_mask=SamplingMask.concatenate(masks) if masks else None,
         padding=padding_tokens,
+        shared=common_prefixes([one.sample.tokens for one in scored]) if share_prefixes else None,
     )
 
 

@@ -44,16 +44,23 @@ class Layout:
     report: PackingReport
 
 
-def training_layout(lengths: Sequence[int], learner: Learner, ranks: int, crossover: float = math.inf) -> Layout:
+def training_layout(
+    lengths: Sequence[int],
+    learner: Learner,
+    ranks: int,
+    crossover: float = math.inf,
+    squares: Sequence[int] | None = None,
+) -> Layout:
     """Lay out one optimizer step for `ranks` data-parallel ranks; `lengths` are tokens per sequence.
 
-    `crossover` is the sequence length at which attention costs as much as the linear layers.
+    `crossover` is the sequence length at which attention costs as much as the linear layers. `squares` is as in `pack`.
     Raises ValueError if a sequence does not fit into a micro-batch.
     """
     if learner.use_dynamic_batching_in_train:
         limit, round_to = learner.max_tokens_per_microbatch_in_train, learner.sequence_length_round_in_train
         return _row_layout(lengths, learner, ranks, limit, round_to, crossover)
-    return _packed_layout(lengths, learner, ranks, crossover, fixed_size=not learner.use_dynamic_batch_size)
+    fixed_size = not learner.use_dynamic_batch_size
+    return _packed_layout(lengths, learner, ranks, crossover, fixed_size=fixed_size, squares=squares)
 
 
 def forward_layout(lengths: Sequence[int], learner: Learner) -> Layout:
@@ -82,7 +89,13 @@ def _longest_row(learner: Learner, limit: int | None, round_to: int) -> int:
 
 
 def _packed_layout(
-    lengths: Sequence[int], learner: Learner, ranks: int, crossover: float, *, fixed_size: bool
+    lengths: Sequence[int],
+    learner: Learner,
+    ranks: int,
+    crossover: float,
+    *,
+    fixed_size: bool,
+    squares: Sequence[int] | None = None,
 ) -> Layout:
     padding, cap = Padding(unit=sequence_unit(learner)), micro_batch_tokens(learner)
     # Megatron's interleaved schedule takes micro-batches in groups of as many as the pipeline has ranks.
@@ -92,14 +105,17 @@ def _packed_layout(
         bins = pack_fixed_size(len(lengths), learner.micro_batch_size, ranks, multiple=multiple)
     else:
         padded = [padding.padded_length(length) for length in lengths]
-        bins = pack(padded, cap, ranks, multiple=multiple, crossover=crossover, balance=learner.balance_data)
+        balance = learner.balance_data
+        bins = pack(padded, cap, ranks, multiple=multiple, crossover=crossover, squares=squares, balance=balance)
     # Sequence parallelism needs a multiple of `pack_unit` tokens per micro-batch, which adds a little more padding.
     unit = pack_unit(learner)
     computed = 0
     for bin_ in (bin_ for rank_bins in bins for bin_ in rank_bins if bin_):
         tokens = sum(padding.padded_length(lengths[i]) for i in bin_)
         computed += tokens + -tokens % unit
-    report = packing_report(bins, lengths, cap, multiple=multiple, crossover=crossover, computed=computed)
+    report = packing_report(
+        bins, lengths, cap, multiple=multiple, crossover=crossover, squares=squares, computed=computed
+    )
     return Layout(bins, [padding] * len(bins[0]), report)
 
 

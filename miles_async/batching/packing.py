@@ -26,6 +26,7 @@ def pack(
     *,
     multiple: int = 1,
     crossover: float = math.inf,
+    squares: Sequence[int] | None = None,
     balance: bool = True,
 ) -> list[list[Bin]]:
     """Plan micro-batches of at most `max_tokens` tokens for each data-parallel rank: `result[rank][micro_batch]`.
@@ -39,7 +40,8 @@ def pack(
     remaining ranks get empty bins.
 
     `crossover` is the length in tokens at which attention costs as much as all linear layers; infinity counts tokens
-    only. Without `balance` samples are dealt to the ranks round-robin.
+    only. `squares` replaces the squared lengths in the cost of attention, for entries that are units of samples with a
+    common prefix (`batching/shared_prefixes.py`). Without `balance` samples are dealt to the ranks round-robin.
 
     Raises ValueError if a single sample exceeds `max_tokens`.
     """
@@ -51,7 +53,7 @@ def pack(
             "max_tokens_per_gpu, or lower rollout_max_prompt_len or rollout_max_response_len"
         )
     if balance:
-        costs = [sequence_cost(length, crossover) for length in lengths]
+        costs = _costs(lengths, crossover, squares)
         rank_samples = _balance(longest_first, costs, ranks)
     else:
         rank_samples = [[i for i in longest_first if i % ranks == rank] for rank in range(ranks)]
@@ -77,9 +79,17 @@ def pack_fixed_size(count: int, size: int, ranks: int, *, multiple: int = 1) -> 
     return [[samples[i * size : (i + 1) * size] for i in range(micro_batches)] for samples in rank_samples]
 
 
-def sequence_cost(length: int, crossover: float) -> float:
-    """Cost of a sequence, in units of one token's pass through the linear layers."""
-    return length + length * length / crossover
+def sequence_cost(length: int, crossover: float, square: int | None = None) -> float:
+    """Cost of a sequence, in units of one token's pass through the linear layers.
+
+    `square` is twice the number of its query-key pairs; by default its squared length.
+    """
+    return length + (length * length if square is None else square) / crossover
+
+
+def _costs(lengths: Sequence[int], crossover: float, squares: Sequence[int] | None) -> list[float]:
+    each = [None] * len(lengths) if squares is None else squares
+    return [sequence_cost(length, crossover, square) for length, square in zip(lengths, each, strict=True)]
 
 
 def _balance(longest_first: Sequence[int], costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -166,6 +176,7 @@ def packing_report(
     *,
     multiple: int = 1,
     crossover: float = math.inf,
+    squares: Sequence[int] | None = None,
     computed: int | None = None,
 ) -> PackingReport:
     """Rate a plan made by `pack` with the same arguments.
@@ -174,7 +185,8 @@ def packing_report(
     """
     tokens = sum(lengths)
     fewest = max(1, -(-tokens // (max_tokens * len(packed))))
-    loads = [sum(sequence_cost(lengths[i], crossover) for bin_ in bins for i in bin_) for bins in packed]
+    costs = _costs(lengths, crossover, squares)
+    loads = [sum(costs[i] for bin_ in bins for i in bin_) for bins in packed]
     return PackingReport(
         micro_batches=len(packed[0]),
         lower_bound=fewest + -fewest % multiple,

@@ -243,6 +243,14 @@ def pack_unit(learner: Learner) -> int:
     return math.lcm(sequence_unit(learner), learner.context_parallel_size * shards)
 
 
+def shares_prefixes(learner: Learner) -> bool:
+    """Whether the parallel layout and the batching allow the learner to compute a common prefix of samples once.
+
+    Context parallelism divides every sequence evenly among ranks, and dynamic batching pads rows to equal lengths.
+    """
+    return learner.context_parallel_size == 1 and not learner.use_dynamic_batching_in_train
+
+
 def micro_batch_tokens(learner: Learner) -> int:
     """Maximum number of tokens in a packed micro-batch over all context-parallel ranks, a multiple of `pack_unit`."""
     tokens = learner.max_tokens_per_gpu * learner.context_parallel_size

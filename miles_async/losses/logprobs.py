@@ -33,6 +33,13 @@ class KeptTokens:
     token_ids: Tensor
     """[E] global token ids, those of the first position first."""
 
+    def part(self, positions: slice) -> KeptTokens:
+        """The kept tokens of some positions."""
+        ends = self.counts.cumsum(0)
+        first = int(ends[positions.start - 1]) if positions.start else 0
+        last = int(ends[positions.stop - 1]) if positions.stop else 0
+        return KeptTokens(self.counts[positions], self.token_ids[first:last])
+
 
 def kept_token_logprobs(
     logits: Tensor,

@@ -47,6 +47,41 @@ def uneven_groups(seed: int) -> list[Group]:
     ]
 
 
+def prompted_groups(seed: int) -> list[Group]:
+    """Four groups of four samples with one prompt each, some with equal responses or beginnings, and odd ones.
+
+    The second group has a sample with another prompt and one without a response, the third samples of several turns
+    with masks, and the fourth a sample that a filter removed.
+    """
+    draw = random.Random(seed)
+    groups = []
+    for number in range(4):
+        prompt = [draw.randrange(256) for _ in range(6 + 4 * number)]
+        beginning = [draw.randrange(256) for _ in range(2)]
+        responses = [[draw.randrange(256) for _ in range(length)] for length in (5, 3, 9)]
+        responses = [beginning + responses[0], beginning + responses[1], responses[2], beginning + responses[0]]
+        samples = [
+            Sample(
+                index=4 * number + i,
+                tokens=prompt + response,
+                response_length=len(response),
+                rollout_log_probs=[-5.5 - draw.random() for _ in response],
+                reward=draw.random(),
+            )
+            for i, response in enumerate(responses)
+        ]
+        if number == 1:
+            samples[1].tokens = [9, 8, 7, *responses[1]]
+            samples[2].tokens, samples[2].response_length, samples[2].rollout_log_probs = list(prompt), 0, []
+        if number == 2:
+            for sample in samples:
+                sample.loss_mask = [int(position not in (2, 3)) for position in range(sample.response_length)]
+        if number == 3:
+            samples[0].remove_sample = True
+        groups.append(Group(samples))
+    return groups
+
+
 def create_experts(path: Path, seed: int) -> Qwen3MoeForCausalLM:
     """A tiny Qwen3-MoE, returned and as a checkpoint; of sizes that SGLang need not pad for two ranks."""
     shape = Qwen3MoeConfig(  # type: ignore[call-arg] # head_dim is read from the keywords

@@ -28,7 +28,7 @@ from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, run_ranks
-from tests.stack.learning import create_experts, learning, save_state, uneven_groups, weights_of
+from tests.stack.learning import create_experts, learning, prompted_groups, save_state, uneven_groups, weights_of
 from tests.waiting import PATIENCE_SECONDS
 
 RANKS = 4
@@ -87,6 +87,7 @@ MIXED: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
 }
 """With weights and activations in bfloat16, which gloo carries too."""
+TOGETHER = {f"{model}, one rank, prefixes shared": (model, 1, {}) for model in ("dense", "experts")}
 ALONE: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")
 }
@@ -116,7 +117,7 @@ MASKED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "masked, data parallel": ("dense", 2, {}),
 }
 """With samples that top-p or top-k sampling drew."""
-ALL = LAYOUTS | MIXED | ALONE | SELECTING | MASKED
+ALL = LAYOUTS | MIXED | ALONE | SELECTING | MASKED | TOGETHER
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
@@ -159,6 +160,9 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
     before = learner.logprobs(sequences)
     greedy = learner.greedy(PROMPTS, 2, eos=256)
     gradients = gradients_of(learner, steps[0])
+    # Only one rank alone computes every sample as a whole; the others are compared with it.
+    prompted = rank_batches(prompted_groups(0), settings, ranks, share_prefixes=name not in ALONE)[rank]
+    with_prompts = gradients_of(learner, prompted[0])
     report = learner.train(0, steps)
     states = [state for optimizer in learner._model.optimizer.chained_optimizers for state in optimizer.state.values()]
     moments = sum(state["exp_avg"].numel() for state in states)
@@ -168,6 +172,7 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
     learner.close()
     if rank == 0:
         save_file(gradients, out / "gradients.safetensors")
+        save_file(with_prompts, out / "prompted.safetensors")
         seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments}
         (out / "facts.json").write_text(json.dumps({"metrics": dict(report.metrics), **seen}))
 
@@ -217,6 +222,14 @@ def test_parallel_ranks_compute_the_gradients_and_weights_of_one_rank(runs: Path
     alone = runs / f"{LAYOUTS[layout][0]}, one rank"
     assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
     assert most_apart(runs / layout / "saved/model.safetensors", alone / "saved/model.safetensors") < 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS | TOGETHER)
+def test_gradients_are_the_same_if_prompts_are_computed_once(runs: Path, layout: str) -> None:
+    alone = runs / f"{(LAYOUTS | TOGETHER)[layout][0]}, one rank"
+    expected = load_file(alone / "prompted.safetensors")
+    largest = max(tensor.abs().max().item() for tensor in expected.values())
+    assert most_apart(runs / layout / "prompted.safetensors", alone / "prompted.safetensors") < 1e-5 * largest
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

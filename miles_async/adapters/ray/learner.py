@@ -37,10 +37,16 @@ class RayLearner:
         self._checkpoints = None if save is None else CheckpointFolder(save, resumed_from, checksums=checksums)
         self._draft: Path | None = None
         """Folder of the checkpoint that was copied last, until it is committed."""
+        self._share_prefixes: bool | None = None
+        """Whether the ranks compute a common prefix of samples once; None before the first batch."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        if self._share_prefixes is None:
+            [self._share_prefixes] = await all_results([self._ranks[0].shares_prefixes.remote()])
         # In a thread: packing a large batch would block the event loop, which also keeps requests in flight.
-        batches = await asyncio.to_thread(rank_batches, groups, self._config, len(self._ranks))
+        batches = await asyncio.to_thread(
+            rank_batches, groups, self._config, len(self._ranks), share_prefixes=self._share_prefixes
+        )
         reports = await all_results(
             rank.train.remote(rollout_id, batch) for rank, batch in zip(self._ranks, batches, strict=True)
         )

@@ -6,10 +6,11 @@ The functions are hooked around those of SGLang (`plugin.py`) and give the same 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from miles_async.adapters.system.matrix_products import onednn_linear
 
 Scheduler = Any
 """`sglang.srt.managers.scheduler.Scheduler`, which takes seconds to import."""
@@ -49,12 +50,6 @@ def _prompt(request: Any) -> tuple[object, ...]:
     return request.origin_input_ids.tobytes(), request.extra_key
 
 
-def has_slow_mkl() -> bool:
-    """Return whether MKL, which torch uses for products in float32, runs at half speed: on processors by AMD."""
-    processor = Path("/proc/cpuinfo")
-    return processor.exists() and "AuthenticAMD" in processor.read_text() and torch.backends.mkldnn.is_available()
-
-
 def apply_linear(
     original: Callable[..., torch.Tensor],
     method: Any,
@@ -64,7 +59,7 @@ def apply_linear(
 ) -> torch.Tensor:
     """Wrap `UnquantizedLinearMethod.apply`: compute products in float32 with oneDNN instead of MKL."""
     if x.dtype is torch.float32 and layer.weight.dtype is torch.float32:
-        return _linear(x, layer.weight, bias)
+        return onednn_linear(x, layer.weight, bias)
     return original(method, layer, x, bias)
 
 
@@ -78,14 +73,8 @@ def compute_logits(
     """Wrap `LogitsProcessor._compute_lm_head`: compute logits in float32 with oneDNN instead of MKL."""
     plain = type(lm_head).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and embedding_bias is None
     if plain and hidden_states.dtype is lm_head.weight.dtype is torch.float32 and processor.rl_on_policy_target is None:
-        return _linear(hidden_states, lm_head.weight, None)
+        return onednn_linear(hidden_states, lm_head.weight)
     return original(processor, hidden_states, lm_head, embedding_bias)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    # The operator that torch's compiler uses for linear layers.
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return product
 
 
 def sample_tokens(

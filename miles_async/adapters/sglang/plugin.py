@@ -30,6 +30,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from miles_async.adapters.sglang import cpu_attention, cpu_generation, engine_weights, lockdown
+    from miles_async.adapters.system.matrix_products import has_slow_mkl
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     server = "sglang.srt.entrypoints.http_server"
@@ -64,7 +65,7 @@ def register() -> None:
         HookRegistry.register(
             f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND
         )
-        if cpu_generation.has_slow_mkl():
+        if has_slow_mkl():
             linear = f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply"
             HookRegistry.register(linear, cpu_generation.apply_linear, HookType.AROUND)
             logits = f"{layers}.logits_processor.LogitsProcessor._compute_lm_head"

@@ -2,7 +2,7 @@
 
 Megatron names CUDA devices in a few constructors and assertions even if it computes on the CPU. These calls are
 redirected while the model is built, while its schedules run and while the optimizer steps, at a cost of microseconds
-per torch call.
+per torch call. On processors on which torch's products in float32 are slow, they are computed with oneDNN as well.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
+
+from miles_async.adapters.system.matrix_products import has_slow_mkl, onednn_linear
 
 
 def on_cpu() -> bool:
@@ -51,11 +53,21 @@ def _do_not_wait(device: object = None) -> None:
     pass
 
 
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+"""The calls with which Megatron's linear layers compute products with weights, forward and backward."""
+
+
 class _RedirectCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _PRODUCTS and not torch.is_grad_enabled() and has_slow_mkl():
+            one, other = args
+            # Megatron's linear layers are autograd functions, in which autograd does not record. Elsewhere it would
+            # need the derivative of the product.
+            if one.dtype is other.dtype is torch.float32 and other.dim() == 2 <= one.dim() and other.numel():
+                return onednn_linear(one, other.t())
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         if func is torch.Tensor.cuda:

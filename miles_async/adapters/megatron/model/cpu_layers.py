@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from miles_async.batching.layout import context_parallel_indices
+from miles_async.batching.shared_prefixes import Pack
 
 _LONG = 256
 """Sequences of more tokens than this get their own call: padding them costs more than the call."""
@@ -41,7 +42,8 @@ class Bucket:
     kept: Tensor | None
     """Indices of the query cells that are not padding, in the order of `queries`; None if there is no padding."""
     mask: Tensor | None
-    """[n, 1, query cells, key cells] true where a query may attend. None means the ordinary causal mask."""
+    """[n, 1, query cells, key cells] true where a query may attend. None means the ordinary causal mask: every query
+    has a key at its own cell."""
 
 
 @dataclass
@@ -51,10 +53,16 @@ class BucketedSeqParams(PackedSeqParams):  # type: ignore[misc]
     buckets: list[Bucket] = field(default_factory=list)
     restore: Tensor | None = None
     """Permutation from the tokens of all buckets, concatenated, to the order of the pack; None if it is the same."""
+    positions: Tensor | None = None
+    """[t] position of each of this rank's tokens in its sequence, for `PositionRotary`."""
 
 
-def packed_params(lengths: NDArray[np.int64], device: torch.device) -> PackedSeqParams:
-    """Describe packed sequences for Megatron's `thd` attention; `lengths` [n] are of whole sequences."""
+def packed_params(pack: Pack, device: torch.device, *, by_position: bool) -> PackedSeqParams:
+    """Describe packed sequences for Megatron's `thd` attention.
+
+    With `by_position` the model's rotary embedding is a `PositionRotary`.
+    """
+    lengths = pack.lengths
     bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
     longest = int(lengths.max())
     layout: dict[str, Any] = {
@@ -70,16 +78,26 @@ def packed_params(lengths: NDArray[np.int64], device: torch.device) -> PackedSeq
         # is part of each sequence's length.
         padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if group.size() > 1 else {}
         return PackedSeqParams(**layout, **padded)
-    buckets, restore = bucket_sequences(lengths, group.size(), group.rank())
-    return BucketedSeqParams(**layout, buckets=buckets, restore=restore)
+    buckets, restore = bucket_sequences(pack, group.size(), group.rank())
+    positions = None
+    if by_position:
+        # Without bounds Megatron multiplies all tokens with the angles of `PositionRotary` at once. With bounds it
+        # would cut the pack into its sequences, in every layer.
+        layout |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
+        starts = np.cumsum(lengths) - lengths
+        places = np.arange(len(pack.index)) - np.repeat(starts, lengths)
+        own = context_parallel_indices(lengths, group.size())[group.rank()] if group.size() > 1 else pack.computed
+        positions = torch.from_numpy(places[own])
+    return BucketedSeqParams(**layout, buckets=buckets, restore=restore, positions=positions)
 
 
-def bucket_sequences(lengths: NDArray[np.int64], ranks: int = 1, rank: int = 0) -> tuple[list[Bucket], Tensor | None]:
-    """Sort packed sequences into buckets; returns them with the permutation back to the order of the pack.
+def bucket_sequences(pack: Pack, ranks: int = 1, rank: int = 0) -> tuple[list[Bucket], Tensor | None]:
+    """Sort packed sequences into buckets; returns them with the permutation back to the order of the computed tokens.
 
-    Sequences of up to 256 tokens share a bucket if the same power of two holds them; longer ones have their own. A
-    bucket is padded to its longest sequence, which at most doubles its tokens. Padding does not change the result,
-    because causal attention never looks at later tokens.
+    The queries of a sequence are its computed tokens, and its keys are all its tokens, including a prefix that was
+    computed for the sequence before it. Sequences with up to 256 queries share a bucket if the same powers of two hold
+    their queries and keys; longer ones have their own. A bucket is padded to its longest sequence, which at most
+    doubles its tokens. Padding does not change the result, because causal attention never looks at later tokens.
 
     Measured on one core, forward and backward, against one SDPA call per sequence: 512 sequences of 12 to 15 tokens
     take a tenth of the time in buckets, but 8 sequences of 300 to 1000 tokens take twice the time. One call with a
@@ -87,24 +105,22 @@ def bucket_sequences(lengths: NDArray[np.int64], ranks: int = 1, rank: int = 0) 
 
     With context parallelism, `rank` of `ranks` holds its part of the queries and gathers the keys of all ranks.
     """
-    rank_indices = context_parallel_indices(lengths, ranks)
+    lengths = pack.lengths
+    rank_indices = context_parallel_indices(lengths, ranks) if ranks > 1 else pack.computed[None]
     # gathered[i] is where token i of the pack is after the all-gather, which concatenates the ranks' tokens.
-    gathered = np.argsort(rank_indices, axis=None)
-    starts, local_lengths = np.cumsum(lengths) - lengths, lengths // ranks
+    gathered = np.argsort(rank_indices, axis=None) if ranks > 1 else pack.index
+    starts, local_lengths = np.cumsum(lengths) - lengths, (lengths - pack.shared) // ranks
     local_starts = np.cumsum(local_lengths) - local_lengths
-    # Position of each of this rank's tokens in its whole sequence. The causal mask needs it, as the rank's queries are
-    # not contiguous.
+    # Position of each of this rank's tokens in its whole sequence. The causal mask needs it if the rank's queries do
+    # not start with the sequence or are not contiguous.
     positions = rank_indices[rank] - np.repeat(starts, local_lengths)
     buckets, order = [], []
-    # A negative, unique key for each long sequence; the exponent of the power of two for short ones.
-    sizes = np.where(lengths > _LONG, -1 - np.arange(len(lengths)), np.ceil(np.log2(lengths)))
-    for size in np.unique(sizes):
-        chosen = np.flatnonzero(sizes == size)
+    for chosen in _similar(local_lengths * ranks, lengths):
         keys, _ = _padded_rows(starts[chosen], lengths[chosen])
         queries, kept = _padded_rows(local_starts[chosen], local_lengths[chosen])
         order.append(queries.reshape(-1)[kept])
         mask = None
-        if ranks > 1:
+        if ranks > 1 or pack.shared[chosen].any():
             mask = torch.from_numpy(np.arange(keys.shape[1]) <= positions[queries][:, None, :, None])
         buckets.append(
             Bucket(
@@ -118,6 +134,22 @@ def bucket_sequences(lengths: NDArray[np.int64], ranks: int = 1, rank: int = 0) 
     restore = np.argsort(np.concatenate(order))
     in_order = bool((restore == np.arange(len(restore))).all())
     return buckets, None if in_order else torch.from_numpy(restore)
+
+
+def _similar(queries: NDArray[np.int64], keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Indices of the sequences of each bucket, from their numbers of queries and keys.
+
+    Sequences without queries, which are the same as the sequence before them, are in no bucket.
+    """
+    buckets: dict[tuple[int, ...], list[int]] = {}
+    for number, (query_count, key_count) in enumerate(zip(queries.tolist(), keys.tolist(), strict=True)):
+        if query_count > _LONG:
+            buckets[-1, number] = [number]
+        elif query_count:
+            # A prefix makes a bucket's mask necessary, so sequences without one stay apart.
+            shape = (query_count - 1).bit_length(), (key_count - 1).bit_length(), int(query_count == key_count)
+            buckets.setdefault(shape, []).append(number)
+    return [np.array(numbers) for _, numbers in sorted(buckets.items())]
 
 
 def _padded_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -160,6 +192,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
     )
     out = out.transpose(1, 2).flatten(0, 1)
     return out if bucket.kept is None else out.index_select(0, bucket.kept)
+
+
+class PositionRotary(torch.nn.Module):
+    """Replaces the rotary embedding of a GPT model and has its call signature: angles by token, not by sequence.
+
+    With a shared prefix the positions of a pack do not follow from the bounds of its sequences. Angles by token also
+    save Megatron from cutting the pack into sequences, for queries and keys of every layer.
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self._rotary = rotary
+
+    def get_rotary_seq_len(
+        self, context: None, transformer: Any, hidden: Any, config: Any, packed_seq_params: BucketedSeqParams
+    ) -> tuple[int, Tensor | None]:
+        """Returns the arguments of `forward`; Megatron passes them on."""
+        return packed_seq_params.max_seqlen_q, packed_seq_params.positions
+
+    def forward(self, arguments: tuple[int, Tensor], **_: Any) -> Tensor:
+        """Returns [t, 1, d] angles of the tokens at the given positions, which are below the first argument."""
+        longest, positions = arguments
+        # Megatron caches 32 lengths; powers of two need no more.
+        angles: Tensor = self._rotary(1 << (longest - 1).bit_length(), packed_seq=True)
+        return angles[:, 0].index_select(0, positions)
 
 
 class CpuNorm(torch.nn.RMSNorm):

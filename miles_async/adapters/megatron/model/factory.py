@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import torch
 from mbridge import AutoBridge
 from mbridge.core import Bridge
+from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.cpu_layers import cpu_layer_spec
+from miles_async.adapters.megatron.model.cpu_layers import PositionRotary, cpu_layer_spec
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import load_weights
+from miles_async.adapters.megatron.model.output_layer import OutputLayer
 from miles_async.adapters.megatron.model.value_head import attach_value_head
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
@@ -56,6 +59,10 @@ class MegatronModel:
     optimizer: MegatronOptimizer
     vocab_size: int
     """Vocabulary of the checkpoint. Megatron's may be padded, so that tensor-parallel ranks divide it evenly."""
+    output_layer: OutputLayer | None
+    """Computes the logits of chosen tokens; None for critics and on ranks that are not on the last pipeline stage."""
+    by_position: bool
+    """Whether the model takes the position of each token, which common prefixes of sequences need."""
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory and free the GPU for an engine (`--colocate`).
@@ -90,13 +97,17 @@ class ReferenceModel:
     bridge: Bridge
     chunks: list[torch.nn.Module]
     vocab_size: int
+    output_layer: OutputLayer | None
+    by_position: bool
 
 
 def build_reference(settings: Learner, hf_checkpoint: str) -> ReferenceModel:
     """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
     with redirect_cuda_to_cpu():
         bridge, chunks = _load_chunks(settings, hf_checkpoint)
-    return ReferenceModel(bridge, [chunk.requires_grad_(False) for chunk in chunks], bridge.hf_config.vocab_size)
+    output_layer, by_position = _replace_output_layer(chunks), _use_positions(chunks)
+    frozen = [chunk.requires_grad_(False) for chunk in chunks]
+    return ReferenceModel(bridge, frozen, bridge.hf_config.vocab_size, output_layer, by_position)
 
 
 def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> MegatronModel:
@@ -109,6 +120,8 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         bridge, chunks = _load_chunks(settings, hf_checkpoint)
         for chunk in chunks if values else ():
             attach_value_head(chunk)
+        output_layer = None if values else _replace_output_layer(chunks)
+        by_position = _use_positions(chunks)
         sharded = _shards_optimizer(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
@@ -124,7 +137,8 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             params_dtype=_dtype(settings),
             use_distributed_optimizer=sharded,
         )
-        return MegatronModel(bridge, wrapped, get_megatron_optimizer(config, wrapped), bridge.hf_config.vocab_size)
+        optimizer = get_megatron_optimizer(config, wrapped)
+        return MegatronModel(bridge, wrapped, optimizer, bridge.hf_config.vocab_size, output_layer, by_position)
 
 
 def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
@@ -135,6 +149,22 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch
         chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
     load_weights(bridge, chunks, hf_checkpoint)
     return bridge, chunks
+
+
+def _replace_output_layer(chunks: Sequence[torch.nn.Module]) -> OutputLayer | None:
+    """Let the model return hidden states in place of logits; returns None if no chunk is the last pipeline stage."""
+    last = unwrap_model(chunks[-1])
+    return OutputLayer(last) if last.post_process else None
+
+
+def _use_positions(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Let the model take the position of each token if it can: on CPUs, unless it has multi-head latent attention."""
+    models = [unwrap_model(chunk) for chunk in chunks]
+    if not on_cpu() or models[0].config.multi_latent_attention or models[0].position_embedding_type != "rope":
+        return False
+    for model in models:
+        model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb)
+    return True
 
 
 def _shards_optimizer(settings: Learner) -> bool:

@@ -93,7 +93,8 @@ class Critic:
             returns = critic_output.returns[number]
             return critic_loss(values, old_values, returns, total_tokens=step.total_tokens, clip=clip)
 
-        inputs = model_inputs(step.micro_batches, self._learner, self._device)
+        by_position = self.model.by_position
+        inputs = model_inputs(step.micro_batches, self._learner, self._device, by_position=by_position)
         with environment(self._learner.critic_env_vars):
             parts = run_forward_backward(self.model, inputs, loss)
         sums = torch.zeros(len(CRITIC_SUMS), device=self._device)

@@ -22,36 +22,43 @@ from miles_async.losses.logprobs import kept_token_logprobs, token_logprobs
 
 
 def target_logprobs(
-    model_input: ModelInput, logits: Tensor, vocab_size: int, temperature: float = 1.0
+    model: MegatronModel | ReferenceModel, model_input: ModelInput, output: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """[m] log-probability of each target given the tokens before it, and [m] entropy, in nats and on all ranks.
 
-    `logits` [t, columns] are this rank's. Both results are of the distribution from which sampling at `temperature`
-    draws, with top-p and top-k if the batch has a sampling mask: the engines report its log-probabilities, and it is
-    the policy that is trained.
+    `output` [t, h] is the model's output on this rank. Both results are of the distribution from which sampling at
+    `temperature` draws, with top-p and top-k if the batch has a sampling mask: the engines report its
+    log-probabilities, and it is the policy that is trained.
     """
-    vocab_start = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
+    layer = model.output_layer
+    assert layer is not None, "only a language model's last pipeline stage has outputs"
+    vocab_start = parallel_state.get_tensor_model_parallel_rank() * layer.columns
     # Megatron's vocabulary may be padded. Padded columns must not take part in the softmax.
-    columns = min(logits.shape[1], vocab_size - vocab_start)
+    columns = min(layer.columns, model.vocab_size - vocab_start)
     is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
-    targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(logits.device)
+    targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(output.device)
     targets = targets[model_input.target_indices]
     group = parallel_state.get_tensor_model_parallel_group() if is_split else None
-    # Selecting rows first keeps the float32 copy small: logits of prompt tokens are not needed.
-    rows = logits.index_select(0, model_input.logit_indices)[:, :columns]
-    if model_input.kept is None:
-        logprobs, entropy = token_logprobs(rows.float() / temperature, targets, vocab_start=vocab_start, group=group)
-    else:
-        logprobs, entropy = kept_token_logprobs(
-            rows, targets, model_input.kept, temperature=temperature, vocab_start=vocab_start, group=group
-        )
-    logprobs, entropy = _gather_targets(model_input, torch.stack([logprobs, entropy])).unbind()
+
+    def read(logits: Tensor, chunk: slice) -> Tensor:
+        own, wanted = logits[:, :columns], targets[chunk]
+        if model_input.kept is None:
+            scaled = own.float() if temperature == 1.0 else own.float() / temperature
+            results = token_logprobs(scaled, wanted, vocab_start=vocab_start, group=group)
+        else:
+            kept = model_input.kept.part(chunk)
+            results = kept_token_logprobs(
+                own, wanted, kept, temperature=temperature, vocab_start=vocab_start, group=group
+            )
+        return torch.stack(results)
+
+    logprobs, entropy = _gather_targets(model_input, layer.map(output, model_input.predictors, read)).unbind()
     return logprobs, entropy
 
 
 def target_values(model_input: ModelInput, output: Tensor) -> Tensor:
     """[m] a critic's value before each target token, on all ranks; `output` [t, 1] is that of its value head."""
-    return _gather_targets(model_input, output.index_select(0, model_input.logit_indices).T)[0]
+    return _gather_targets(model_input, output.index_select(0, model_input.predictors).T)[0]
 
 
 def _gather_targets(model_input: ModelInput, rows: Tensor) -> Tensor:
@@ -76,8 +83,8 @@ def batch_logprobs(
 ) -> list[Tensor]:
     """[m] log-probabilities of each micro-batch's targets, without gradients, on the ranks of every stage."""
 
-    def read(model_input: ModelInput, logits: Tensor) -> Tensor:
-        return target_logprobs(model_input, logits, model.vocab_size, temperature)[0]
+    def read(model_input: ModelInput, output: Tensor) -> Tensor:
+        return target_logprobs(model, model_input, output, temperature)[0]
 
     return _read_targets(model, batches, settings, device, read)
 
@@ -96,7 +103,7 @@ def _read_targets(
     device: torch.device,
     read: Callable[[ModelInput, Tensor], Tensor],
 ) -> list[Tensor]:
-    inputs = model_inputs(batches, settings, device)
+    inputs = model_inputs(batches, settings, device, by_position=model.by_position)
     # Expert parallelism may have appended empty micro-batches.
     results = run_forward(model, inputs, read)[: len(batches)]
     counts = [len(batch.targets) for batch in batches]
@@ -181,13 +188,18 @@ def _next_tokens(
         for bin_, padding in zip(layout.bins[0], layout.paddings, strict=True)
     ]
 
-    def read(model_input: ModelInput, logits: Tensor) -> Tensor:
-        last = gather_from_tensor_model_parallel_region(logits.index_select(0, model_input.logit_indices))
+    layer = model.output_layer
+
+    def most_probable(logits: Tensor, _: slice) -> Tensor:
+        return gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].argmax(-1)
+
+    def read(model_input: ModelInput, output: Tensor) -> Tensor:
         best = torch.zeros(len(model_input.batch.targets), dtype=torch.int64, device=device)
-        best[model_input.target_indices] = last[:, : model.vocab_size].argmax(-1)
+        assert layer is not None, "only a language model's last pipeline stage has outputs"
+        best[model_input.target_indices] = layer.map(output, model_input.predictors, most_probable)
         return reduce_from_tensor_model_parallel_region(best, group=parallel_state.get_context_parallel_group())
 
-    results = run_forward(model, model_inputs(batches, settings, device), read)
+    results = run_forward(model, model_inputs(batches, settings, device, by_position=model.by_position), read)
     flat = torch.cat(results) if results else torch.empty(len(sequences), dtype=torch.int64, device=device)
     order = [i for bin_ in layout.bins[0] for i in bin_]
     tokens = dict(zip(order, broadcast_from_last_stage(flat).tolist(), strict=True))

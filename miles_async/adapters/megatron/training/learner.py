@@ -43,7 +43,7 @@ from miles_async.adapters.megatron.training.optimizer import (
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
-from miles_async.config.derived import keeps_reference, learning_rate, reference_batching
+from miles_async.config.derived import keeps_reference, learning_rate, reference_batching, shares_prefixes
 from miles_async.config.schema import RunConfig
 from miles_async.losses.objectives import kl_penalty, second_moment_bound
 from miles_async.losses.policy import (
@@ -117,6 +117,11 @@ class MegatronLearner:
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
         self._lr = learning_rate(config)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether this learner computes a common prefix of samples once."""
+        return self._model.by_position and shares_prefixes(self._settings)
 
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         """Take the optimizer steps of one drained batch; `steps` are this rank's parts of them.
@@ -218,9 +223,8 @@ class MegatronLearner:
         """Run forward and backward passes; returns the global `TokenSums.sums` and `TokenSums.maximum`."""
         clear_gradients(self._model)
 
-        def loss(number: int, model_input: ModelInput, logits: Tensor) -> tuple[Tensor, TokenSums]:
-            vocab_size = self._model.vocab_size
-            logprobs, entropy = inference.target_logprobs(model_input, logits, vocab_size, self._temperature)
+        def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
+            logprobs, entropy = inference.target_logprobs(self._model, model_input, output, self._temperature)
             if self._settings.loss_type == "sft_loss":
                 return sft_loss(logprobs, entropy, total_tokens=step.total_tokens)
             columns = self._token_columns(model_input.batch, logprobs, values, number)
@@ -238,7 +242,7 @@ class MegatronLearner:
         return broadcast_from_last_stage(sums), broadcast_from_last_stage(maximum)
 
     def _inputs(self, step: TrainStep) -> list[ModelInput]:
-        return model_inputs(step.micro_batches, self._settings, self._device)
+        return model_inputs(step.micro_batches, self._settings, self._device, by_position=self._model.by_position)
 
     def _token_columns(self, batch: PackedBatch, logprobs: Tensor, values: PreStepValues, number: int) -> TokenColumns:
         """Inputs of the policy loss for micro-batch `number`; `logprobs` [m] are from its forward pass."""
@@ -287,8 +291,8 @@ class MegatronLearner:
         copies = parallel_state.get_data_parallel_world_size()
         clear_gradients(self._model)
 
-        def loss(_: int, model_input: ModelInput, logits: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs, _entropy = inference.target_logprobs(model_input, logits, self._model.vocab_size)
+        def loss(_: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs, _entropy = inference.target_logprobs(self._model, model_input, output)
             value = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
             return value, value.detach() * copies
 
@@ -380,7 +384,10 @@ def _packing_metrics(step: TrainStep) -> dict[str, float]:
     report = step.packing
     if report is None:
         return {}
+    tokens = sum(len(batch.tokens) for batch in step.micro_batches)
+    computed = sum(batch.computed_tokens for batch in step.micro_batches)
     return {
+        "shared_fraction": 1 - computed / tokens,
         "micro_batches": report.micro_batches,
         "micro_batches_lower_bound": report.lower_bound,
         "flop_imbalance": report.imbalance,

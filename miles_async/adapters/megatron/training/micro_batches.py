@@ -21,6 +21,7 @@ from miles_async.adapters.megatron.model.cpu_layers import packed_params
 from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
 from miles_async.batching.batch import PackedBatch, pack_sequences
 from miles_async.batching.layout import Padding, context_parallel_indices
+from miles_async.batching.shared_prefixes import Pack
 from miles_async.config.derived import pack_unit, sequence_unit
 from miles_async.config.schema import Learner
 from miles_async.losses.logprobs import KeptTokens
@@ -39,8 +40,9 @@ class ModelInput:
     positions: Tensor
     """[t] positions of these tokens in their sequences."""
     params: PackedSeqParams
-    logit_indices: Tensor
-    """[k] indices among the t tokens of those that predict a target."""
+    predictors: Tensor
+    """[k] indices among the t tokens of those that predict a target. A token of a shared prefix may occur in it more
+    than once."""
     target_indices: Tensor
     """[k] index of the predicted target among the m targets. Without context parallelism k is m."""
     kept: KeptTokens | None
@@ -50,10 +52,11 @@ class ModelInput:
 def run_forward(
     model: MegatronModel | ReferenceModel, inputs: Sequence[ModelInput], read: Callable[[ModelInput, Tensor], R]
 ) -> list[R]:
-    """Run the micro-batches without gradients and return `read(input, logits)` of each.
+    """Run the micro-batches without gradients and return `read(input, output)` of each.
 
-    `logits` [t, columns] are this rank's part of the (padded) vocabulary. Ranks that are not on the last pipeline stage
-    have no logits and return an empty list.
+    `output` [t, h] are the hidden states before the output layer, of which `OutputLayer` computes logits, or the values
+    [t, 1] of a critic. With sequence parallelism a rank has the hidden states of its part of the tokens. Ranks that are
+    not on the last pipeline stage have no output and return an empty list.
     """
     results: dict[int, R] = {}
 
@@ -70,8 +73,8 @@ def run_forward_backward(
 ) -> list[R]:
     """Run the micro-batches and add up the gradients of their losses.
 
-    `loss(number, input, logits)` returns the micro-batch's loss and any other result; the other results are returned.
-    Logits and the empty list on earlier stages are as in `run_forward`.
+    `loss(number, input, output)` returns the micro-batch's loss and any other result; the other results are returned.
+    The output and the empty list on earlier stages are as in `run_forward`.
     """
     results: dict[int, R] = {}
     no_tokens = torch.zeros((), dtype=torch.int)
@@ -109,8 +112,12 @@ def _run_schedule(
         )
 
 
-def model_inputs(batches: Sequence[PackedBatch], learner: Learner, device: torch.device) -> list[ModelInput]:
+def model_inputs(
+    batches: Sequence[PackedBatch], learner: Learner, device: torch.device, *, by_position: bool
+) -> list[ModelInput]:
     """Convert micro-batches to tensors on `device`, padded so that the parallel layout can divide them evenly.
+
+    `by_position` is that of the model (`MegatronModel`). Without it every sequence is computed as a whole.
 
     With expert parallelism this is a collective operation of the data-parallel ranks. Tokens then travel between ranks
     in every layer, so all ranks need equally many micro-batches: ranks with fewer get empty ones at the end. On CPUs
@@ -124,39 +131,47 @@ def model_inputs(batches: Sequence[PackedBatch], learner: Learner, device: torch
         empty = pack_sequences([], [], Padding(unit=sequence_unit(learner)))
         batches = [*batches, *[empty] * (int(most) - len(batches))]
     unit = pack_unit(learner)
-    totals = torch.tensor([-(-len(batch.tokens) // unit) * unit for batch in batches], device=device)
+    counts = [batch.computed_tokens if by_position else len(batch.tokens) for batch in batches]
+    totals = torch.tensor([-(-count // unit) * unit for count in counts], device=device)
     if has_expert_parallelism and on_cpu():
         # The all-gather dispatcher, the only one that works on CPUs, needs equal sizes on all ranks.
         dist.all_reduce(totals, dist.ReduceOp.MAX, group=group)
-    return [_model_input(batch, total, device) for batch, total in zip(batches, totals.tolist(), strict=True)]
+    return [
+        _model_input(batch, total - count, device, by_position)
+        for batch, count, total in zip(batches, counts, totals.tolist(), strict=True)
+    ]
 
 
-def _model_input(batch: PackedBatch, total: int, device: torch.device) -> ModelInput:
-    """This rank's part of a micro-batch that is padded to `total` tokens."""
+def _model_input(batch: PackedBatch, missing: int, device: torch.device, by_position: bool) -> ModelInput:
+    """This rank's part of a micro-batch that is padded by `missing` tokens."""
 
     def to_device(array: NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    tokens, lengths = batch.tokens, batch.lengths
-    if missing := total - len(tokens):
+    tokens, lengths, shared = batch.tokens, batch.lengths, batch.shared if by_position else None
+    if missing:
         # The padding is a separate sequence, so no token of a sample attends to it and no target index changes.
         tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
+        shared = None if shared is None else np.append(shared, 0)
+    pack = Pack.of(lengths, shared)
     positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     group = parallel_state.get_context_parallel_group()
-    own = context_parallel_indices(lengths, group.size())[group.rank()]
-    # Invert `own`: index among this rank's tokens by index in the pack, and -1 for tokens of other ranks.
-    local_index = np.full(len(tokens), -1)
-    local_index[own] = np.arange(len(own))
+    own, local_index = pack.computed, pack.index
+    if group.size() > 1:
+        own = context_parallel_indices(lengths, group.size())[group.rank()]
+        # Invert `own`: index among this rank's tokens by index in the pack, and -1 for tokens of other ranks.
+        local_index = np.full(len(tokens), -1)
+        local_index[own] = np.arange(len(own))
     # A target is predicted by the logits of the token before it.
-    logit_indices = local_index[batch.targets - 1]
-    target_indices = np.flatnonzero(logit_indices >= 0)
+    predictors = local_index[batch.targets - 1]
+    target_indices = np.flatnonzero(predictors >= 0)
     mask = None if batch.sampling_mask is None else batch.sampling_mask.take(target_indices)
     return ModelInput(
         batch=batch,
         tokens=to_device(tokens[own]),
         positions=to_device(positions[own]),
-        params=packed_params(lengths, device),
-        logit_indices=to_device(logit_indices[target_indices]),
+        params=packed_params(pack, device, by_position=by_position),
+        predictors=to_device(predictors[target_indices]),
         target_indices=to_device(target_indices),
         kept=None if mask is None else KeptTokens(to_device(mask.counts), to_device(mask.token_ids)),
     )

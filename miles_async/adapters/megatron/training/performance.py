@@ -38,10 +38,13 @@ def performance_metrics(model: MegatronModel, steps: Sequence[TrainStep], second
     device = torch.cuda.get_device_name()
     peak = next((flops for name, flops in _PEAK_FLOPS.items() if name in device), None)
     if peak is not None and model.bridge.config.bf16:
-        lengths = [int(length) for step in steps for batch in step.micro_batches for length in batch.lengths]
+        batches = [batch for step in steps for batch in step.micro_batches]
+        lengths = [int(length) for batch in batches for length in batch.lengths]
+        # Models on GPUs compute every sequence as a whole.
+        logits = sum(len(batch.targets) for batch in batches)
         # All ranks of a model replica work on the same sequences.
         ranks_per_replica = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size()
-        metrics["mfu"] = training_flops(lengths, _shape(model)) / (seconds * peak * ranks_per_replica)
+        metrics["mfu"] = training_flops(lengths, _shape(model), logits=logits) / (seconds * peak * ranks_per_replica)
     return metrics
 
 

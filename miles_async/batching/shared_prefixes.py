@@ -1,0 +1,107 @@
+"""Common prefixes of samples, which the learner computes once.
+
+The samples of a group have the same prompt, and often the same first tokens of the response. A causal model computes
+the same hidden states for a common prefix in every sample, so the learner can compute it once: the other samples attend
+to its keys, and its gradients add up over the samples. Tree Training (arXiv 2511.00413) does this for agents' turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_async.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Samples that are packed into the same micro-batch, next to each other."""
+
+    members: list[int]
+    """Indices of the samples, in the order in which they are packed."""
+    tokens: int
+    """Number of tokens that the model computes for them."""
+    square: int
+    """Twice the number of query-key pairs of their attention: the squared length for a single sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Sequences laid end to end, of which the model computes common prefixes once."""
+
+    lengths: NDArray[np.int64]
+    """[n] tokens of the whole sequences, T in all."""
+    shared: NDArray[np.int64]
+    """[n] number of leading tokens that each sequence has in common with the one before it."""
+    computed: NDArray[np.int64]
+    """[t] indices among the T tokens of those that the model computes."""
+    index: NDArray[np.int64]
+    """[T] index among the t computed tokens of the one that stands for each token."""
+
+    @staticmethod
+    def of(lengths: NDArray[np.int64], shared: NDArray[np.int64] | None = None) -> Pack:
+        """Lay out sequences; without `shared` every token is computed."""
+        total = int(lengths.sum())
+        if shared is None or not shared.any():
+            everything = np.arange(total)
+            return Pack(lengths, np.zeros_like(lengths), everything, everything)
+        starts = np.cumsum(lengths) - lengths
+        positions = np.arange(total) - np.repeat(starts, lengths)
+        own = positions >= np.repeat(shared, lengths)
+        index = np.cumsum(own) - 1
+        # The sequence before may itself share this prefix, so the sequences are resolved in order.
+        for number in np.flatnonzero(shared):
+            start, before, count = starts[number], starts[number - 1], shared[number]
+            index[start : start + count] = index[before : before + count]
+        return Pack(lengths, shared, np.flatnonzero(own), index)
+
+
+def prefix_units(samples: Sequence[Sample], *, cap: int, at_most: int) -> list[Unit]:
+    """Group consecutive samples with the same prompt into units of at most `cap` computed tokens and `at_most` samples.
+
+    Within a unit the samples are sorted by their tokens, so that each one has the longest possible prefix in common
+    with the sample before it. A sample that is longer than `cap` is a unit of its own.
+    """
+    units: list[Unit] = []
+    start = 0
+    for end in range(1, len(samples) + 1):
+        if end == len(samples) or _prompt(samples[end]) != _prompt(samples[start]):
+            units += _divide(samples, range(start, end), cap, at_most)
+            start = end
+    return units
+
+
+def common_prefixes(sequences: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """[n] number of leading tokens that each sequence has in common with the one before it; 0 for the first."""
+    arrays = [np.asarray(sequence, np.int64) for sequence in sequences]
+    lengths = [0, *(_common(before, after) for before, after in pairwise(arrays))]
+    return np.array(lengths[: len(arrays)], np.int64)
+
+
+def _divide(samples: Sequence[Sample], members: Sequence[int], cap: int, at_most: int) -> list[Unit]:
+    """Divide samples with the same prompt into units."""
+    ordered = sorted(members, key=lambda i: samples[i].tokens)
+    shared = common_prefixes([samples[i].tokens for i in ordered])
+    units: list[Unit] = []
+    for i, prefix in zip(ordered, shared.tolist(), strict=True):
+        length = len(samples[i].tokens)
+        unit = units[-1] if units else None
+        if unit is None or len(unit.members) >= at_most or unit.tokens + length - prefix > cap:
+            units.append(Unit([i], length, length**2))
+        else:
+            units[-1] = Unit([*unit.members, i], unit.tokens + length - prefix, unit.square + length**2 - prefix**2)
+    return units
+
+
+def _prompt(sample: Sample) -> list[int]:
+    return sample.tokens[: sample.prompt_length]
+
+
+def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    shorter = min(len(one), len(other))
+    different = one[:shorter] != other[:shorter]
+    return int(different.argmax()) if different.any() else shorter

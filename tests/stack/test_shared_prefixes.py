@@ -1,0 +1,76 @@
+"""The gradients of a real learner do not depend on whether common prefixes and logits are computed once or in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from miles_async.adapters.megatron.model import output_layer
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.batching.batch import rank_batches
+from miles_async.config.schema import Algorithm, RunConfig, TinyModel
+from tests.configuration import run_config
+from tests.stack.learning import learning, prompted_groups
+from tests.stack.test_learner_parallel import gradients_of
+
+pytestmark = pytest.mark.stack
+
+ESTIMATORS = get_args(Algorithm.model_fields["advantage_estimator"].annotation)
+AGGREGATIONS = get_args(Algorithm.model_fields["loss_aggregation"].annotation)
+OBJECTIVES = ("ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po")
+VARIANTS: list[dict[str, Any]] = [
+    *({"advantage_estimator": estimator, "loss_aggregation": way} for estimator in ESTIMATORS for way in AGGREGATIONS),
+    *({"policy_objective": objective, "off_policy_correction": "none"} for objective in OBJECTIVES),
+    {"entropy_coef": 0.01, "use_kl_loss": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_tiny_model(TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128), path, seed=1)
+    return path
+
+
+def config(tiny: Path, **settings: Any) -> RunConfig:
+    return run_config(max_tokens_per_gpu=60, ref_load=str(tiny), **settings)
+
+
+def gradients(learner: MegatronLearner, run: RunConfig, *, share_prefixes: bool) -> dict[str, torch.Tensor]:
+    [[step]] = rank_batches(prompted_groups(0), run, 1, share_prefixes=share_prefixes)
+    computed = sum(batch.computed_tokens for batch in step.micro_batches)
+    assert (computed < sum(len(batch.tokens) for batch in step.micro_batches)) is share_prefixes
+    return gradients_of(learner, step)
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any gradient, relative to the largest gradient."""
+    assert ours.keys() == theirs.keys()
+    largest = max(tensor.abs().max().item() for tensor in theirs.values())
+    assert largest > 0
+    return max((tensor - theirs[name]).abs().max().item() for name, tensor in ours.items()) / largest
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: " ".join(map(str, variant.values())))
+def test_shared_prefixes_leave_the_gradient_unchanged(tiny: Path, variant: dict[str, Any]) -> None:
+    run = config(tiny, **variant)
+    with learning(tiny, run) as learner:
+        shared, plain = (gradients(learner, run, share_prefixes=share) for share in (True, False))
+    assert difference(shared, plain) < 1e-5
+
+
+def test_logits_in_chunks_leave_the_gradient_unchanged(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(tiny, entropy_coef=0.01)
+    with learning(tiny, run) as learner:
+        whole = gradients(learner, run, share_prefixes=True)
+        monkeypatch.setattr(output_layer, "CHUNK_ENTRIES", 7 * learner._model.output_layer.columns)
+        assert difference(gradients(learner, run, share_prefixes=True), whole) < 1e-5
