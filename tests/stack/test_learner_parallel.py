@@ -87,7 +87,9 @@ MIXED: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
 }
 """With weights and activations in bfloat16, which gloo carries too."""
-TOGETHER = {f"{model}, one rank, prefixes shared": (model, 1, {}) for model in ("dense", "experts")}
+TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
+    f"{model}, one rank, prefixes shared": (model, 1, {}) for model in ("dense", "experts")
+}
 ALONE: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")
 }

@@ -72,5 +72,7 @@ def test_logits_in_chunks_leave_the_gradient_unchanged(tiny: Path, monkeypatch: 
     run = config(tiny, entropy_coef=0.01)
     with learning(tiny, run) as learner:
         whole = gradients(learner, run, share_prefixes=True)
-        monkeypatch.setattr(output_layer, "CHUNK_ENTRIES", 7 * learner._model.output_layer.columns)
+        layer = learner._model.output_layer
+        assert layer is not None
+        monkeypatch.setattr(output_layer, "CHUNK_ENTRIES", 7 * layer.columns)
         assert difference(gradients(learner, run, share_prefixes=True), whole) < 1e-5
