@@ -6,8 +6,9 @@ before it is divided among ranks. This package uses only NumPy, so that the driv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,8 @@ from miles_async.batching.advantages import ScoredSample, score_samples, trained
 from miles_async.batching.flops import attention_crossover
 from miles_async.batching.layout import Padding, forward_layout, training_layout
 from miles_async.batching.packing import PackingReport
-from miles_async.config.derived import data_parallel_rank, data_parallel_ranks
-from miles_async.config.model_shape import shape_of
+from miles_async.config.derived import data_parallel_rank, data_parallel_ranks, skips_zero_advantages
+from miles_async.config.model_shape import balances_experts_by_bias, shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.sampling_mask import SamplingMask
@@ -69,9 +70,12 @@ class TrainStep:
     micro_batches: list[PackedBatch]
     """Equally many on all ranks."""
     total_tokens: int
-    """Trained tokens of the step over all ranks and micro-batches, by which the loss is divided; at least 1."""
+    """Trained tokens of the step over all ranks, by which the loss is divided; at least 1. Skipped tokens count."""
     packing: PackingReport | None = None
     """Quality of the step's packing; None for supervised steps."""
+    skipped_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens of the step over all ranks that are in no micro-batch, because their samples have no gradient:
+    their number by the weight version that sampled them."""
 
 
 def rank_batches(groups: Sequence[Group], config: RunConfig, world_size: int) -> list[list[TrainStep]]:
@@ -89,12 +93,17 @@ def rank_batches(groups: Sequence[Group], config: RunConfig, world_size: int) ->
     return [replica_batches[data_parallel_rank(learner, rank, world_size)] for rank in range(world_size)]
 
 
-def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> list[list[TrainStep]]:
+def policy_steps(
+    groups: Sequence[Group], config: RunConfig, *, ranks: int, computes_all: bool = False
+) -> list[list[TrainStep]]:
     """Build `num_steps_per_rollout` optimizer steps for `ranks` data-parallel ranks: `result[rank][step]`.
 
+    Samples without a gradient are in no micro-batch, but count in the mean over tokens or samples. With `computes_all`
+    the micro-batches contain all samples; the gradient is the same.
+
     Raises TrajectoryError if a sample has no numeric reward, inconsistent columns or no sampling mask although another
-    one has a mask, and ValueError if a sample does
-    not fit into a micro-batch or the samples cannot be divided into equal steps.
+    one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or the samples cannot be
+    divided into equal steps.
     """
     steps = config.learner.num_steps_per_rollout
     max_response_len = config.rollout.rollout_max_response_len
@@ -107,12 +116,14 @@ def policy_steps(groups: Sequence[Group], config: RunConfig, *, ranks: int) -> l
     scored.sort(key=lambda one: -1 if one.sample.index is None else one.sample.index)
     step_size = len(scored) // steps
     crossover = _crossover(config.model) if ranks > 1 else float("inf")
+    skips = not computes_all and skips_zero_advantages(config) and not balances_experts_by_bias(config.model)
     packed_steps = [
         _pack_step(
             weight_samples(scored[start : start + step_size], config.algorithm, max_response_len),
             config.learner,
             ranks,
             crossover,
+            skips=skips,
         )
         for start in range(0, len(scored), step_size)
     ]
@@ -135,15 +146,42 @@ def _crossover(model: Model) -> float:
     return float("inf") if shape is None else attention_crossover(shape)
 
 
-def _pack_step(scored: Sequence[ScoredSample], learner: Learner, ranks: int, crossover: float) -> list[TrainStep]:
-    """Pack the samples of one optimizer step: `result[rank]`."""
-    layout = training_layout([len(one.sample.tokens) for one in scored], learner, ranks, crossover)
+def _pack_step(
+    scored: Sequence[ScoredSample], learner: Learner, ranks: int, crossover: float, *, skips: bool
+) -> list[TrainStep]:
+    """Pack the samples of one optimizer step: `result[rank]`. With `skips`, samples without a gradient are left out."""
+    computed: list[ScoredSample] = []
+    skipped: list[Sample] = []
+    for one in scored:
+        if skips and not _has_gradient(one):
+            skipped.append(one.sample)
+        else:
+            computed.append(one)
+    skipped_tokens = _tokens_by_version(skipped)
+    layout = training_layout([len(one.sample.tokens) for one in computed], learner, ranks, crossover)
     packed = [
-        [pack_samples([scored[i] for i in bin_], padding) for bin_, padding in zip(bins, layout.paddings, strict=True)]
+        [
+            pack_samples([computed[i] for i in bin_], padding)
+            for bin_, padding in zip(bins, layout.paddings, strict=True)
+        ]
         for bins in layout.bins
     ]
-    total_tokens = sum(len(batch.targets) for batches in packed for batch in batches)
-    return [TrainStep(batches, max(total_tokens, 1), layout.report) for batches in packed]
+    total_tokens = sum(len(batch.targets) for batches in packed for batch in batches) + skipped_tokens.total()
+    return [TrainStep(batches, max(total_tokens, 1), layout.report, skipped_tokens) for batches in packed]
+
+
+def _has_gradient(one: ScoredSample) -> bool:
+    """Whether a loss in which every term is a multiple of the advantage has a gradient at the sample's tokens."""
+    return one.advantage != 0 and len(trained_positions(one.sample)) > 0
+
+
+def _tokens_by_version(samples: Sequence[Sample]) -> Counter[int]:
+    """Number of trained tokens by the weight version that sampled them."""
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        versions, numbers = np.unique(_token_versions(sample)[trained_positions(sample)], return_counts=True)
+        counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
+    return counts
 
 
 def pack_samples(scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING) -> PackedBatch:
