@@ -117,16 +117,12 @@ def policy_steps(
     step_size = len(scored) // steps
     crossover = _crossover(config.model) if ranks > 1 else float("inf")
     skips = not computes_all and skips_zero_advantages(config) and not balances_experts_by_bias(config.model)
-    packed_steps = [
-        _pack_step(
-            weight_samples(scored[start : start + step_size], config.algorithm, max_response_len),
-            config.learner,
-            ranks,
-            crossover,
-            skips=skips,
-        )
-        for start in range(0, len(scored), step_size)
-    ]
+    packed_steps = []
+    for start in range(0, len(scored), step_size):
+        # The weights depend on the number of samples and tokens of the whole step, so they come before the split.
+        weighted = weight_samples(scored[start : start + step_size], config.algorithm, max_response_len)
+        computed, skipped = _split_by_gradient(weighted) if skips else (weighted, [])
+        packed_steps.append(_pack_step(computed, skipped, config.learner, ranks, crossover))
     return [[step[rank] for step in packed_steps] for rank in range(ranks)]
 
 
@@ -147,27 +143,29 @@ def _crossover(model: Model) -> float:
 
 
 def _pack_step(
-    scored: Sequence[ScoredSample], learner: Learner, ranks: int, crossover: float, *, skips: bool
+    scored: Sequence[ScoredSample], skipped: Sequence[Sample], learner: Learner, ranks: int, crossover: float
 ) -> list[TrainStep]:
-    """Pack the samples of one optimizer step: `result[rank]`. With `skips`, samples without a gradient are left out."""
+    """Pack the samples of one optimizer step: `result[rank]`. `skipped` are those that take no pass but are counted."""
+    layout = training_layout([len(one.sample.tokens) for one in scored], learner, ranks, crossover)
+    packed = [
+        [pack_samples([scored[i] for i in bin_], padding) for bin_, padding in zip(bins, layout.paddings, strict=True)]
+        for bins in layout.bins
+    ]
+    skipped_tokens = _tokens_by_version(skipped)
+    total_tokens = sum(len(batch.targets) for batches in packed for batch in batches) + skipped_tokens.total()
+    return [TrainStep(batches, max(total_tokens, 1), layout.report, skipped_tokens) for batches in packed]
+
+
+def _split_by_gradient(scored: Sequence[ScoredSample]) -> tuple[list[ScoredSample], list[Sample]]:
+    """Separate the samples that have a gradient from the others."""
     computed: list[ScoredSample] = []
     skipped: list[Sample] = []
     for one in scored:
-        if skips and not _has_gradient(one):
-            skipped.append(one.sample)
-        else:
+        if _has_gradient(one):
             computed.append(one)
-    skipped_tokens = _tokens_by_version(skipped)
-    layout = training_layout([len(one.sample.tokens) for one in computed], learner, ranks, crossover)
-    packed = [
-        [
-            pack_samples([computed[i] for i in bin_], padding)
-            for bin_, padding in zip(bins, layout.paddings, strict=True)
-        ]
-        for bins in layout.bins
-    ]
-    total_tokens = sum(len(batch.targets) for batches in packed for batch in batches) + skipped_tokens.total()
-    return [TrainStep(batches, max(total_tokens, 1), layout.report, skipped_tokens) for batches in packed]
+        else:
+            skipped.append(one.sample)
+    return computed, skipped
 
 
 def _has_gradient(one: ScoredSample) -> bool:
