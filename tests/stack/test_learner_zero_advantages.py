@@ -150,8 +150,9 @@ def test_later_steps_of_a_rollout_have_the_same_loss_and_gradient_norm(models: P
     found = []
     for computes_all in (False, True):
         # Twice the same samples, so that the second half has moved away from the policy before the first step.
-        twice = [Group([replace(s, index=16 * copy + s.index) for s in g]) for copy in range(2)
-                 for g in half_without_advantage()]  # fmt: skip
+        twice = half_without_advantage() + half_without_advantage()
+        for index, sample in enumerate(sample for group in twice for sample in group):
+            sample.index = index
         [steps] = policy_steps(twice, run, ranks=1, computes_all=computes_all)
         with learning(models / "dense", run) as learner:
             found.append(learner.train(0, steps).metrics)
