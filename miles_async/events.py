@@ -211,7 +211,7 @@ class StepEnded(Event, frozen=True):
     seconds: float
     """From the beginning of the first optimizer step to the end of the last one, on the slowest rank."""
     tokens: int
-    """Prompt and response tokens that the model processed."""
+    """Prompt and response tokens of the batch, including samples that need no pass because they have no gradient."""
     finite: bool
     """False if a loss or gradient was not finite and the batch was skipped."""
     reward: float

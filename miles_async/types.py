@@ -326,7 +326,7 @@ class StepReport:
     seconds: float
     """From the beginning of the first optimizer step to the end of the last one."""
     tokens: int
-    """Prompt and response tokens that the model processed."""
+    """Prompt and response tokens of the batch, including samples that need no pass because they have no gradient."""
     finite: bool
     """False if a loss or gradient was not finite; the weights are then unchanged."""
     metrics: Mapping[str, float] = field(default_factory=dict)

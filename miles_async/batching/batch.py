@@ -6,8 +6,9 @@ before it is divided among ranks. This package uses only NumPy, so that the driv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,9 @@ from miles_async.config.derived import (
     data_parallel_ranks,
     micro_batch_tokens,
     shares_prefixes,
+    skips_zero_advantages,
 )
-from miles_async.config.model_shape import shape_of
+from miles_async.config.model_shape import balances_experts_by_bias, shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.sampling_mask import SamplingMask
@@ -86,9 +88,12 @@ class TrainStep:
     micro_batches: list[PackedBatch]
     """Equally many on all ranks."""
     total_tokens: int
-    """Trained tokens of the step over all ranks and micro-batches, by which the loss is divided; at least 1."""
+    """Trained tokens of the step over all ranks, by which the loss is divided; at least 1. Skipped tokens count."""
     packing: PackingReport | None = None
     """Quality of the step's packing; None for supervised steps."""
+    skipped_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens of the step over all ranks that are in no micro-batch, because their samples have no gradient:
+    their number by the weight version that sampled them."""
 
 
 def rank_batches(
@@ -111,13 +116,22 @@ def rank_batches(
 
 
 def policy_steps(
-    groups: Sequence[Group], config: RunConfig, *, ranks: int, share_prefixes: bool = False
+    groups: Sequence[Group],
+    config: RunConfig,
+    *,
+    ranks: int,
+    share_prefixes: bool = False,
+    computes_all: bool = False,
 ) -> list[list[TrainStep]]:
     """Build `num_steps_per_rollout` optimizer steps for `ranks` data-parallel ranks: `result[rank][step]`.
 
+    Samples without a gradient are in no micro-batch, but count in the mean over tokens or samples. With `computes_all`
+    the micro-batches contain all samples; the gradient is the same. With `share_prefixes` samples with the same prompt
+    are adjacent, and their common prefixes are marked, as far as the layout allows it.
+
     Raises TrajectoryError if a sample has no numeric reward, inconsistent columns or no sampling mask although another
-    one has a mask, and ValueError if a sample does
-    not fit into a micro-batch or the samples cannot be divided into equal steps.
+    one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or the samples cannot be
+    divided into equal steps.
     """
     steps = config.learner.num_steps_per_rollout
     max_response_len = config.rollout.rollout_max_response_len
@@ -130,16 +144,14 @@ def policy_steps(
     scored.sort(key=lambda one: -1 if one.sample.index is None else one.sample.index)
     step_size = len(scored) // steps
     crossover = _crossover(config.model) if ranks > 1 else float("inf")
-    packed_steps = [
-        _pack_step(
-            weight_samples(scored[start : start + step_size], config.algorithm, max_response_len),
-            config.learner,
-            ranks,
-            crossover,
-            share_prefixes=share_prefixes and shares_prefixes(config.learner),
-        )
-        for start in range(0, len(scored), step_size)
-    ]
+    skips = not computes_all and skips_zero_advantages(config) and not balances_experts_by_bias(config.model)
+    shares = share_prefixes and shares_prefixes(config.learner)
+    packed_steps = []
+    for start in range(0, len(scored), step_size):
+        # The weights depend on the number of samples and tokens of the whole step, so they come before the split.
+        weighted = weight_samples(scored[start : start + step_size], config.algorithm, max_response_len)
+        computed, skipped = _split_by_gradient(weighted) if skips else (weighted, [])
+        packed_steps.append(_pack_step(computed, skipped, config.learner, ranks, crossover, share_prefixes=shares))
     return [[step[rank] for step in packed_steps] for rank in range(ranks)]
 
 
@@ -160,9 +172,15 @@ def _crossover(model: Model) -> float:
 
 
 def _pack_step(
-    scored: Sequence[ScoredSample], learner: Learner, ranks: int, crossover: float, *, share_prefixes: bool = False
+    scored: Sequence[ScoredSample],
+    skipped: Sequence[Sample],
+    learner: Learner,
+    ranks: int,
+    crossover: float,
+    *,
+    share_prefixes: bool,
 ) -> list[TrainStep]:
-    """Pack the samples of one optimizer step: `result[rank]`."""
+    """Pack the samples of one optimizer step: `result[rank]`. `skipped` are those that take no pass but are counted."""
     if share_prefixes:
         # Samples with the same prompt are packed as one unit, so that they reach the same micro-batch.
         at_most = max(1, len(scored) // (UNITS_PER_RANK * ranks)) if ranks > 1 else len(scored)
@@ -179,8 +197,35 @@ def _pack_step(
         ]
         for bins in layout.bins
     ]
-    total_tokens = sum(len(batch.targets) for batches in packed for batch in batches)
-    return [TrainStep(batches, max(total_tokens, 1), layout.report) for batches in packed]
+    skipped_tokens = _tokens_by_version(skipped)
+    total_tokens = sum(len(batch.targets) for batches in packed for batch in batches) + skipped_tokens.total()
+    return [TrainStep(batches, max(total_tokens, 1), layout.report, skipped_tokens) for batches in packed]
+
+
+def _split_by_gradient(scored: Sequence[ScoredSample]) -> tuple[list[ScoredSample], list[Sample]]:
+    """Separate the samples that have a gradient from the others."""
+    computed: list[ScoredSample] = []
+    skipped: list[Sample] = []
+    for one in scored:
+        if _has_gradient(one):
+            computed.append(one)
+        else:
+            skipped.append(one.sample)
+    return computed, skipped
+
+
+def _has_gradient(one: ScoredSample) -> bool:
+    """Whether a loss in which every term is a multiple of the advantage has a gradient at the sample's tokens."""
+    return one.advantage != 0 and len(trained_positions(one.sample)) > 0
+
+
+def _tokens_by_version(samples: Sequence[Sample]) -> Counter[int]:
+    """Number of trained tokens by the weight version that sampled them."""
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        versions, numbers = np.unique(_token_versions(sample)[trained_positions(sample)], return_counts=True)
+        counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
+    return counts
 
 
 def pack_samples(

@@ -64,7 +64,7 @@ def prefix_units(samples: Sequence[Sample], *, cap: int, at_most: int) -> list[U
     """Group consecutive samples with the same prompt into units of at most `cap` computed tokens and `at_most` samples.
 
     Within a unit the samples are sorted by their tokens, so that each one has the longest possible prefix in common
-    with the sample before it. A sample that is longer than `cap` is a unit of its own.
+    with the sample before it. A sample that is longer than `cap` is a unit by itself.
     """
     units: list[Unit] = []
     start = 0

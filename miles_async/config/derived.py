@@ -92,6 +92,27 @@ def compares_with_sampling_policy(algorithm: Algorithm) -> bool:
     return policy_objective(algorithm) in ("dppo", "m2po")
 
 
+def skips_zero_advantages(config: RunConfig) -> bool:
+    """Whether samples whose advantage is zero need no pass through the model.
+
+    This holds if every term of the loss is a multiple of the advantage, and no token affects the terms of other
+    samples. It does not hold for
+
+    - supervised fine-tuning, which has no advantages;
+    - `ppo`: the advantages come from the critic, which trains on all samples;
+    - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token;
+    - `m2po`, whose budget is a mean over all tokens of the step.
+    """
+    algorithm = config.algorithm
+    return (
+        config.learner.loss_type == "policy_loss"
+        and algorithm.advantage_estimator != "ppo"
+        and policy_objective(algorithm) != "m2po"
+        and not keeps_reference(config)
+        and algorithm.entropy_coef == 0
+    )
+
+
 def trains_on_sampling_masks(config: RunConfig) -> bool:
     """Whether top-p or top-k limits the tokens that training samples are drawn from.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from miles_async.config.schema import Model
 
@@ -48,10 +49,7 @@ def shape_of(model: Model) -> ModelShape | None:
             active_experts=1,
             vocabulary=0,
         )
-    try:
-        config = json.loads((Path(model.hf_checkpoint).expanduser() / "config.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
+    config = _read_config(model.hf_checkpoint)
     if "num_hidden_layers" not in config:
         return None
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -67,3 +65,22 @@ def shape_of(model: Model) -> ModelShape | None:
         active_experts=config["num_experts_per_tok"] if experts else 1,
         vocabulary=config.get("vocab_size", 0),
     )
+
+
+def balances_experts_by_bias(model: Model) -> bool:
+    """Whether each optimizer step adjusts the biases of the routers to the number of tokens that each expert received.
+
+    The routers of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and of the models that adopted them learn in this way.
+    The `config.json` of these models calls the number of experts `n_routed_experts`.
+    """
+    config = {} if model.hf_checkpoint is None else _read_config(model.hf_checkpoint)
+    return "n_routed_experts" in config or "n_routed_experts" in (config.get("text_config") or {})
+
+
+def _read_config(hf_checkpoint: str) -> dict[str, Any]:
+    """The contents of `config.json`; an empty dictionary if there is no readable one."""
+    try:
+        config: dict[str, Any] = json.loads((Path(hf_checkpoint).expanduser() / "config.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return config

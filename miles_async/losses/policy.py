@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -177,35 +177,44 @@ def objective_sum(sums: Tensor) -> float:
     return float(sums[:, SUMS.index("objective")].sum())
 
 
-def policy_metrics(sums: Tensor, maximum: Tensor) -> Mapping[str, float]:
+def policy_metrics(sums: Tensor, maximum: Tensor, skipped: Sequence[float]) -> Mapping[str, float]:
     """Compute the metrics of an optimizer step from its `TokenSums`, combined over micro-batches and ranks.
+
+    `skipped` has STALENESS_CLASSES entries: the trained tokens that took no pass because their advantage is zero.
+    `loss`, `loss_tokens` and the token shares are over all trained tokens. All other metrics are over the computed
+    tokens, whose share of the trained tokens is `computed_fraction`. They are missing if no token was computed.
 
     `ess` is the effective sample size of the unbounded importance ratios divided by the number of tokens (Kish 1965); 1
     means on-policy. Metrics that depend on staleness are also given per staleness class, such as `ess_staleness_2`.
     """
     total = dict(zip(SUMS, sums.sum(0).tolist(), strict=True))
-    tokens = max(total["tokens"], 1.0)
+    tokens, trained = total["tokens"], total["tokens"] + sum(skipped)
     metrics = {
-        "loss": -total["objective"] / tokens,
-        **_off_policy_metrics(total),
-        "logprob_gap_max": maximum.item(),
-        "importance_weight": total["weight"] / tokens,
-        "entropy": total["entropy"] / tokens,
-        "kl": total["kl"] / tokens,
-        "loss_tokens": total["tokens"],
+        "loss": -total["objective"] / max(trained, 1.0),
+        "loss_tokens": trained,
+        "computed_fraction": tokens / max(trained, 1.0),
     }
-    for staleness, row in enumerate(sums.tolist()):
+    if tokens:
+        metrics |= {
+            **_off_policy_metrics(total),
+            "logprob_gap_max": maximum.item(),
+            "importance_weight": total["weight"] / tokens,
+            "entropy": total["entropy"] / tokens,
+            "kl": total["kl"] / tokens,
+        }
+    for staleness, (row, class_skipped) in enumerate(zip(sums.tolist(), skipped, strict=True)):
+        name = f"{staleness}_or_more" if staleness == STALENESS_CLASSES - 1 else str(staleness)
         class_total = dict(zip(SUMS, row, strict=True))
         if class_total["tokens"]:
-            name = f"{staleness}_or_more" if staleness == STALENESS_CLASSES - 1 else str(staleness)
             class_metrics = _off_policy_metrics(class_total)
             metrics |= {f"{metric}_staleness_{name}": value for metric, value in class_metrics.items()}
-            metrics[f"token_share_staleness_{name}"] = class_total["tokens"] / tokens
+        if class_trained := class_total["tokens"] + class_skipped:
+            metrics[f"token_share_staleness_{name}"] = class_trained / trained
     return metrics
 
 
 def _off_policy_metrics(total: Mapping[str, float]) -> dict[str, float]:
-    tokens = max(total["tokens"], 1.0)
+    tokens = total["tokens"]
     return {
         "ess": total["ratio"] ** 2 / max(tokens * total["ratio_squared"], 1e-30),
         "clip_fraction": total["clipped"] / tokens,

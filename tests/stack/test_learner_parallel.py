@@ -22,7 +22,7 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.adapters.weights.engine import call_engine
-from miles_async.batching.batch import TrainStep, rank_batches
+from miles_async.batching.batch import TrainStep, policy_steps, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
@@ -119,22 +119,38 @@ MASKED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "masked, data parallel": ("dense", 2, {}),
 }
 """With samples that top-p or top-k sampling drew."""
-ALL = LAYOUTS | MIXED | ALONE | SELECTING | MASKED | TOGETHER
+ONLY_ADVANTAGES: dict[str, Any] = {"entropy_coef": 0.0, "use_kl_loss": False}
+SKIPPING: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "skipping, one rank": ("dense", 1, ONLY_ADVANTAGES),
+    "skipping, data parallel": ("dense", 2, ONLY_ADVANTAGES),
+    "skipping, virtual pipeline, in rows": ("dense", 2, ONLY_ADVANTAGES | DENSE["virtual pipeline"][1] | ROWS),
+    "skipping, tensor, sequence and context parallel": (
+        "dense",
+        4,
+        ONLY_ADVANTAGES | DENSE["tensor, sequence and context parallel"][1],
+    ),
+    "skipping, expert and context parallel": (
+        "experts",
+        4,
+        ONLY_ADVANTAGES | EXPERTS["expert and context parallel"][1],
+    ),
+    "skipping, experts, one rank": ("experts", 1, ONLY_ADVANTAGES),
+}
+"""With groups without an advantage, which only one rank computes."""
+ALL = LAYOUTS | MIXED | ALONE | SELECTING | MASKED | SKIPPING | TOGETHER
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
 def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> RunConfig:
     # Adam's first step divides each gradient by its own size, rounding errors included: where a gradient is almost
     # nothing the ranks may differ by a share of the learning rate.
+    other_terms = {"entropy_coef": 0.01, "use_kl_loss": True, "ref_load": str(root / f"{model} reference")}
     return run_config(
         lr=0.0001,
         max_tokens_per_gpu=40,
         actor_num_gpus_per_node=ranks,
-        **layout,
-        entropy_coef=0.01,
         grpo_std_normalization=False,
-        use_kl_loss=True,
-        ref_load=str(root / f"{model} reference"),
+        **other_terms | layout,
     )
 
 
@@ -150,14 +166,31 @@ def masked_groups() -> list[Group]:
     return groups
 
 
+def groups_without_advantage(count: int) -> list[Group]:
+    """`uneven_groups` in which the last `count` groups have equal rewards."""
+    groups = uneven_groups(0)
+    for sample in (sample for group in groups[-count:] for sample in group):
+        sample.reward = 1.0
+    return groups
+
+
+def steps_of(name: str, settings: RunConfig, ranks: int) -> list[list[TrainStep]]:
+    """The optimizer steps of each rank of a layout."""
+    if name not in SKIPPING:
+        return rank_batches(masked_groups() if name in MASKED else uneven_groups(0), settings, ranks)
+    groups = groups_without_advantage(2)
+    if ranks == 1:
+        return policy_steps(groups, settings, ranks=1, computes_all=True)
+    return rank_batches(groups, settings, ranks)
+
+
 def learn(root: Path, name: str, rank: int, port: int) -> None:
     """Trains one batch; rank 0 writes the observable results to a file."""
     torch.set_num_threads(1)
     model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name
     learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
-    groups = masked_groups() if name in MASKED else uneven_groups(0)
-    steps = rank_batches(groups, settings, ranks)[rank]
+    steps = steps_of(name, settings, ranks)[rank]
     sequences = [sample.tokens for group in uneven_groups(0) for sample in group]
     before = learner.logprobs(sequences)
     greedy = learner.greedy(PROMPTS, 2, eos=256)
@@ -166,6 +199,9 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
     prompted = rank_batches(prompted_groups(0), settings, ranks, share_prefixes=name not in ALONE)[rank]
     with_prompts = gradients_of(learner, prompted[0])
     report = learner.train(0, steps)
+    if name in SKIPPING:
+        # Nothing changes, not even by the momentum of the step before.
+        learner.train(1, rank_batches(groups_without_advantage(3), settings, ranks)[rank])
     states = [state for optimizer in learner._model.optimizer.chained_optimizers for state in optimizer.state.values()]
     moments = sum(state["exp_avg"].numel() for state in states)
     after = learner.logprobs(sequences)
@@ -263,6 +299,18 @@ def test_parallel_ranks_renormalize_over_the_kept_tokens_like_one_rank(runs: Pat
     ours, theirs = facts(runs / layout)["metrics"], facts(runs / alone)["metrics"]
     for name in ("loss", "entropy", "kl", "logprob_gap_mean", "logprob_gap_max", "grad_norm"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("layout", [name for name, (_, ranks, _) in SKIPPING.items() if ranks > 1])
+def test_parallel_ranks_that_skip_samples_learn_what_one_rank_learns_from_all(runs: Path, layout: str) -> None:
+    alone = runs / ("skipping, one rank" if SKIPPING[layout][0] == "dense" else "skipping, experts, one rank")
+    assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
+    assert most_apart(runs / layout / "saved/model.safetensors", alone / "saved/model.safetensors") < 1e-5
+    ours, theirs = facts(runs / layout)["metrics"], facts(alone)["metrics"]
+    assert ours["computed_fraction"] < 0.5
+    assert theirs["computed_fraction"] == 1
+    for name in ("loss", "loss_tokens", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
 
 
 @pytest.mark.parametrize("layout", MIXED)

@@ -345,7 +345,7 @@ def test_metrics_are_given_for_the_tokens_of_every_staleness() -> None:
         sums[0, SUMS.index(name)] = value
     for name, value in {"tokens": 4, "bounded": 2, "ratio": 8, "ratio_squared": 16, "gap": 2}.items():
         sums[4, SUMS.index(name)] = value
-    metrics = policy_metrics(sums, torch.tensor([0.5]))
+    metrics = policy_metrics(sums, torch.tensor([0.5]), [0] * STALENESS_CLASSES)
     assert metrics["loss"] == 0.25
     assert metrics["logprob_gap_max"] == 0.5
     assert (metrics["ess"], metrics["ess_staleness_0"], metrics["ess_staleness_4_or_more"]) == (0.75, 0.5, 1.0)
@@ -353,6 +353,19 @@ def test_metrics_are_given_for_the_tokens_of_every_staleness() -> None:
     assert metrics["bounded_fraction_staleness_4_or_more"] == metrics["logprob_gap_mean_staleness_4_or_more"] == 0.5
     assert metrics["token_share_staleness_0"] == 0.5
     assert not [name for name in metrics if name.endswith("staleness_1")], "there were none"
+
+
+def test_tokens_that_took_no_pass_count_in_the_loss_and_in_the_shares_only() -> None:
+    sums = torch.zeros(STALENESS_CLASSES, len(SUMS))
+    for name, value in {"tokens": 4, "objective": -2, "ratio": 4, "ratio_squared": 4, "entropy": 8}.items():
+        sums[0, SUMS.index(name)] = value
+    metrics = policy_metrics(sums, torch.tensor([0.5]), [4, 8, 0, 0, 0])
+    assert (metrics["loss"], metrics["loss_tokens"], metrics["computed_fraction"]) == (2 / 16, 16, 0.25)
+    assert (metrics["token_share_staleness_0"], metrics["token_share_staleness_1"]) == (0.5, 0.5)
+    assert (metrics["entropy"], metrics["ess"]) == (2, 1)
+    assert "ess_staleness_1" not in metrics
+    nothing = policy_metrics(torch.zeros_like(sums), torch.zeros(1), [0, 0, 6, 0, 0])
+    assert nothing == {"loss": 0, "loss_tokens": 6, "computed_fraction": 0, "token_share_staleness_2": 1}
 
 
 def test_a_logprob_that_is_not_a_number_shows_in_the_loss() -> None:

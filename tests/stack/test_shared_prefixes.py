@@ -23,7 +23,11 @@ ESTIMATORS = get_args(Algorithm.model_fields["advantage_estimator"].annotation)
 AGGREGATIONS = get_args(Algorithm.model_fields["loss_aggregation"].annotation)
 OBJECTIVES = ("ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po")
 VARIANTS: list[dict[str, Any]] = [
-    *({"advantage_estimator": estimator, "loss_aggregation": way} for estimator in ESTIMATORS for way in AGGREGATIONS),
+    *(
+        {"advantage_estimator": estimator, "loss_aggregation": aggregation}
+        for estimator in ESTIMATORS
+        for aggregation in AGGREGATIONS
+    ),
     *({"policy_objective": objective, "off_policy_correction": "none"} for objective in OBJECTIVES),
     {"entropy_coef": 0.01, "use_kl_loss": True},
 ]

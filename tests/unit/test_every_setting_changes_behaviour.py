@@ -88,7 +88,7 @@ def ray_start(config: RunConfig) -> object:
 
 
 def _groups() -> list[Group]:
-    """Four groups of four samples of uneven lengths and rewards."""
+    """Four groups of four samples of uneven lengths and rewards; no reward is the mean of its group."""
     lengths = [[3 + (5 * group + 3 * position) % 11 for position in range(4)] for group in range(4)]
     return [
         Group(
@@ -97,7 +97,7 @@ def _groups() -> list[Group]:
                 tokens=list(range(2 + length)),
                 response_length=length,
                 rollout_log_probs=[-1.0] * length,
-                reward=float((group + position) % 3),
+                reward=float((group + position) % 3) ** 2,
             )
             for position, length in enumerate(of_group)
         )

@@ -13,7 +13,7 @@ from miles_async.adapters.datasets.factory import eval_groups
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import Rendezvous
-from miles_async.batching.batch import TrainStep, rank_batches, repack_for_forward
+from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, repack_for_forward
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.types import Group, Sample
@@ -341,7 +341,8 @@ def advantages_of(rewards: list[list[float]], **settings: Any) -> list[float]:
         )
         for group in rewards
     ]  # fmt: skip
-    [batch] = rank_batches(groups, run_config(**settings), 1)[0][0].micro_batches
+    [[step]] = policy_steps(groups, run_config(**settings), ranks=1, computes_all=True)
+    [batch] = step.micro_batches
     return [round(float(batch.advantages[batch.sequences == i][0]), 3) for i in range(len(batch.lengths))]
 
 

@@ -47,7 +47,7 @@ def test_a_unit_has_at_most_as_many_tokens_as_a_micro_batch() -> None:
     assert [unit.tokens for unit in units] == [14, 14]
 
 
-def test_samples_with_other_prompts_and_samples_over_the_limit_are_units_of_their_own() -> None:
+def test_samples_with_other_prompts_and_samples_over_the_limit_are_units_by_themselves() -> None:
     samples = [sample(0, PROMPT, [10]), sample(1, [9, 9], [10]), sample(2, PROMPT, [10] * 30), sample(3, PROMPT, [11])]
     assert [unit.members for unit in prefix_units(samples, cap=20, at_most=8)] == [[0], [1], [2], [3]]
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -83,7 +87,7 @@ def test_all_steps_of_a_batch_have_about_the_same_mean_length() -> None:
 
 
 def test_ranks_share_the_samples_and_divide_by_the_tokens_of_all_of_them() -> None:
-    [[one], [other]] = steps_of(Group([sample(i, float(i)) for i in range(5)]), ranks=2)
+    [[one], [other]] = steps_of(Group([sample(i, float(i**2)) for i in range(5)]), ranks=2)
     firsts = sorted(int(b.tokens[0]) for step in (one, other) for b in step.micro_batches)
     assert sum(len(b.lengths) for step in (one, other) for b in step.micro_batches) == 5
     assert one.total_tokens == other.total_tokens == 15
@@ -91,7 +95,7 @@ def test_ranks_share_the_samples_and_divide_by_the_tokens_of_all_of_them() -> No
 
 
 def test_samples_go_to_the_steps_in_the_order_of_their_index() -> None:
-    groups = Group([sample(2), sample(3)]), Group([sample(0), sample(1)])
+    groups = Group([sample(2), sample(3, 0.0)]), Group([sample(0), sample(1, 0.0)])
     [[first, second]] = steps_of(*groups, steps=2)
     assert {100, 101} <= set(first.micro_batches[0].tokens.tolist())
     assert {102, 103} <= set(second.micro_batches[0].tokens.tolist())
@@ -117,3 +121,172 @@ def test_a_supervised_step_trains_every_response_token_and_no_other() -> None:
     [batch] = step.micro_batches
     assert batch.tokens[batch.targets].tolist() == [4, 5, 6]
     assert step.total_tokens == 3
+
+
+# --- samples without a gradient --------------------------------------------------------------------------------------
+
+
+def packed_samples(steps: Sequence[TrainStep]) -> list[int]:
+    """The indices of the samples in the micro-batches of all ranks; the first token of sample i is 100 + i."""
+    batches = [batch for step in steps for batch in step.micro_batches if len(batch.targets)]
+    firsts = [int(token) for batch in batches for token in batch.tokens[batch.lengths.cumsum() - batch.lengths]]
+    return sorted(first - 100 for first in firsts)
+
+
+def half_without_gradient() -> list[Group]:
+    """Two groups whose rewards differ and two whose rewards are equal, of samples with 1 to 4 response tokens."""
+    rewards = [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [1.0, 1.0]]
+    return [
+        Group([sample(2 * g, first, response=1 + g), sample(2 * g + 1, second, response=1 + g)])
+        for g, (first, second) in enumerate(rewards)
+    ]
+
+
+def test_samples_without_an_advantage_are_not_packed_but_count_in_the_mean() -> None:
+    config = run_config()
+    [[skipping]] = policy_steps(half_without_gradient(), config, ranks=1)
+    [[complete]] = policy_steps(half_without_gradient(), config, ranks=1, computes_all=True)
+    assert packed_samples([skipping]) == [0, 1, 4, 5]
+    assert packed_samples([complete]) == list(range(8))
+    assert skipping.total_tokens == complete.total_tokens == 20
+
+
+def test_one_sample_of_a_group_may_be_without_an_advantage() -> None:
+    [[step]] = steps_of(Group([sample(i, float(i)) for i in range(3)]))
+    assert packed_samples([step]) == [0, 2]
+    assert step.total_tokens == 9
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_the_weights_of_packed_samples_do_not_depend_on_the_others_being_packed(aggregation: str) -> None:
+    config = run_config(loss_aggregation=aggregation)
+    found: list[dict[int, float]] = []
+    for computes_all in (False, True):
+        [[step]] = policy_steps(half_without_gradient(), config, ranks=1, computes_all=computes_all)
+        [batch] = step.micro_batches
+        firsts = batch.tokens[batch.lengths.cumsum() - batch.lengths] - 100
+        found.append(dict(zip(firsts[batch.sequences].tolist(), batch.loss_weights.tolist(), strict=True)))
+    skipping, complete = found
+    assert set(skipping) == {0, 1, 4, 5}
+    assert skipping == {index: weight for index, weight in complete.items() if index in skipping}
+
+
+def test_skipped_tokens_are_counted_by_the_version_that_sampled_them() -> None:
+    spanned = sample(0, response=4, mask=[1, 1, 0, 1])
+    spanned.spans = [VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)]
+    other = sample(1)
+    other.spans = [VersionSpan(5, 0, 3)]
+    [[step]] = steps_of(Group([spanned, other]), Group([sample(2), sample(3, 0.0)]))
+    assert step.skipped_tokens == {3: 1, 5: 4, NO_VERSION: 1}
+    assert step.total_tokens == 12
+
+
+def test_a_sample_without_trained_tokens_is_not_packed() -> None:
+    removed = sample(1, 0.0)
+    removed.remove_sample = True
+    [[step]] = steps_of(Group([sample(0), removed, sample(2, 0.0, mask=[0, 0, 0])]))
+    assert packed_samples([step]) == [0]
+    assert (step.total_tokens, step.skipped_tokens) == (3, {})
+
+
+def test_a_sample_whose_advantage_is_not_a_number_is_packed() -> None:
+    [[step]] = steps_of(Group([sample(0, float("nan")), sample(1)]))
+    assert packed_samples([step]) == [0, 1]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "virtual pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "fixed size": {"use_dynamic_batch_size": False},
+    "rows": {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 4},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_have_equally_many_micro_batches_of_the_computed_samples(layout: str) -> None:
+    config = run_config(max_tokens_per_gpu=12, **LAYOUTS[layout])
+    steps = [step for [step] in policy_steps(half_without_gradient(), config, ranks=3)]
+    assert packed_samples(steps) == [0, 1, 4, 5]
+    assert len({len(step.micro_batches) for step in steps}) == 1
+    assert {step.total_tokens for step in steps} == {20}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_a_step_without_any_gradient_every_rank_gets_empty_micro_batches(layout: str) -> None:
+    groups = [Group([sample(0, 1.0), sample(1, 1.0)]), Group([sample(2, 0.0), sample(3, 0.0)])]
+    steps = [step for [step] in policy_steps(groups, run_config(**LAYOUTS[layout]), ranks=2)]
+    assert packed_samples(steps) == []
+    assert len({len(step.micro_batches) for step in steps}) == 1
+    assert [(step.total_tokens, step.skipped_tokens) for step in steps] == [(12, {NO_VERSION: 12})] * 2
+
+
+@pytest.mark.parametrize("layout", ["packed", "rows"])
+def test_the_packing_report_is_that_of_a_batch_of_the_computed_samples_alone(layout: str) -> None:
+    config = run_config(max_tokens_per_gpu=12, **LAYOUTS[layout])
+    alone = [half_without_gradient()[0], half_without_gradient()[2]]
+    reports = [policy_steps(groups, config, ranks=2)[0][0].packing for groups in (half_without_gradient(), alone)]
+    assert reports[0] == reports[1]
+
+
+def test_a_sample_without_an_advantage_may_be_longer_than_a_micro_batch() -> None:
+    groups = [Group([sample(0, response=90), sample(1)]), Group([sample(2), sample(3, 0.0)])]
+    [[step]] = policy_steps(groups, run_config(max_tokens_per_gpu=20), ranks=1)
+    assert packed_samples([step]) == [2, 3]
+
+
+def packed_share(**settings: Any) -> float:
+    """Share of the samples of `half_without_gradient` that are packed."""
+    [[step]] = policy_steps(half_without_gradient(), run_config(**settings), ranks=1)
+    return len(packed_samples([step])) / 8
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"advantage_estimator": name} for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")),
+        *({"policy_objective": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo")),
+        {"policy_objective": "dppo", "off_policy_correction": "none"},
+        *({"off_policy_correction": name} for name in ("tis", "decoupled", "icepop", "sequence", "none")),
+        {"grpo_std_normalization": False},
+    ],
+    ids=str,
+)
+def test_samples_without_an_advantage_are_skipped_if_every_term_of_the_loss_is_a_multiple_of_it(
+    settings: dict[str, Any],
+) -> None:
+    assert packed_share(**settings) == 0.5
+
+
+def test_reinforce_plus_plus_skips_samples_with_the_mean_reward_of_the_batch() -> None:
+    rewards = [1.0, 0.5, 0.5, 0.0]
+    config = run_config(advantage_estimator="reinforce_plus_plus")
+    [[step]] = policy_steps([Group([sample(i, reward) for i, reward in enumerate(rewards)])], config, ranks=1)
+    assert packed_samples([step]) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "sft_loss"},
+        {"advantage_estimator": "ppo"},
+        {"policy_objective": "m2po", "off_policy_correction": "none"},
+        {"use_kl_loss": True},
+        {"kl_coef": 0.1},
+        {"entropy_coef": 0.01},
+    ],
+    ids=str,
+)
+def test_all_samples_are_packed_if_another_term_or_sample_depends_on_them(settings: dict[str, Any]) -> None:
+    assert packed_share(**settings) == 1
+
+
+@pytest.mark.parametrize(
+    "shape, share",
+    [({"num_experts": 8}, 0.5), ({"n_routed_experts": 8}, 1), ({"text_config": {"n_routed_experts": 8}}, 1)],
+    ids=["without biases", "with biases", "with vision"],
+)
+def test_all_samples_are_packed_if_router_biases_depend_on_the_tokens_of_a_step(
+    tmp_path: Path, shape: dict[str, Any], share: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert packed_share(hf_checkpoint=str(tmp_path)) == share

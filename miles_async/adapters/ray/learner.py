@@ -12,7 +12,7 @@ from miles_async.adapters.ray.actor_errors import all_results
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.batching.batch import rank_batches
-from miles_async.config.derived import data_parallel_rank, hf_export, save_folder
+from miles_async.config.derived import hf_export, save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.types import Group, SendOutcome, StepReport
@@ -50,10 +50,7 @@ class RayLearner:
         reports = await all_results(
             rank.train.remote(rollout_id, batch) for rank, batch in zip(self._ranks, batches, strict=True)
         )
-        learner, ranks = self._config.learner, len(reports)
-        # Tensor-, pipeline- and context-parallel ranks report the same tokens: count each data-parallel rank once.
-        tokens_of = {data_parallel_rank(learner, rank, ranks): report.tokens for rank, report in enumerate(reports)}
-        tokens = sum(tokens_of.values())
+        tokens = sum(len(sample.tokens) for group in groups for sample in group)
         seconds = max(report.seconds for report in reports)
         return StepReport(
             seconds=seconds,

@@ -85,9 +85,9 @@ def packed_params(pack: Pack, device: torch.device, *, by_position: bool) -> Pac
         # would cut the pack into its sequences, in every layer.
         layout |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
         starts = np.cumsum(lengths) - lengths
-        places = np.arange(len(pack.index)) - np.repeat(starts, lengths)
+        in_sequence = np.arange(len(pack.index)) - np.repeat(starts, lengths)
         own = context_parallel_indices(lengths, group.size())[group.rank()] if group.size() > 1 else pack.computed
-        positions = torch.from_numpy(places[own])
+        positions = torch.from_numpy(in_sequence[own])
     return BucketedSeqParams(**layout, buckets=buckets, restore=restore, positions=positions)
 
 

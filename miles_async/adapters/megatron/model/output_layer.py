@@ -29,7 +29,9 @@ class OutputLayer:
         """`model` is the last pipeline stage of a GPT model."""
         self._layer = model.output_layer
         self._compute = self._layer.forward
-        self._tied = model.shared_embedding_or_output_weight if model.share_embeddings_and_output_weights else None
+        self._shared_weight = (
+            model.shared_embedding_or_output_weight if model.share_embeddings_and_output_weights else None
+        )
         self._dtype = model.config.params_dtype
         self._sequence_parallel = self._layer.sequence_parallel
         if self._sequence_parallel:
@@ -71,7 +73,7 @@ class OutputLayer:
         return torch.cat(results, -1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight = None if self._tied is None else self._tied()
+        weight = None if self._shared_weight is None else self._shared_weight()
         logits, _ = self._compute(hidden[:, None], weight=weight)
         return logits[:, 0]
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,6 +23,7 @@ from torch import Tensor
 from miles_async.adapters.megatron.checkpoint.huggingface import replace_checkpoint, write_checkpoint
 from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy, StateCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
+from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import build_model, build_reference
 from miles_async.adapters.megatron.model.hf_weights import export_weights
@@ -58,6 +60,8 @@ from miles_async.losses.policy import (
 )
 from miles_async.losses.supervised import sft_loss, supervised_loss
 from miles_async.types import StepReport
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +121,28 @@ class MegatronLearner:
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
         self._lr = learning_rate(config)
+        if rank == 0 and not self.shares_prefixes:
+            self._log_unshared_prefixes()
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether this learner computes a common prefix of samples once."""
         return self._model.by_position and shares_prefixes(self._settings)
 
+    def _log_unshared_prefixes(self) -> None:
+        if not shares_prefixes(self._settings):
+            cause = "context parallelism and dynamic batching need whole samples"
+        elif on_cpu():
+            cause = "multi-head latent attention needs whole samples"
+        else:
+            cause = "attention with a shared prefix is available only on CPUs"
+        log.info("the prompt of a group is computed once per sample", cause=cause)
+
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         """Take the optimizer steps of one drained batch; `steps` are this rank's parts of them.
 
         Either all steps count or none: if a loss or gradient is not finite, the weights from before the call are
-        restored. Metrics are global and equal on all ranks; `tokens` are this rank's own.
+        restored. Metrics are global and equal on all ranks; `tokens` are those that this rank computed.
         """
         started = time.monotonic()
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
@@ -205,10 +220,10 @@ class MegatronLearner:
 
     def _policy_step(self, step: TrainStep, values: PreStepValues) -> Gradients:
         sums, maximum = self._policy_gradients(step, values)
-        metrics = policy_metrics(sums, maximum)
-        if not metrics["loss_tokens"]:
-            # Filters or masks removed all tokens: there is nothing to learn, but Adam's momentum would still move the
-            # weights.
+        metrics = policy_metrics(sums, maximum, self._skipped_by_staleness(step))
+        if not metrics["computed_fraction"]:
+            # Filters or masks removed all tokens, or no sample has an advantage: there is nothing to learn, but Adam's
+            # momentum would still move the weights.
             return Gradients(metrics, finite=True, apply=lambda: None)
         lr, norm = self._lr.at(self._steps_taken), reduce_gradients(self._model)
 
@@ -241,6 +256,16 @@ class MegatronLearner:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         return broadcast_from_last_stage(sums), broadcast_from_last_stage(maximum)
 
+    def _skipped_by_staleness(self, step: TrainStep) -> list[float]:
+        """Number of skipped tokens in each staleness class."""
+        versions = np.array(list(step.skipped_tokens), np.int64)
+        classes = self._staleness(versions).clip(0, STALENESS_CLASSES - 1)
+        return np.bincount(classes, list(step.skipped_tokens.values()), minlength=STALENESS_CLASSES).tolist()
+
+    def _staleness(self, versions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Age of tokens in weight versions. Tokens without a version, such as trained tool output, count as fresh."""
+        return np.where(versions == NO_VERSION, 0, self.version - versions)
+
     def _inputs(self, step: TrainStep) -> list[ModelInput]:
         return model_inputs(step.micro_batches, self._settings, self._device, by_position=self._model.by_position)
 
@@ -253,15 +278,13 @@ class MegatronLearner:
         advantages = to_device(batch.advantages)
         if values.critic_output is not None:
             advantages = values.critic_output.advantages[number]
-        # Tokens without a version span, such as tool output that a mask selects for training, count as fresh.
-        staleness = np.where(batch.versions == NO_VERSION, 0, self.version - batch.versions)
         return TokenColumns(
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
             rollout_log_probs=to_device(batch.rollout_log_probs),
             advantages=advantages,
             loss_weights=to_device(batch.loss_weights),
             sequences=to_device(batch.sequences),
-            staleness=to_device(staleness),
+            staleness=to_device(self._staleness(batch.versions)),
             reference_logprobs=None if values.reference is None else values.reference[number],
             within_budget=None if values.within_budget is None else values.within_budget[number],
         )
