@@ -1,0 +1,161 @@
+"""Measures optimizer steps of the learner on group-based batches: seconds and peak memory.
+
+    python -m benchmarks.learner_step [--before CHECKOUT] [--jobs chat,long,half]
+
+Without a download: a model of random weights with the shape of SmolLM2-135M, in float32 on two threads. Three jobs:
+
+    chat   8 groups of 8 samples: a prompt of 44 tokens and responses of 12
+    long   a group of 8 samples: a prompt of 512 tokens and responses of 64
+    half   the samples of `chat`, of which half of the groups have equal rewards and thus no gradient
+
+Each job runs as the learner runs it and, with `--before`, also in a checkout of an earlier commit (such as 5d6f210, the
+last one that computed every token of every sample). Each variant is a process, so that its peak memory is its own;
+the variants take turns, and the medians are compared. `half` is compared with the same batch of which every sample is
+computed. Writes benchmarks/results/learner-step.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+REPEATS = 3
+THREADS = 2
+JOBS = {"chat": (8, 44, 12), "long": (1, 512, 64), "half": (8, 44, 12)}
+"""Groups, tokens of a prompt, and tokens of a response. A group has eight samples."""
+GROUP_SIZE = 8
+VOCABULARY = 49152
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
+    parser.add_argument("--jobs", default=",".join(JOBS), help="default: all")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(*options.worker)
+        return
+    from benchmarks.records import record, recorded
+
+    results = recorded("learner-step")
+    with tempfile.TemporaryDirectory() as scratch:
+        create_model(Path(scratch) / "model")
+        for job in options.jobs.split(","):
+            variants = ["now", "all"] if job == "half" else ["now"]
+            checkouts = {variant: Path.cwd() for variant in variants}
+            if options.before is not None and job != "half":
+                checkouts["before"] = options.before
+            results[job] = measure(job, checkouts, f"{scratch}/model")
+            print(job, json.dumps(results[job]), flush=True)
+    record("learner-step", results)
+
+
+def measure(job: str, checkouts: dict[str, Path], model: str) -> dict[str, Any]:
+    """Run the variants in turns; returns the median seconds and the peak memory in GiB of each."""
+    runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in checkouts}
+    for _ in range(REPEATS):
+        for variant, checkout in checkouts.items():
+            command = [sys.executable, str(Path(__file__).resolve()), "--worker", job, variant, model]
+            environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": str(THREADS)}
+            done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, check=True)
+            runs[variant].append(json.loads(done.stdout.splitlines()[-1]))
+    found: dict[str, Any] = {
+        variant: {key: round(median(run[key] for run in of_variant), 3) for key in of_variant[0]}
+        for variant, of_variant in runs.items()
+    }
+    for slower in found.keys() - {"now"}:
+        found[f"speedup_over_{slower}"] = round(found[slower]["seconds"] / found["now"]["seconds"], 2)
+    return found
+
+
+def create_model(path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+def work(job: str, variant: str, model: str) -> None:
+    """Take two steps, and print the seconds of the second one and the peak memory of the process."""
+    import torch
+
+    from miles_async.config.schema import RunConfig  # type: ignore[import-not-found, unused-ignore]
+    from miles_async.types import Group, Sample
+
+    torch.set_num_threads(THREADS)
+    group_count, prompt_tokens, response_tokens = JOBS[job]
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(VOCABULARY) for _ in range(count)]
+
+    groups = []
+    for number in range(group_count):
+        prompt = tokens(prompt_tokens)
+        equal = job == "half" and number % 2 == 0
+        groups.append(
+            Group(
+                Sample(
+                    index=GROUP_SIZE * number + i,
+                    tokens=prompt + tokens(response_tokens),
+                    response_length=response_tokens,
+                    rollout_log_probs=[-10.8] * response_tokens,
+                    reward=0.0 if equal else float(i % 2),
+                )
+                for i in range(GROUP_SIZE)
+            )
+        )
+    config = RunConfig()
+    if variant == "before":
+        # The names of these modules in the commit that is compared.
+        learner_class = importlib.import_module("miles_async.adapters.megatron.learner").MegatronLearner
+        [steps] = importlib.import_module("miles_async.adapters.megatron.batch").rank_shares(groups, config, 1)
+    else:
+        from miles_async.adapters.megatron.training.learner import MegatronLearner
+        from miles_async.batching.batch import policy_steps
+
+        learner_class = MegatronLearner
+        [steps] = policy_steps(groups, config, ranks=1, share_prefixes=True, computes_all=variant == "all")
+    learner = learner_class(config, model, 0, 1, "127.0.0.1", free_port())
+    learner.train(0, steps)
+    started = time.perf_counter()
+    learner.train(1, steps)
+    seconds = time.perf_counter() - started
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    learner.close()
+    print(json.dumps({"seconds": seconds, "memory_gib": memory}))
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
