@@ -62,7 +62,7 @@ class _RedirectCuda(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and not torch.is_grad_enabled() and has_slow_mkl():
+        if func in _PRODUCTS and not kwargs and not torch.is_grad_enabled() and has_slow_mkl():
             one, other = args
             # Megatron's linear layers are autograd functions, in which autograd does not record. Elsewhere it would
             # need the derivative of the product.
