@@ -11,7 +11,7 @@ from benchmarks.study.runs import Cell, Outcome
 from miles_async.config.cli import parse_or_exit
 
 
-def outcome(cell: Cell, after: float, seconds: float = 100.0) -> Outcome:
+def outcome(cell: Cell, after: float, seconds: float = 100.0, commit: str = "abc") -> Outcome:
     return Outcome(
         key=cell.key(),
         before=0.5,
@@ -22,7 +22,7 @@ def outcome(cell: Cell, after: float, seconds: float = 100.0) -> Outcome:
         staleness=0.0 if cell.schedule == "in turns" else 1.5,
         points=[{"reward": 0.4, "staleness": 1.5, "ess": 0.9, "grad_norm": 0.5}],
         by_age={1: {"ess": 0.99, "logprob_gap_mean": 0.02, "token_share": 1.0}},
-        stamp={"commit": "abc"},
+        stamp={"commit": commit},
     )
 
 
@@ -97,6 +97,15 @@ def test_the_page_states_spread_difference_and_time(store: Path) -> None:
     assert "| in turns, default | 2 | 0.820 (SD 0.028) | 0.300 to 0.340 |" in text
     assert "| limit 8, none | 2 | 0.620 (SD 0.028) | 0.100 to 0.140 | -0.200 ± 0.000 |" in text
     assert "(0.820) after" in text
+
+
+def test_times_are_compared_only_within_one_commit(store: Path) -> None:
+    stored = []
+    for seed, commit, seconds in ((1, "older", 400), (2, "newer", 150), (3, "newer", 150)):
+        stored.append((cell := Cell("in turns", "default", seed), outcome(cell, 0.8, seconds=seconds, commit=commit)))
+        stored.append((cell := Cell("limit 2", "default", seed), outcome(cell, 0.82, commit=commit)))
+    text = page.page(page.by_name(stored))
+    assert "Times are of the 2 pairs at commit newer. `train.py` needs 150 s" in text
 
 
 def test_the_advice_separates_limits_that_cost_accuracy_from_those_that_do_not(store: Path) -> None:
