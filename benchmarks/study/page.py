@@ -135,8 +135,9 @@ def _times(runs: Runs) -> str:
     whole = fmean(turns[seed].seconds for seed in seeds)
     same_samples = fmean(shipped[seed].seconds for seed in seeds)
     text = (
-        f"Times are of the {len(seeds)} pairs at commit {commit[:7]}. `train.py` needs {whole:.0f} s from the first batch "
-        f"to the last step, and the asynchronous run {same_samples:.0f} s: {whole / same_samples:.2f} times as fast. "
+        f"Times are of the {len(seeds)} pairs at commit {commit[:7]}. `train.py` needs {whole:.0f} s from the first "
+        f"batch to the last step, and the asynchronous run {same_samples:.0f} s: {whole / same_samples:.2f} times as "
+        "fast. "
     )
     reached = seconds_to(final, [shipped[seed] for seed in seeds])
     if reached is None:
