@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel
 
 
@@ -49,6 +49,10 @@ def apply_gradients(model: MegatronModel, *, lr: float, weight_decay: float) -> 
     for group in model.optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay * group["wd_mult"]  # 0 for norms and biases
+        if on_cpu():
+            # One pass over the memory of a parameter instead of ten, in a fifth of the time. It is set in each step,
+            # because loading a checkpoint replaces the settings of the groups.
+            group["fused"] = True
     with redirect_cuda_to_cpu():
         model.optimizer.step()
 
