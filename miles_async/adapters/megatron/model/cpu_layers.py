@@ -57,40 +57,6 @@ class BucketedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """[t] position of each of this rank's tokens in its sequence, for `PositionRotary`."""
 
 
-def packed_params(pack: Pack, device: torch.device, *, by_position: bool) -> PackedSeqParams:
-    """Describe packed sequences for Megatron's `thd` attention.
-
-    With `by_position` the model's rotary embedding is a `PositionRotary`.
-    """
-    lengths = pack.lengths
-    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-    longest = int(lengths.max())
-    layout: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": bounds,
-        "cu_seqlens_kv": bounds,
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": longest,
-    }
-    group = parallel_state.get_context_parallel_group()
-    if device.type != "cpu":
-        # With context parallelism Transformer Engine asks for the padded bounds too. They are the same here: padding
-        # is part of each sequence's length.
-        padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if group.size() > 1 else {}
-        return PackedSeqParams(**layout, **padded)
-    buckets, restore = bucket_sequences(pack, group.size(), group.rank())
-    positions = None
-    if by_position:
-        # Without bounds Megatron multiplies all tokens with the angles of `PositionRotary` at once. With bounds it
-        # would cut the pack into its sequences, in every layer.
-        layout |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
-        starts = np.cumsum(lengths) - lengths
-        in_sequence = np.arange(len(pack.index)) - np.repeat(starts, lengths)
-        own = context_parallel_indices(lengths, group.size())[group.rank()] if group.size() > 1 else pack.computed
-        positions = torch.from_numpy(in_sequence[own])
-    return BucketedSeqParams(**layout, buckets=buckets, restore=restore, positions=positions)
-
-
 def bucket_sequences(pack: Pack, ranks: int = 1, rank: int = 0) -> tuple[list[Bucket], Tensor | None]:
     """Sort packed sequences into buckets; returns them with the permutation back to the order of the computed tokens.
 
@@ -192,31 +158,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
     )
     out = out.transpose(1, 2).flatten(0, 1)
     return out if bucket.kept is None else out.index_select(0, bucket.kept)
-
-
-class PositionRotary(torch.nn.Module):
-    """Replaces the rotary embedding of a GPT model and has its call signature: angles by token, not by sequence.
-
-    With a shared prefix the positions of a pack do not follow from the bounds of its sequences. Angles by token also
-    save Megatron from cutting the pack into sequences, for queries and keys of every layer.
-    """
-
-    def __init__(self, rotary: Any) -> None:
-        super().__init__()
-        self._rotary = rotary
-
-    def get_rotary_seq_len(
-        self, context: None, transformer: Any, hidden: Any, config: Any, packed_seq_params: BucketedSeqParams
-    ) -> tuple[int, Tensor | None]:
-        """Returns the arguments of `forward`; Megatron passes them on."""
-        return packed_seq_params.max_seqlen_q, packed_seq_params.positions
-
-    def forward(self, arguments: tuple[int, Tensor], **_: Any) -> Tensor:
-        """Returns [t, 1, d] angles of the tokens at the given positions, which are below the first argument."""
-        longest, positions = arguments
-        # Megatron caches 32 lengths; powers of two need no more.
-        angles: Tensor = self._rotary(1 << (longest - 1).bit_length(), packed_seq=True)
-        return angles[:, 0].index_select(0, positions)
 
 
 class CpuNorm(torch.nn.RMSNorm):
