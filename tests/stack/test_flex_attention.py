@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu_layers import CpuAttention
-from miles_async.adapters.megatron.model.flex_attention import FlexAttention, prefix_mask
+from miles_async.adapters.megatron.model.flex_attention import FlexAttention, is_plain_attention, prefix_mask
 from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
 from miles_async.adapters.system.network_ports import free_port
@@ -40,7 +41,7 @@ def one_rank() -> Iterator[None]:
     destroy_process_groups()
 
 
-def config() -> TransformerConfig:
+def config(**settings: Any) -> TransformerConfig:
     return TransformerConfig(
         num_layers=1,
         hidden_size=32,
@@ -48,6 +49,7 @@ def config() -> TransformerConfig:
         num_query_groups=2,
         kv_channels=16,
         use_cpu_initialization=True,
+        **{"attention_dropout": 0.0} | settings,
     )
 
 
@@ -77,3 +79,11 @@ def test_the_mask_is_the_one_that_torch_computes_from_all_pairs_of_tokens(name: 
     assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
     for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
         assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
+
+
+SPECIAL = ({"window_size": (64, 0)}, {"softmax_type": "learnable"}, {"attention_dropout": 0.1}, {"mtp_num_layers": 1})
+
+
+def test_models_with_special_attention_keep_their_own() -> None:
+    assert is_plain_attention(config())
+    assert not any(is_plain_attention(config(**settings)) for settings in SPECIAL)

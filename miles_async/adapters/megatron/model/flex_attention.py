@@ -79,10 +79,10 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    # Micro-batches differ in length, so one kernel serves all lengths. With `fullgraph` torch raises an error where it
-    # would otherwise continue without the kernel, which needs memory for all t x t scores.
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    return compiled
+    # One compiled version serves many lengths. Passes without gradients, packs of a single block and models with other
+    # numbers of heads, such as a critic, need further versions, more than torch's limit of 8. Beyond its limit torch
+    # would compute all t x t scores; with `fullgraph` it raises an error instead.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=64)
 
 
 class FlexAttention(MegatronModule):  # type: ignore[misc]
