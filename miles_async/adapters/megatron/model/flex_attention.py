@@ -9,7 +9,6 @@ without a compiled kernel. With `--no-share-prefixes` the learner uses Transform
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -78,11 +77,13 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
+def _compiled() -> Any:
     # One compiled version serves many lengths. Passes without gradients, packs of a single block and models with other
     # numbers of heads, such as a critic, need further versions, more than torch's limit of 8. Beyond its limit torch
     # would compute all t x t scores; with `fullgraph` it raises an error instead.
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=64)
+    return torch.compile(  # type: ignore[call-overload]  # torch's overloads lack the limit
+        flex_attention, dynamic=True, fullgraph=True, recompile_limit=64
+    )
 
 
 class FlexAttention(MegatronModule):  # type: ignore[misc]
@@ -98,7 +99,9 @@ class FlexAttention(MegatronModule):  # type: ignore[misc]
         """Returns [t, 1, heads * d] from `q` [t, heads, d], `k` and `v` [t, kv heads, d]."""
         attend = _compiled() if q.is_cuda else flex_attention
         queries, keys, values = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
-        out = attend(queries, keys, values, block_mask=packed_seq_params.mask, scale=self._scale, enable_gqa=True)
+        out: Tensor = attend(
+            queries, keys, values, block_mask=packed_seq_params.mask, scale=self._scale, enable_gqa=True
+        )
         return out[0].transpose(0, 1).reshape(q.shape[0], 1, -1)
 
 
