@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.cpu_layers import PositionRotary, cpu_layer_spec
+from miles_async.adapters.megatron.model.cpu_layers import PositionRotary, cpu_layer_spec, replace_swiglu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import load_weights
 from miles_async.adapters.megatron.model.output_layer import OutputLayer
@@ -147,6 +147,8 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch
     # Engine reads them later, in forward passes, where the user's values apply again.
     with environment(dict.fromkeys(ATTENTION)):
         chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
+    for chunk in chunks if on_cpu() else ():
+        replace_swiglu(chunk)
     load_weights(bridge, chunks, hf_checkpoint)
     return bridge, chunks
 
