@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.cpu_layers import cpu_layer_spec
+from miles_async.adapters.megatron.model.cpu_layers import cpu_layer_spec, replace_swiglu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import load_weights
 from miles_async.adapters.megatron.model.output_layer import OutputLayer
@@ -150,6 +150,8 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch
     # Engine reads them later, in forward passes, where the user's values apply again.
     with environment(dict.fromkeys(ATTENTION)):
         chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
+    for chunk in chunks if on_cpu() else ():
+        replace_swiglu(chunk)
     load_weights(bridge, chunks, hf_checkpoint)
     return bridge, chunks
 
