@@ -30,7 +30,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-REPEATS = 3
 THREADS = 2
 JOBS = {"chat": (8, 44, 12), "long": (1, 512, 64), "half": (8, 44, 12)}
 """Groups, tokens of a prompt, and tokens of a response. A group has eight samples."""
@@ -42,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
     parser.add_argument("--jobs", default=",".join(JOBS), help="default: all")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per variant (default: 3)")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -57,15 +57,15 @@ def main() -> None:
             checkouts = {variant: Path.cwd() for variant in variants}
             if options.before is not None and job != "half":
                 checkouts["before"] = options.before
-            results[job] = measure(job, checkouts, f"{scratch}/model")
+            results[job] = measure(job, checkouts, f"{scratch}/model", options.repeats)
             print(job, json.dumps(results[job]), flush=True)
     record("learner-step", results)
 
 
-def measure(job: str, checkouts: dict[str, Path], model: str) -> dict[str, Any]:
+def measure(job: str, checkouts: dict[str, Path], model: str, repeats: int) -> dict[str, Any]:
     """Run the variants in turns; returns the median seconds and the peak memory in GiB of each."""
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in checkouts}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for variant, checkout in checkouts.items():
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", job, variant, model]
             environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": str(THREADS)}

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.study.page import IN_TURNS, LIMITS, SHIPPED, VARIANTS, Runs, difference
+from benchmarks.study.page import IN_TURNS, LIMITS, SHIPPED, VARIANTS, Runs, compares_limits, difference
 from benchmarks.study.runs import Outcome
 
 mpl.rcParams["svg.hashsalt"] = "miles_async"  # the same figures give the same file
@@ -22,8 +22,9 @@ def draw(runs: Runs, folder: Path) -> None:
     """Write the plots that the page shows; a plot without runs is left out."""
     if SHIPPED in runs:
         _save("staleness-curves", _draw_curves, runs, folder)
-    if any(name[0].startswith("limit") for name in runs):
+    if compares_limits(runs):
         _save("staleness-limits", _draw_limits, runs, folder)
+    if any(name[0].startswith("limit") for name in runs):
         _save("staleness-signals", _draw_signals, runs, folder)
 
 

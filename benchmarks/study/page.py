@@ -134,8 +134,10 @@ def _times(runs: Runs) -> str:
     final = fmean(turns[seed].after for seed in seeds)
     whole = fmean(turns[seed].seconds for seed in seeds)
     same_samples = fmean(shipped[seed].seconds for seed in seeds)
+    load = fmean(one[seed].load for one in (turns, shipped) for seed in seeds)
     text = (
-        f"Times are of the {len(seeds)} pairs at commit {commit[:7]}. `train.py` needs {whole:.0f} s from the first "
+        f"Times are of the {len(seeds)} pairs at commit {commit[:7]}, which started at a mean load of {load:.1f} "
+        f"processes; an idle machine has less than 1. `train.py` needs {whole:.0f} s from the first "
         f"batch to the last step, and the asynchronous run {same_samples:.0f} s: {whole / same_samples:.2f} times as "
         "fast. "
     )
@@ -148,10 +150,15 @@ def _times(runs: Runs) -> str:
     )
 
 
+def compares_limits(runs: Runs) -> bool:
+    """Whether there are runs with other limits or corrections than the shipped ones."""
+    return any(name != SHIPPED for name in runs if name[0].startswith("limit") and name[1] in VARIANTS)
+
+
 def _limits(runs: Runs) -> str:
     names = [(f"limit {limit}", variant) for limit in LIMITS for variant in VARIANTS]
     others = sorted(name for name in runs if name not in {IN_TURNS, *names} and name[1] != "shuffled")
-    if not any(name in runs for name in names if name != SHIPPED):
+    if not compares_limits(runs):
         return ""
     return f"""
 ## Limits and corrections
