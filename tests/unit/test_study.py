@@ -105,7 +105,8 @@ def test_times_are_compared_only_within_one_commit(store: Path) -> None:
         stored.append((cell := Cell("in turns", "default", seed), outcome(cell, 0.8, seconds=seconds, commit=commit)))
         stored.append((cell := Cell("limit 2", "default", seed), outcome(cell, 0.82, commit=commit)))
     text = page.page(page.by_name(stored))
-    assert "Times are of the 2 pairs at commit newer. `train.py` needs 150 s" in text
+    assert "Times are of the 2 pairs at commit newer, which started at a mean load of 1.0" in text
+    assert "`train.py` needs 150 s" in text
 
 
 def test_the_advice_separates_limits_that_cost_accuracy_from_those_that_do_not(store: Path) -> None:
