@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--slime", type=Path, help="a checkout of slime")
     parser.add_argument("--miles", type=Path, help="a checkout of Miles")
     parser.add_argument("--trl-steps", type=int, default=4, help="steps of TRL in `step` (default: 4)")
-    parser.add_argument("--steps", type=int, default=12, help="steps of this project in `step` (default: 12)")
+    parser.add_argument("--steps", type=int, default=9, help="steps of this project in `step` (default: 9)")
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each rollout worker (default: 10)")
     parser.add_argument(
         "--small", action="store_true", help="a small model in `step`, few steps in `reward`; record nothing"
