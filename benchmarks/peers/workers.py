@@ -37,7 +37,8 @@ def measure_workers(checkouts: dict[str, Path], seconds: float) -> dict[str, flo
     """Groups per second of this project's worker and of those in `checkouts`, one after the other."""
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port), "--latency", str(LATENCY)]
-    engine = subprocess.Popen(command)
+    # A worker that ends leaves requests open, and the engine would print a traceback for each of them.
+    engine = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         rates = {"ours": uvloop.run(_ours(url, seconds))}
