@@ -59,6 +59,33 @@ class Pack:
             index[start : start + count] = index[before : before + count]
         return Pack(lengths, shared, np.flatnonzero(own), index)
 
+    def reader_ends(self) -> NDArray[np.int64]:
+        """[t] index after the last computed token whose history contains each computed token.
+
+        Computed tokens are in the order of a depth-first walk through the tree of prefixes. The tokens whose history
+        contains token j are therefore its subtree, which is the range from j to this index.
+        """
+        last = np.zeros(len(self.computed), np.int64)
+        # The sequences with a common prefix are adjacent; the last of them is the highest number.
+        np.maximum.at(last, self.index, np.repeat(np.arange(len(self.lengths)), self.lengths))
+        ends: NDArray[np.int64] = np.cumsum(self.lengths - self.shared)[last]
+        return ends
+
+
+def visible_blocks(ends: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Divide the attention of the t tokens with these `Pack.reader_ends` into blocks of `size` queries and keys.
+
+    Returns two [n, n] matrices over blocks of queries and blocks of keys: the blocks in which some queries attend to
+    some keys but not all to all, and those in which all queries attend to all keys.
+    """
+    starts = np.arange(0, len(ends), size)
+    stops = np.minimum(starts + size, len(ends))
+    # A key j is visible to the queries from j to ends[j], so below the diagonal only these ends matter.
+    below = np.tri(len(starts), k=-1, dtype=bool)
+    some = below & (np.maximum.reduceat(ends, starts) > starts[:, None])
+    full = below & (np.minimum.reduceat(ends, starts) >= stops[:, None])
+    return some & ~full | np.eye(len(starts), dtype=bool), full
+
 
 def prefix_units(samples: Sequence[Sample], *, cap: int, at_most: int) -> list[Unit]:
     """Group consecutive samples with the same prompt into units of at most `cap` computed tokens and `at_most` samples.

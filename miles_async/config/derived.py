@@ -265,11 +265,12 @@ def pack_unit(learner: Learner) -> int:
 
 
 def shares_prefixes(learner: Learner) -> bool:
-    """Whether the parallel layout and the batching allow the learner to compute a common prefix of samples once.
+    """Whether settings, parallel layout and batching let the learner compute a common prefix of samples once.
 
     Context parallelism divides every sequence evenly among ranks, and dynamic batching pads rows to equal lengths.
     """
-    return learner.context_parallel_size == 1 and not learner.use_dynamic_batching_in_train
+    needs_whole_samples = learner.context_parallel_size > 1 or learner.use_dynamic_batching_in_train
+    return learner.share_prefixes and not needs_whole_samples
 
 
 def micro_batch_tokens(learner: Learner) -> int:

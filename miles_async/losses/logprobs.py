@@ -124,7 +124,9 @@ class _TokenLogprobs(torch.autograd.Function):
         column = local.clamp(0, logits.shape[1] - 1)[:, None]
         chosen = shifted.gather(1, column)[:, 0] * is_local
         # One all-reduce for all three sums. H = log(sum w) - sum(w * shifted) / sum w, with w = exp(shifted).
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), chosen])
+        # A batch of dot products, which creates no [n, v] tensor.
+        weighted = torch.bmm(weights[:, None], shifted[:, :, None])[:, 0, 0]
+        sums = torch.stack([weights.sum(-1), weighted, chosen])
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         total, weighted, chosen = sums.unbind()
         log_total = total.log()

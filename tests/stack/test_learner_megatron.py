@@ -205,7 +205,10 @@ def test_three_steps_move_the_weights_as_the_same_loss_and_adamw_do_on_hugging_f
             assert report.metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
             assert report.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         expected = dict(model.named_parameters())
-        assert max((tensor - expected[name]).abs().max().item() for name, tensor in learner.weights()) < 1e-4
+        # Adam divides a gradient by its own size. Where it is almost 0, rounding moves a weight by a part of the rate.
+        differences = [(tensor - expected[name]).abs() for name, tensor in learner.weights()]
+        assert max(difference.max().item() for difference in differences) < 0.2 * settings.lr
+        assert torch.cat([difference.flatten() for difference in differences]).mean() < 1e-7
 
 
 @pytest.mark.parametrize("where", ["train", "infer"])

@@ -7,8 +7,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
+from mbridge.core.util import unwrap_model
 
-from miles_async.adapters.megatron.model import output_layer
+from miles_async.adapters.megatron.model import flex_attention, output_layer
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
@@ -80,3 +82,25 @@ def test_logits_in_chunks_leave_the_gradient_unchanged(tiny: Path, monkeypatch: 
         assert layer is not None
         monkeypatch.setattr(output_layer, "CHUNK_ENTRIES", 7 * layer.columns)
         assert difference(gradients(learner, run, share_prefixes=True), whole) < 1e-5
+
+
+def test_flex_attention_leaves_the_gradient_unchanged(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(tiny, entropy_coef=0.01)
+    with learning(tiny, run) as learner:
+        plain = gradients(learner, run, share_prefixes=False)
+    monkeypatch.setattr(flex_attention, "has_gradients", lambda: True)
+    # torch refuses to compute gradients on CPUs, because it compiles no kernel for them. Without a kernel it can.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    with learning(tiny, run) as learner:
+        attention = unwrap_model(learner._model.chunks[0]).decoder.layers[0].self_attention.core_attention
+        assert isinstance(attention, flex_attention.FlexAttention)
+        assert learner.shares_prefixes
+        assert difference(gradients(learner, run, share_prefixes=True), plain) < 1e-5
+
+
+def test_without_shared_prefixes_a_gpu_keeps_its_attention(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "has_gradients", lambda: True)
+    with learning(tiny, config(tiny, share_prefixes=False)) as learner:
+        attention = unwrap_model(learner._model.chunks[0]).decoder.layers[0].self_attention.core_attention
+        assert not isinstance(attention, flex_attention.FlexAttention)
+        assert not learner.shares_prefixes

@@ -118,6 +118,12 @@ def learner_input(config: RunConfig) -> object:
     ]
 
 
+def computed_tokens(config: RunConfig) -> object:
+    """The number of tokens that the learner computes in each micro-batch for samples with common prefixes."""
+    [steps] = rank_batches(_groups(), config, 1, share_prefixes=True)
+    return [batch.computed_tokens for step in steps for batch in step.micro_batches]
+
+
 def forward_batches(config: RunConfig) -> object:
     """The micro-batches in which the policy and the reference model compute log-probabilities."""
     [steps] = rank_batches(_groups(), run_config(), 1)
@@ -241,6 +247,7 @@ OBSERVED: dict[str, Change] = {
     "use_dynamic_batch_size": change(learner_input, False),
     "micro_batch_size": change(learner_input, 2, use_dynamic_batch_size=False),
     "balance_data": change(learner_input, False),
+    "share_prefixes": change(computed_tokens, False),
     "use_dynamic_batching_in_train": change(learner_input, True),
     "max_tokens_per_microbatch_in_train": change(learner_input, 16, **ROWS),
     "sequence_length_round_in_train": change(learner_input, 32, **ROWS),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_async.batching.batch import policy_steps
-from miles_async.batching.shared_prefixes import Pack, common_prefixes, prefix_units
+from miles_async.batching.shared_prefixes import Pack, common_prefixes, prefix_units, visible_blocks
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
@@ -86,7 +88,36 @@ def test_context_parallelism_and_padded_rows_compute_every_sample_as_a_whole() -
         assert all(batch.computed_tokens == len(batch.tokens) for batch in step.micro_batches), settings
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+def histories_of(sequences: list[list[int]], pack: Pack) -> list[tuple[int, ...]]:
+    """The sequence of tokens that ends at each computed token."""
+    histories = [tuple(sequence[: end + 1]) for sequence in sequences for end in range(len(sequence))]
+    return [histories[i] for i in pack.computed]
+
+
+@given(SEQUENCES, st.integers(1, 4))
+def test_a_token_attends_to_its_ancestors_in_the_tree_of_prefixes(sequences: list[list[int]], size: int) -> None:
+    sequences.sort()
+    pack = Pack.of(np.array([len(sequence) for sequence in sequences]), common_prefixes(sequences))
+    ends, histories = pack.reader_ends(), histories_of(sequences, pack)
+    visible = np.array([[query[: len(key)] == key for key in histories] for query in histories])
+    tokens = np.arange(len(histories))
+    assert (visible == ((tokens <= tokens[:, None]) & (tokens[:, None] < ends))).all()
+    some, full = visible_blocks(ends, size)
+    starts = range(0, len(tokens), size)
+    for (i, query), (j, key) in product(enumerate(starts), repeat=2):
+        block = visible[query : query + size, key : key + size]
+        assert full[i, j] == (block.all() and i != j)
+        assert some[i, j] == (block.any() and not full[i, j])
+
+
+def test_sequences_without_a_marked_prefix_attend_only_to_themselves() -> None:
+    assert Pack.of(np.array([3, 1, 2])).reader_ends().tolist() == [3, 3, 3, 4, 6, 6]
+
+
+@given(SEQUENCES)
 def test_every_token_is_represented_by_a_computed_token_with_the_same_history(sequences: list[list[int]]) -> None:
     sequences.sort()
     tokens = np.concatenate([np.array(sequence) for sequence in sequences])

@@ -2,17 +2,18 @@
 
 Megatron names CUDA devices in a few constructors and assertions even if it computes on the CPU. These calls are
 redirected while the model is built, while its schedules run and while the optimizer steps, at a cost of microseconds
-per torch call. On processors on which torch's products in float32 are slow, they are computed with oneDNN as well.
+per torch call. On processors on which torch's products in float32 are slow, linear layers compute them with oneDNN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import layers, random
 from torch.overrides import TorchFunctionMode
 
 from miles_async.adapters.system.matrix_products import has_slow_mkl, onednn_linear
@@ -37,6 +38,8 @@ def redirect_cuda_to_cpu() -> Iterator[None]:
     random._set_cuda_rng_state = _no_state
     # Pipeline stages synchronize after each exchange of activations.
     torch.cuda.synchronize = _do_not_wait
+    if has_slow_mkl():
+        _use_onednn()
     with _RedirectCuda():
         yield
 
@@ -53,8 +56,34 @@ def _do_not_wait(device: object = None) -> None:
     pass
 
 
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-"""The calls with which Megatron's linear layers compute products with weights, forward and backward."""
+@cache
+def _use_onednn() -> None:
+    """Let Megatron's linear layers compute their products in `_OneDnnProducts`, forward and backward.
+
+    A mode around the whole step would not do: torch runs a backward pass without the modes that are active around it.
+    """
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    for name in ("forward", "backward"):
+        compute = vars(linear)[name].__func__
+
+        def with_onednn(*args: Any, compute: Callable[..., Any] = compute) -> Any:
+            with _OneDnnProducts():
+                return compute(*args)
+
+        setattr(linear, name, staticmethod(with_onednn))
+
+
+class _OneDnnProducts(TorchFunctionMode):
+    """Computes `matmul` of float32 with oneDNN, inside an autograd function, where autograd records nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.matmul, torch.Tensor.matmul) and not kwargs:
+            one, other = args
+            if one.dtype is other.dtype is torch.float32 and other.dim() == 2 <= one.dim() and other.numel():
+                return onednn_linear(one, other.t())
+        return func(*args, **(kwargs or {}))
 
 
 class _RedirectCuda(TorchFunctionMode):
@@ -62,12 +91,6 @@ class _RedirectCuda(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and not kwargs and not torch.is_grad_enabled() and has_slow_mkl():
-            one, other = args
-            # Megatron's linear layers are autograd functions, in which autograd does not record. Elsewhere it would
-            # need the derivative of the product.
-            if one.dtype is other.dtype is torch.float32 and other.dim() == 2 <= one.dim() and other.numel():
-                return onednn_linear(one, other.t())
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         if func is torch.Tensor.cuda:

@@ -6,7 +6,9 @@ sorted into buckets of similar length, and each bucket is one padded call of tor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
 
 from miles_async.batching.layout import context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
@@ -55,40 +59,6 @@ class BucketedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """Permutation from the tokens of all buckets, concatenated, to the order of the pack; None if it is the same."""
     positions: Tensor | None = None
     """[t] position of each of this rank's tokens in its sequence, for `PositionRotary`."""
-
-
-def packed_params(pack: Pack, device: torch.device, *, by_position: bool) -> PackedSeqParams:
-    """Describe packed sequences for Megatron's `thd` attention.
-
-    With `by_position` the model's rotary embedding is a `PositionRotary`.
-    """
-    lengths = pack.lengths
-    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-    longest = int(lengths.max())
-    layout: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": bounds,
-        "cu_seqlens_kv": bounds,
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": longest,
-    }
-    group = parallel_state.get_context_parallel_group()
-    if device.type != "cpu":
-        # With context parallelism Transformer Engine asks for the padded bounds too. They are the same here: padding
-        # is part of each sequence's length.
-        padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if group.size() > 1 else {}
-        return PackedSeqParams(**layout, **padded)
-    buckets, restore = bucket_sequences(pack, group.size(), group.rank())
-    positions = None
-    if by_position:
-        # Without bounds Megatron multiplies all tokens with the angles of `PositionRotary` at once. With bounds it
-        # would cut the pack into its sequences, in every layer.
-        layout |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
-        starts = np.cumsum(lengths) - lengths
-        in_sequence = np.arange(len(pack.index)) - np.repeat(starts, lengths)
-        own = context_parallel_indices(lengths, group.size())[group.rank()] if group.size() > 1 else pack.computed
-        positions = torch.from_numpy(in_sequence[own])
-    return BucketedSeqParams(**layout, buckets=buckets, restore=restore, positions=positions)
 
 
 def bucket_sequences(pack: Pack, ranks: int = 1, rank: int = 0) -> tuple[list[Bucket], Tensor | None]:
@@ -174,10 +144,18 @@ class CpuAttention(MegatronModule):  # type: ignore[misc]
             # Gathering keys and values as one tensor takes one collective. Its backward pass returns the sum of the
             # gradients of all ranks (reduce-scatter).
             k, v = gather_from_sequence_parallel_region(torch.cat((k, v), -1), group=group).chunk(2, -1)
-        parts = [_attend(q, k, v, bucket) for bucket in packed_seq_params.buckets]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if packed_seq_params.restore is not None:
-            out = out.index_select(0, packed_seq_params.restore)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            parts = [_attend(q, k, v, bucket) for bucket in packed_seq_params.buckets]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return out if packed_seq_params.restore is None else out.index_select(0, packed_seq_params.restore)
+
+        if torch.is_grad_enabled():
+            # Buckets hold copies of their keys and values: with their padding, for each query head, and with a shared
+            # prefix for each sequence. They are computed again in the backward pass instead of kept in every layer.
+            out = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = attend(q, k, v)
         return out.reshape(q.shape[0], 1, -1)
 
 
@@ -194,40 +172,81 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
     return out if bucket.kept is None else out.index_select(0, bucket.kept)
 
 
-class PositionRotary(torch.nn.Module):
-    """Replaces the rotary embedding of a GPT model and has its call signature: angles by token, not by sequence.
-
-    With a shared prefix the positions of a pack do not follow from the bounds of its sequences. Angles by token also
-    save Megatron from cutting the pack into sequences, for queries and keys of every layer.
-    """
-
-    def __init__(self, rotary: Any) -> None:
-        super().__init__()
-        self._rotary = rotary
-
-    def get_rotary_seq_len(
-        self, context: None, transformer: Any, hidden: Any, config: Any, packed_seq_params: BucketedSeqParams
-    ) -> tuple[int, Tensor | None]:
-        """Returns the arguments of `forward`; Megatron passes them on."""
-        return packed_seq_params.max_seqlen_q, packed_seq_params.positions
-
-    def forward(self, arguments: tuple[int, Tensor], **_: Any) -> Tensor:
-        """Returns [t, 1, d] angles of the tokens at the given positions, which are below the first argument."""
-        longest, positions = arguments
-        # Megatron caches 32 lengths; powers of two need no more.
-        angles: Tensor = self._rotary(1 << (longest - 1).bit_length(), packed_seq=True)
-        return angles[:, 0].index_select(0, positions)
-
-
 class CpuNorm(torch.nn.RMSNorm):
     """RMS norm that works with sequence parallelism, which Megatron's own local norm refuses.
 
     Each rank normalizes a part of the sequence. Megatron adds up the gradients of parameters with this attribute.
+    Without CUDA torch composes the norm from operations that keep several copies of their input for the backward pass.
+    `_RmsNorm` keeps the input and one number per token.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [..., h] in the type of `x` [..., h]."""
+        output: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = x r w with r = (mean(x^2) + eps)^(-1/2), in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """dw = sum(g x r);  dx = r (g w - x r^2 mean(g w x))."""
+        x, weight, scale = ctx.saved_tensors
+        normalized = x.float() * scale
+        gradient = gradient.float()
+        weight_gradient = (gradient * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = gradient * weight
+        mean = (scaled * normalized).mean(-1, keepdim=True)
+        return (scaled - normalized.mul_(mean)).mul_(scale).to(x.dtype), weight_gradient, None
+
+
+def replace_swiglu(model: torch.nn.Module) -> None:
+    """Let the feed-forward parts of dense layers use `_SwiGlu` if they are gated with SiLU and have no biases."""
+    for module in model.modules():
+        if type(module) is MLP and _is_plain_swiglu(module.config):
+            module.forward = partial(_forward_swiglu, module, module.forward)
+
+
+def _forward_swiglu(
+    mlp: Any, original: Callable[..., Any], hidden: Tensor, per_token_scale: Tensor | None = None, **options: Any
+) -> Any:
+    """Replaces `MLP.forward`: [t, 1, h] and no bias. Experts, whose tokens are scaled, keep the original."""
+    if per_token_scale is not None:
+        return original(hidden, per_token_scale, **options)
+    gate_and_up, _ = mlp.linear_fc1(hidden)
+    return mlp.linear_fc2(_SwiGlu.apply(gate_and_up))  # type: ignore[no-untyped-call]
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up of [..., 2 f]; keeps only its input. Megatron's own is composed of three operations."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_and_up,) = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, -1)
+        result = torch.empty_like(gate_and_up)
+        of_gate, of_up = result.chunk(2, -1)
+        torch.mul(gradient, silu(gate), out=of_up)
+        of_gate.copy_(torch.ops.aten.silu_backward(gradient * up, gate))
+        return result
 
 
 def cpu_layer_spec(bridge: Any, vp_stage: int | None = None) -> Any:
@@ -244,3 +263,14 @@ def cpu_layer_spec(bridge: Any, vp_stage: int | None = None) -> Any:
         if bridge.config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = CpuNorm
     return block
+
+
+def _is_plain_swiglu(config: Any) -> bool:
+    """Whether a feed-forward part computes silu(gate) * up and nothing else."""
+    return bool(
+        config.gated_linear_unit
+        and config.activation_func is silu
+        and not config.add_bias_linear
+        and config.activation_func_clamp_value is None
+        and config.glu_linear_offset == 0.0
+    )

@@ -15,12 +15,15 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
+from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.cpu_layers import PositionRotary, cpu_layer_spec
+from miles_async.adapters.megatron.model.cpu_layers import cpu_layer_spec, replace_swiglu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import load_weights
 from miles_async.adapters.megatron.model.output_layer import OutputLayer
+from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.value_head import attach_value_head
+from miles_async.config.derived import shares_prefixes
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 
@@ -105,7 +108,7 @@ def build_reference(settings: Learner, hf_checkpoint: str) -> ReferenceModel:
     """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
     with redirect_cuda_to_cpu():
         bridge, chunks = _load_chunks(settings, hf_checkpoint)
-    output_layer, by_position = _replace_output_layer(chunks), _use_positions(chunks)
+    output_layer, by_position = _replace_output_layer(chunks), _use_positions(chunks, settings)
     frozen = [chunk.requires_grad_(False) for chunk in chunks]
     return ReferenceModel(bridge, frozen, bridge.hf_config.vocab_size, output_layer, by_position)
 
@@ -121,7 +124,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         for chunk in chunks if values else ():
             attach_value_head(chunk)
         output_layer = None if values else _replace_output_layer(chunks)
-        by_position = _use_positions(chunks)
+        by_position = _use_positions(chunks, settings)
         sharded = _shards_optimizer(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
@@ -147,6 +150,8 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch
     # Engine reads them later, in forward passes, where the user's values apply again.
     with environment(dict.fromkeys(ATTENTION)):
         chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
+    for chunk in chunks if on_cpu() else ():
+        replace_swiglu(chunk)
     load_weights(bridge, chunks, hf_checkpoint)
     return bridge, chunks
 
@@ -157,11 +162,21 @@ def _replace_output_layer(chunks: Sequence[torch.nn.Module]) -> OutputLayer | No
     return OutputLayer(last) if last.post_process else None
 
 
-def _use_positions(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Let the model take the position of each token if it can: on CPUs, unless it has multi-head latent attention."""
+def _use_positions(chunks: Sequence[torch.nn.Module], settings: Learner) -> bool:
+    """Let the model take the position of each token if it can, so that common prefixes need not be computed again.
+
+    It cannot if it has multi-head latent attention or no plain rotary embedding. On GPUs this replaces Transformer
+    Engine's attention, which is kept for models with other features and if `settings` do not let prefixes be shared.
+    """
     models = [unwrap_model(chunk) for chunk in chunks]
-    if not on_cpu() or models[0].config.multi_latent_attention or models[0].position_embedding_type != "rope":
+    config = models[0].config
+    if config.multi_latent_attention or models[0].position_embedding_type != "rope":
         return False
+    if flex_attention.has_gradients():
+        if not shares_prefixes(settings) or not flex_attention.is_plain_attention(config):
+            return False
+        for model in models:
+            flex_attention.use_flex_attention(model)
     for model in models:
         model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb)
     return True

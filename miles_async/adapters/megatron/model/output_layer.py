@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ENTRIES = 2**24
-"""Most logits of a chunk: 64 MiB in float32."""
+CHUNK_ENTRIES = 2**23
+"""Most logits of a chunk: 32 MiB in float32."""
 
 
 class OutputLayer:

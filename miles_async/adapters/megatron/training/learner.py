@@ -23,7 +23,6 @@ from torch import Tensor
 from miles_async.adapters.megatron.checkpoint.huggingface import replace_checkpoint, write_checkpoint
 from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy, StateCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
-from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import build_model, build_reference
 from miles_async.adapters.megatron.model.hf_weights import export_weights
@@ -130,12 +129,12 @@ class MegatronLearner:
         return self._model.by_position and shares_prefixes(self._settings)
 
     def _log_unshared_prefixes(self) -> None:
-        if not shares_prefixes(self._settings):
+        if not self._settings.share_prefixes:
+            cause = "share_prefixes is off"
+        elif not shares_prefixes(self._settings):
             cause = "context parallelism and dynamic batching need whole samples"
-        elif on_cpu():
-            cause = "multi-head latent attention needs whole samples"
         else:
-            cause = "attention with a shared prefix is available only on CPUs"
+            cause = "the attention of this model needs whole samples"
         log.info("the prompt of a group is computed once per sample", cause=cause)
 
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.cpu_layers import packed_params
 from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.batching.batch import PackedBatch, pack_sequences
 from miles_async.batching.layout import Padding, context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
