@@ -270,7 +270,7 @@ def shares_prefixes(learner: Learner) -> bool:
     Context parallelism divides every sequence evenly among ranks, and dynamic batching pads rows to equal lengths.
     """
     needs_whole_samples = learner.context_parallel_size > 1 or learner.use_dynamic_batching_in_train
-    return learner.share_prefixes and not needs_whole_samples
+    return learner.share_prefixes is not False and not needs_whole_samples
 
 
 def micro_batch_tokens(learner: Learner) -> int:

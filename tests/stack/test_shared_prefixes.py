@@ -85,7 +85,7 @@ def test_logits_in_chunks_leave_the_gradient_unchanged(tiny: Path, monkeypatch: 
 
 
 def test_flex_attention_leaves_the_gradient_unchanged(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = config(tiny, entropy_coef=0.01)
+    run = config(tiny, entropy_coef=0.01, share_prefixes=True)
     with learning(tiny, run) as learner:
         plain = gradients(learner, run, share_prefixes=False)
     monkeypatch.setattr(flex_attention, "has_gradients", lambda: True)
@@ -98,9 +98,12 @@ def test_flex_attention_leaves_the_gradient_unchanged(tiny: Path, monkeypatch: p
         assert difference(gradients(learner, run, share_prefixes=True), plain) < 1e-5
 
 
-def test_without_shared_prefixes_a_gpu_keeps_its_attention(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", [None, False])
+def test_a_gpu_keeps_its_attention_unless_shared_prefixes_are_set(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, setting: bool | None
+) -> None:
     monkeypatch.setattr(flex_attention, "has_gradients", lambda: True)
-    with learning(tiny, config(tiny, share_prefixes=False)) as learner:
+    with learning(tiny, config(tiny, share_prefixes=setting)) as learner:
         attention = unwrap_model(learner._model.chunks[0]).decoder.layers[0].self_attention.core_attention
         assert not isinstance(attention, flex_attention.FlexAttention)
         assert not learner.shares_prefixes

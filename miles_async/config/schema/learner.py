@@ -56,10 +56,10 @@ class Learner(Section):
     balance_data: bool = True
     """Distribute samples so that all data-parallel ranks get the same amount of computation. If off, samples are
     assigned to the ranks in turn."""
-    share_prefixes: bool = True
+    share_prefixes: bool | None = None
     """Compute a common prefix of samples, such as the prompt of a group, only once. Gradients are the same up to
-    rounding. On GPUs this needs PyTorch's FlexAttention, which has not been run there yet. If off, every sample is
-    computed as a whole, on GPUs with Transformer Engine's attention."""
+    rounding. By default this is on for CPUs. On GPUs it replaces Transformer Engine's attention by PyTorch's
+    FlexAttention, which has not been run there yet, so it is off unless it is set."""
     use_dynamic_batching_in_train: bool = False
     """Train on samples that are sorted by length and padded to equal length within a micro-batch (ROLL's dynamic
     batching), instead of packing samples end to end."""

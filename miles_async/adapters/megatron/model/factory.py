@@ -166,14 +166,15 @@ def _use_positions(chunks: Sequence[torch.nn.Module], settings: Learner) -> bool
     """Let the model take the position of each token if it can, so that common prefixes need not be computed again.
 
     It cannot if it has multi-head latent attention or no plain rotary embedding. On GPUs this replaces Transformer
-    Engine's attention, which is kept for models with other features and if `settings` do not let prefixes be shared.
+    Engine's attention, which is kept for models with other features and unless `settings` ask for shared prefixes.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = models[0].config
     if config.multi_latent_attention or models[0].position_embedding_type != "rope":
         return False
     if flex_attention.has_gradients():
-        if not shares_prefixes(settings) or not flex_attention.is_plain_attention(config):
+        wanted = settings.share_prefixes and shares_prefixes(settings)
+        if not wanted or not flex_attention.is_plain_attention(config):
             return False
         for model in models:
             flex_attention.use_flex_attention(model)

@@ -23,6 +23,7 @@ from torch import Tensor
 from miles_async.adapters.megatron.checkpoint.huggingface import replace_checkpoint, write_checkpoint
 from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy, StateCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
+from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import build_model, build_reference
 from miles_async.adapters.megatron.model.hf_weights import export_weights
@@ -129,10 +130,12 @@ class MegatronLearner:
         return self._model.by_position and shares_prefixes(self._settings)
 
     def _log_unshared_prefixes(self) -> None:
-        if not self._settings.share_prefixes:
+        if self._settings.share_prefixes is False:
             cause = "share_prefixes is off"
         elif not shares_prefixes(self._settings):
             cause = "context parallelism and dynamic batching need whole samples"
+        elif self._settings.share_prefixes is None and not on_cpu():
+            cause = "set share_prefixes to share them on GPUs, where this has not been run yet"
         else:
             cause = "the attention of this model needs whole samples"
         log.info("the prompt of a group is computed once per sample", cause=cause)
