@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -182,7 +183,9 @@ def main() -> None:
         create_tiny_model(TinyModel(num_layers=1, hidden_size=64, ffn_hidden_size=64), Path(model), seed=0)
         args = settings(url, model)
         rate = slime_rate(args, float(seconds)) if project == "slime" else asyncio.run(miles_rate(args, float(seconds)))
-    print(rate)
+    print(rate, flush=True)
+    # slime's worker thread still waits for answers, and ending the interpreter under it can abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
