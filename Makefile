@@ -1,6 +1,7 @@
 SHELL := bash
 PYTHON := .venv/bin/python
 READY := .venv/ready
+PEERS := .venv-peers/ready
 ARGS ?=
 
 # Container images often disable byte code. Each of the many processes of a run would then compile all that it imports.
@@ -11,7 +12,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench study dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench bench-peers study dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -61,6 +62,21 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(PYTHON) -m benchmarks.engine_attention
 	@$(PYTHON) -m benchmarks.instrumentation
 	@$(PYTHON) -m benchmarks.frozen
+	@$(PYTHON) -m benchmarks.learner_step
+	@$(PYTHON) -m benchmarks.peers
+
+bench-peers: $(PEERS) ## Compare with TRL, in .venv-peers, and with checkouts (SLIME=folder MILES=folder ARGS="step")
+	@$(PYTHON) -m benchmarks.peers $(if $(SLIME),--slime $(SLIME)) $(if $(MILES),--miles $(MILES)) $(ARGS)
+
+# TRL's latest release with the version of torch that the lock pins: the CPU build, or the public one if no index serves
+# the CPU build. Only the comparison uses this environment.
+$(PEERS): requirements/cpu.lock | $(READY)
+	@echo "Creating .venv-peers with TRL"
+	@$(PYTHON) -m venv --clear .venv-peers
+	@pin=$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/cpu.lock); \
+	    .venv-peers/bin/python -m pip install -qq --no-deps "$$pin+cpu" 2>/dev/null || .venv-peers/bin/python -m pip install -qq "$$pin"
+	@.venv-peers/bin/python -m pip install -qq trl
+	@touch $@
 
 study: $(READY) ## Measure what staleness costs, in many runs of the main job; an interrupted study continues (ARGS="seeds")
 	@$(PYTHON) -m benchmarks.study $(ARGS)
@@ -99,6 +115,6 @@ format: $(READY) ## Fix and format the code with ruff
 lock: ## Resolve requirements/cpu.lock again from pyproject.toml and requirements/cpu.in
 	@bash requirements/lock.sh
 
-clean: ## Remove .venv, caches and build output; keeps runs/ and warm-started models
-	@rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
+clean: ## Remove .venv, .venv-peers, caches and build output; keeps runs/ and warm-started models
+	@rm -rf .venv .venv-peers .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
