@@ -24,6 +24,8 @@ LOCK = (ROOT / "requirements" / "cpu.lock").read_text()
 LIBRARY = ["miles_async/**/*.py", "workers/**/*.py", "train*.py"]
 TOOLS = ["tests/**/*.py", "benchmarks/**/*.py", "dashboards/**/*.py", "docs/**/*.py", "examples/*.py"]
 OURS = {"miles_async", "workers", "tests", "benchmarks", "dashboards", "examples"}
+OF_ANOTHER_ENVIRONMENT = ROOT / "benchmarks/peers/grpo_trainer.py"
+"""Runs in `.venv-peers`, for which `make bench-peers` installs TRL."""
 OTHER_BUILDS = {"mooncake": ["mooncake_transfer_engine_cuda13"]}
 """Packages whose build for CPU machines, which is installed here, is another distribution than the declared one."""
 
@@ -46,7 +48,7 @@ def declared(*extras: str) -> set[str]:
 def imported(patterns: list[str]) -> set[str]:
     """The top-level names of the packages of others that the files import."""
     names: set[str] = set()
-    for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
+    for path in {path for pattern in patterns for path in ROOT.glob(pattern)} - {OF_ANOTHER_ENVIRONMENT}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
