@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 from megatron.core import parallel_state
@@ -39,12 +40,15 @@ def performance_metrics(model: MegatronModel, steps: Sequence[TrainStep], second
     peak = next((flops for name, flops in _PEAK_FLOPS.items() if name in device), None)
     if peak is not None and model.bridge.config.bf16:
         batches = [batch for step in steps for batch in step.micro_batches]
-        lengths = [int(length) for batch in batches for length in batch.lengths]
-        # Models on GPUs compute every sequence as a whole.
+        lengths = np.concatenate([batch.lengths for batch in batches]).tolist()
+        shared = np.concatenate(
+            [np.zeros_like(batch.lengths) if batch.shared is None else batch.shared for batch in batches]
+        ).tolist()
         logits = sum(len(batch.targets) for batch in batches)
         # All ranks of a model replica work on the same sequences.
         ranks_per_replica = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size()
-        metrics["mfu"] = training_flops(lengths, _shape(model), logits=logits) / (seconds * peak * ranks_per_replica)
+        flops = training_flops(lengths, _shape(model), shared=shared, logits=logits)
+        metrics["mfu"] = flops / (seconds * peak * ranks_per_replica)
     return metrics
 
 
