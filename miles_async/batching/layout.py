@@ -132,6 +132,11 @@ def _row_layout(
     return Layout(plan.bins, [Padding(width) for width in plan.padded], report)
 
 
+def positions_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[T] position of each token in its sequence, for sequences of these lengths that are laid end to end."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
 def context_parallel_indices(lengths: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     """[ranks, T / ranks] indices of the packed tokens that each context-parallel rank computes, ascending.
 
@@ -144,8 +149,7 @@ def context_parallel_indices(lengths: NDArray[np.int64], ranks: int) -> NDArray[
     total = int(lengths.sum())
     if ranks == 1:
         return np.arange(total)[None]
-    positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    chunk = positions // np.repeat(lengths // (2 * ranks), lengths)
+    chunk = positions_of(lengths) // np.repeat(lengths // (2 * ranks), lengths)
     owner = np.minimum(chunk, 2 * ranks - 1 - chunk)
     # A stable sort by owner lists the tokens of each rank in pack order; all ranks own equally many.
     return np.argsort(owner, kind="stable").reshape(ranks, -1)

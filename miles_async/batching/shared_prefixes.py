@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from miles_async.batching.layout import positions_of
 from miles_async.types import Sample
 
 
@@ -50,14 +51,18 @@ class Pack:
             everything = np.arange(total)
             return Pack(lengths, np.zeros_like(lengths), everything, everything)
         starts = np.cumsum(lengths) - lengths
-        positions = np.arange(total) - np.repeat(starts, lengths)
-        own = positions >= np.repeat(shared, lengths)
+        own = positions_of(lengths) >= np.repeat(shared, lengths)
         index = np.cumsum(own) - 1
         # The sequence before may itself share this prefix, so the sequences are resolved in order.
         for number in np.flatnonzero(shared):
             start, before, count = starts[number], starts[number - 1], shared[number]
             index[start : start + count] = index[before : before + count]
         return Pack(lengths, shared, np.flatnonzero(own), index)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """[T] position of each token in its sequence."""
+        return positions_of(self.lengths)
 
     def reader_ends(self) -> NDArray[np.int64]:
         """[t] index after the last computed token whose history contains each computed token.

@@ -58,7 +58,8 @@ def attention(module: type, pack: Pack) -> list[Tensor]:
     torch.manual_seed(0)
     tokens = len(pack.computed)
     inputs = [torch.randn(tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    out = module(config())(*inputs, None, packed_seq_params=packed_params(pack, torch.device("cpu"), by_position=True))
+    positions = torch.from_numpy(pack.positions[pack.computed])
+    out = module(config())(*inputs, None, packed_seq_params=packed_params(pack, torch.device("cpu"), positions))
     return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu_layers import BucketedSeqParams, bucket_sequences
 from miles_async.adapters.megatron.model.flex_attention import FlexSeqParams
-from miles_async.batching.layout import context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
 
 
-def packed_params(pack: Pack, device: torch.device, *, by_position: bool) -> PackedSeqParams:
+def packed_params(pack: Pack, device: torch.device, positions: Tensor | None) -> PackedSeqParams:
     """Describe packed sequences for Megatron's `thd` attention.
 
-    With `by_position` the model's rotary embedding is a `PositionRotary`, and its attention on GPUs is `FlexAttention`.
+    `positions` [t] of this rank's tokens are given if the model's rotary embedding is a `PositionRotary`; its attention
+    on GPUs is then `FlexAttention`.
     """
     lengths = pack.lengths
     bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
@@ -33,15 +33,10 @@ def packed_params(pack: Pack, device: torch.device, *, by_position: bool) -> Pac
         "max_seqlen_kv": longest,
     }
     group = parallel_state.get_context_parallel_group()
-    positions = None
-    if by_position:
+    if positions is not None:
         # Without bounds Megatron multiplies all tokens with the angles of `PositionRotary` at once. With bounds it
         # would cut the pack into its sequences, in every layer.
         layout |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
-        starts = np.cumsum(lengths) - lengths
-        in_sequence = np.arange(len(pack.index)) - np.repeat(starts, lengths)
-        own = context_parallel_indices(lengths, group.size())[group.rank()] if group.size() > 1 else pack.computed
-        positions = torch.from_numpy(in_sequence[own]).to(device)
         if flex_attention.has_gradients():
             return FlexSeqParams(**layout, mask=flex_attention.prefix_mask(pack, device), positions=positions)
     if device.type != "cpu":

@@ -154,7 +154,6 @@ def _model_input(batch: PackedBatch, missing: int, device: torch.device, by_posi
         tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
         shared = None if shared is None else np.append(shared, 0)
     pack = Pack.of(lengths, shared)
-    positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     group = parallel_state.get_context_parallel_group()
     own, local_index = pack.computed, pack.index
     if group.size() > 1:
@@ -166,11 +165,12 @@ def _model_input(batch: PackedBatch, missing: int, device: torch.device, by_posi
     predictors = local_index[batch.targets - 1]
     target_indices = np.flatnonzero(predictors >= 0)
     mask = None if batch.sampling_mask is None else batch.sampling_mask.take(target_indices)
+    positions = to_device(pack.positions[own])
     return ModelInput(
         batch=batch,
         tokens=to_device(tokens[own]),
-        positions=to_device(positions[own]),
-        params=packed_params(pack, device, by_position=by_position),
+        positions=positions,
+        params=packed_params(pack, device, positions if by_position else None),
         predictors=to_device(predictors[target_indices]),
         target_indices=to_device(target_indices),
         kept=None if mask is None else KeptTokens(to_device(mask.counts), to_device(mask.token_ids)),
