@@ -150,6 +150,7 @@ def work(job: str, variant: str, model: str) -> None:
 
 
 def free_port() -> int:
+    """Return a free port. The project's own function is in another module in earlier commits."""
     import socket
 
     with socket.socket() as listener:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,18 +140,39 @@ def settings(url: str, model: str) -> Namespace:
     )
 
 
+class Meter:
+    """Counts groups per second over the rollouts of `seconds`, after a warm-up that does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self._began = time.perf_counter()
+        self._measured_from = self._began + WARM_UP_SECONDS
+        self._seconds = seconds
+        self.groups = 0
+        """Groups since the warm-up; the caller adds those of each rollout."""
+
+    def rollouts(self) -> Iterator[int]:
+        """Yield the numbers of the rollouts to run until the time is over."""
+        for rollout in itertools.count():
+            now = time.perf_counter()
+            if now >= self._measured_from + self._seconds:
+                return
+            if now < self._measured_from:
+                self.groups, self._began = 0, now
+            yield rollout
+
+    @property
+    def rate(self) -> float:
+        return self.groups / (time.perf_counter() - self._began)
+
+
 def slime_rate(args: Namespace, seconds: float) -> float:
     worker = importlib.import_module("slime.rollout.fully_async_rollout")
     importlib.import_module("slime.utils.http_utils").init_http_client(args)
     source = EndlessPrompts(importlib.import_module("slime.utils.types").Sample)
-    rollout, groups, began = 0, 0, time.perf_counter()
-    measured_from = began + WARM_UP_SECONDS
-    while (now := time.perf_counter()) < measured_from + seconds:
-        if now < measured_from:
-            groups, began = 0, now
-        groups += len(worker.generate_rollout_fully_async(args, rollout, source))
-        rollout += 1
-    return groups / (time.perf_counter() - began)
+    meter = Meter(seconds)
+    for rollout in meter.rollouts():
+        meter.groups += len(worker.generate_rollout_fully_async(args, rollout, source))
+    return meter.rate
 
 
 async def miles_rate(args: Namespace, seconds: float) -> float:
@@ -159,14 +181,10 @@ async def miles_rate(args: Namespace, seconds: float) -> float:
     importlib.import_module("miles.utils.http_utils").init_http_client(args)
     source = EndlessPrompts(importlib.import_module("miles.utils.types").Sample)
     generate = worker.FullyAsyncRolloutFn(types.RolloutFnConstructorInput(args=args, data_source=source))
-    rollout, groups, began = 0, 0, time.perf_counter()
-    measured_from = began + WARM_UP_SECONDS
-    while (now := time.perf_counter()) < measured_from + seconds:
-        if now < measured_from:
-            groups, began = 0, now
-        groups += len((await generate(types.RolloutFnTrainInput(rollout_id=rollout))).samples)
-        rollout += 1
-    return groups / (time.perf_counter() - began)
+    meter = Meter(seconds)
+    for rollout in meter.rollouts():
+        meter.groups += len((await generate(types.RolloutFnTrainInput(rollout_id=rollout))).samples)
+    return meter.rate
 
 
 def main() -> None:
