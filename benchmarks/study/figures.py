@@ -83,9 +83,10 @@ def _draw_signals(figure: Figure, runs: Runs) -> None:
             continue
         _by_age(ess, found, "ess", variant)
         _by_age(gap, found, "logprob_gap_mean", variant)
+        points = [point for run in found for point in run.points if "grad_norm" in point]
         norm.plot(
-            [point["staleness"] for run in found for point in run.points],
-            [point["grad_norm"] for run in found for point in run.points],
+            [point["staleness"] for point in points],
+            [point["grad_norm"] for point in points],
             ".",
             markersize=3,
             color=COLORS[variant],

@@ -195,7 +195,10 @@ def _point(pairs: Sequence[tuple[StepStarted, StepEnded]]) -> dict[str, float]:
         "staleness": fmean(age for batch, _ in pairs for age in batch.staleness),
     }
     for name in METRICS:
-        point[name] = fmean(step.metrics[name] for _, step in pairs)
+        # A batch without a gradient computes nothing, so its step has no such metrics.
+        known = [step.metrics[name] for _, step in pairs if name in step.metrics]
+        if known:
+            point[name] = fmean(known)
     return {name: round(value, 5) for name, value in point.items()}
 
 
