@@ -11,6 +11,7 @@ TRL runs with its defaults, apart from gradient checkpointing: without it, TRL i
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -28,9 +29,11 @@ def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
-def exact(completions: list[str], label: list[str], **_: Any) -> list[float]:
-    """Return 1 for a completion that equals its label, and 0 otherwise, as `miles_async.rewards.builtin.exact` does."""
-    return [float(text.strip() == expected.strip()) for text, expected in zip(completions, label, strict=True)]
+def last_number(completions: list[str], label: list[str], **_: Any) -> list[float]:
+    """Return 1 for a completion whose last number is its label, and 0 otherwise, as `examples.last_number` does."""
+    return [
+        float(re.findall(r"-?\d+", text)[-1:] == [expected]) for text, expected in zip(completions, label, strict=True)
+    ]
 
 
 class StepLog(TrainerCallback):
@@ -84,7 +87,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(job["model"]),
-            reward_funcs={"parity": parity, "exact": exact}[job["reward"]],
+            reward_funcs={"parity": parity, "last_number": last_number}[job["reward"]],
             args=config,
             train_dataset=Dataset.from_list(job["prompts"]),
             callbacks=[StepLog(Path(job["result"]), job["goal"], job["goal_steps"])],

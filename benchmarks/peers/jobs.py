@@ -32,7 +32,8 @@ TRL_WARM_UP, OUR_WARM_UP = 1, 3
 GOAL = 0.7
 GOAL_STEPS = 5
 """The goal is reached when the mean reward of this many consecutive batches is at least `GOAL`."""
-ARITHMETIC = ["--config", "configs/arithmetic-cpu.yaml", "--eval-size", "0"]
+GOAL_JOB = ["--config", "configs/smollm2-cpu.yaml", "--num-rollout", "60", "--eval-size", "0"]
+"""The job of `make run`, without evaluation and with more batches than the goal needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,36 +128,31 @@ def measure_step(trl_steps: int, our_steps: int, *, small: bool) -> dict[str, An
 
 
 def measure_reward(*, small: bool) -> dict[str, Any]:
-    """Seconds until the tiny model of `configs/arithmetic-cpu.yaml` has reached the goal, from the first prompt on.
+    """Seconds until SmolLM2-135M-Instruct has reached the goal in the job of `make run`, from the first prompt on.
 
-    None if the run ended before. `small` ends both runs after as many steps as the goal needs at least.
-
-    TRL starts from the same warm-started model, and gets the same prompts in the same order.
+    None if the run ended before. `small` ends both runs after as many steps as the goal needs at least. TRL gets the
+    same prompts in the same order.
     """
     from miles_async.adapters.datasets.factory import open_data
-    from miles_async.adapters.storage.warm_starts import find_warm_start
+    from miles_async.adapters.storage.gguf import with_converted_checkpoint
     from miles_async.config.load import load_config
-    from workers.preflight import preflight
 
-    flags = [*ARITHMETIC, "--num-rollout", str(GOAL_STEPS)] if small else ARITHMETIC
+    flags = [*GOAL_JOB, "--num-rollout", str(GOAL_STEPS)] if small else GOAL_JOB
+    config = with_converted_checkpoint(load_config(flags, entry="train_async.py"))
     result: dict[str, Any] = {"ours": run_ours(flags, stop_at_goal=True).seconds_to_goal()}
     if not TRL_PYTHON.exists():
         return result
-    config = load_config([*flags, "--rollout-function-path", FULLY_ASYNC_FUNCTION], entry="train_async.py")
-    examples = preflight(config, "train_async.py").sft_examples
-    model = find_warm_start(config, examples.problems, examples.check)
-    if model is None:
-        raise SystemExit("the run did not leave its warm-started model in the cache")
     rollout, learner = config.rollout, config.learner
-    groups = open_data(config).get_samples(rollout.num_rollout * rollout.rollout_batch_size)
+    data = open_data(config, checkpoint=config.model.hf_checkpoint)
+    groups = data.get_samples(rollout.num_rollout * rollout.rollout_batch_size)
     job = TRLJob(
-        model=model.path,
+        model=str(config.model.hf_checkpoint),
         prompts=[{"prompt": str(group[0].prompt), "label": str(group[0].label)} for group in groups],
         prompts_per_step=rollout.rollout_batch_size,
         group_size=rollout.n_samples_per_prompt,
         min_new_tokens=1,
         max_new_tokens=rollout.rollout_max_response_len,
-        reward="exact",
+        reward="last_number",
         trainer={
             "max_steps": rollout.num_rollout,
             "learning_rate": learner.lr,

@@ -20,7 +20,7 @@ INTRODUCTION = """\
 <!-- `make study` writes this page and its plots. Change the text in benchmarks/study/page.py. -->
 
 A fully asynchronous run trains on samples that older weights generated. This page shows what that costs, measured on
-the job of `make run` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real stack. Every run
+the job of `make run-tiny` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real stack. Every run
 trains the same number of samples. Accuracy is greedy, on 512 held-out problems. `train.py` generates, trains and
 publishes in turns, so its samples are never stale. `make study` repeats the measurement. It continues where it was
 interrupted, and the results are in `benchmarks/results/study/`.

@@ -153,7 +153,8 @@ class CpuAttention(MegatronModule):  # type: ignore[misc]
         if torch.is_grad_enabled():
             # Buckets hold copies of their keys and values: with their padding, for each query head, and with a shared
             # prefix for each sequence. They are computed again in the backward pass instead of kept in every layer.
-            out = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+            # As a view, the values would keep the output of the layer that also computed queries and keys.
+            out = checkpoint(attend, q, k, v.contiguous(), use_reentrant=False, preserve_rng_state=False)
         else:
             out = attend(q, k, v)
         return out.reshape(q.shape[0], 1, -1)
@@ -226,7 +227,24 @@ def _forward_swiglu(
     if per_token_scale is not None:
         return original(hidden, per_token_scale, **options)
     gate_and_up, _ = mlp.linear_fc1(hidden)
-    return mlp.linear_fc2(_SwiGlu.apply(gate_and_up))  # type: ignore[no-untyped-call]
+    activated: Tensor = _SwiGlu.apply(gate_and_up)  # type: ignore[no-untyped-call]
+    address, kept = activated.data_ptr(), gate_and_up.detach()
+
+    # The second layer keeps its input for the gradient of its weights. `_SwiGlu` keeps `gate_and_up` anyway, so the
+    # input is computed from it again in the backward pass; this takes a sixth off the activations of a layer.
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        return saved.shape if saved.data_ptr() == address else saved
+
+    def unpack(saved: Tensor | torch.Size) -> Tensor:
+        return saved if isinstance(saved, Tensor) else _swiglu(kept).view(saved)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return mlp.linear_fc2(activated)
+
+
+def _swiglu(gate_and_up: Tensor) -> Tensor:
+    gate, up = gate_and_up.chunk(2, -1)
+    return silu(gate).mul_(up)
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -235,8 +253,7 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
-        gate, up = gate_and_up.chunk(2, -1)
-        return silu(gate).mul_(up)
+        return _swiglu(gate_and_up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
