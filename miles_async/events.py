@@ -44,6 +44,15 @@ class RunStarted(Event, frozen=True):
     """`--max-weight-staleness`."""
 
 
+class StartupChanged(Event, frozen=True):
+    """A part of the run is being started, or is ready."""
+
+    part: str
+    """What is started, such as `Ray`, `learner`, `router` or `engine-0`."""
+    seconds: float | None
+    """How long the start took; None when it begins."""
+
+
 class ClusterReady(Event, frozen=True):
     """Engines, router and learner are connected; the first request follows."""
 
@@ -464,6 +473,7 @@ class RunEnded(Event, frozen=True):
 
 AnyEvent = (
     RunStarted
+    | StartupChanged
     | ClusterReady
     | GroupMoved
     | GroupGenerated

@@ -139,6 +139,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def _enter(config: RunConfig) -> Cluster:
-    cluster = await Cluster(config, RunFolder.create(config), "train_async.py").__aenter__()
+    cluster = await Cluster(config, RunFolder.create(config), "train_async.py", lambda event: None).__aenter__()
     await cluster.start(preflight(config, "train_async.py"))
     return cluster

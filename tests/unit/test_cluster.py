@@ -48,7 +48,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def started(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    made = Cluster(config, RunFolder(folder), "train_async.py")
+    made = Cluster(config, RunFolder(folder), "train_async.py", lambda event: None)
     created: Any = Placement()
     handles: Any = made
     handles._worker = Actor()
