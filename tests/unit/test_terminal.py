@@ -94,8 +94,16 @@ def _logging_restored() -> Iterator[None]:
 def batch(rollout: int, /, **changes: Any) -> list[Event]:
     """The events of one batch of four groups, of which each takes two seconds."""
     began = 200.0 + 2 * rollout
+    return [
+        BatchDrained(time=began, rollout=rollout, depth=12, waited=0.69, recycled=0),
+        StepStarted(time=began, rollout=rollout, version=rollout, staleness=[0, 0, 1, 1], groups=[1, 2, 3, 4]),
+        ended_batch(rollout, **changes),
+    ]
+
+
+def ended_batch(rollout: int, /, **changes: Any) -> StepEnded:
     ended = StepEnded(
-        time=began + 1.31,
+        time=201.31 + 2 * rollout,
         rollout=rollout,
         seconds=1.31,
         tokens=16_000,
@@ -104,11 +112,7 @@ def batch(rollout: int, /, **changes: Any) -> list[Event]:
         response_length=3.0,
         metrics={f"metric_{number}": 1.0 for number in range(35)},
     )
-    return [
-        BatchDrained(time=began, rollout=rollout, depth=12, waited=0.69, recycled=0),
-        StepStarted(time=began, rollout=rollout, version=rollout, staleness=[0, 0, 1, 1], groups=[1, 2, 3, 4]),
-        structs.replace(ended, **changes),
-    ]
+    return structs.replace(ended, **changes)
 
 
 def config(**settings: Any) -> RunConfig:
@@ -168,7 +172,7 @@ def test_the_names_of_the_columns_are_repeated_seldom() -> None:
 )
 def test_rows_have_the_same_width_whatever_their_figures_and_fit_eighty_columns(changes: dict[str, Any]) -> None:
     table = BatchTable(RUN)
-    heading, *_ = rows = [table.row(event).split("\n") for event in (*batch(0)[2:], *batch(1, **changes)[2:])]
+    heading, *_ = rows = [table.row(ended).split("\n") for ended in (ended_batch(0), ended_batch(1, **changes))]
     assert {len(line) for row in rows for line in row if line} == {len(heading[1])}
     assert len(heading[1]) <= 80
 
@@ -394,7 +398,9 @@ def test_the_log_file_has_every_line_as_json_and_the_terminal_only_lines_for_peo
     configure_logging("console")
     path = tmp_path / "driver.jsonl"
     with log_file(path), structlog.contextvars.bound_contextvars(run="r", version=3):
-        structlog.get_logger("workers.x").warning("weight write failed", engine="engine-0", version=4, transport=None)
+        structlog.get_logger("workers.x").warning(
+            "weight write failed", engine="engine-0", version=4, transport=None, error="timeout"
+        )
         structlog.get_logger("workers.x").info("an engine is back")
         details_logger("workers.x").warning("stall", head=3)
         logging.getLogger("sglang.x").warning("chatter")
@@ -404,7 +410,7 @@ def test_the_log_file_has_every_line_as_json_and_the_terminal_only_lines_for_peo
         except ValueError:
             logging.getLogger("other").exception("a task failed")
     assert capsys.readouterr().err.splitlines() == [
-        "Warning: weight write failed: engine engine-0, version 4",
+        "Warning: weight write failed: timeout (engine engine-0, version 4)",
         "an engine is back",
         "Error: the node is lost",
         "Error: a task failed: ValueError: invalid literal for int() with base 10: 'x'",
@@ -441,10 +447,10 @@ def test_a_lost_engine_and_router_are_reported_with_their_return_but_their_start
         for up in (True, False, True):
             subscribers.emit(RouterChanged(time=1.0, up=up, engines=1, healthy=1))
     assert err.getvalue().splitlines() == [
-        "Warning: engine fenced: engine engine-0, version 3",
-        "engine routed: engine engine-0, version 4",
-        "Warning: router does not answer: engines 1, healthy 1",
-        "router answers: engines 1, healthy 1",
+        "Warning: engine fenced (engine engine-0, version 3)",
+        "engine routed (engine engine-0, version 4)",
+        "Warning: router does not answer (engines 1, healthy 1)",
+        "router answers (engines 1, healthy 1)",
     ]
 
 

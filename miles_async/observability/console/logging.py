@@ -32,6 +32,8 @@ CHATTY = ("megatron", "ray", "sglang", "torch", "transformers")
 DETAILS = ".details"
 """Suffix of the names of the loggers of `details_logger`."""
 _NOT_FACTS = ("event", "level", "logger", "timestamp", "run", "exc_info", "stack_info")
+_TEXTS = ("why", "what", "reason", "error", "line", "knob")
+"""Facts that people understand without their name."""
 
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
     # The local variables of every frame would hide the cause among noise, and they may hold secrets.
@@ -170,7 +172,7 @@ def _is_for_people(record: logging.LogRecord) -> bool:
 
 
 def _sentence(logger: Any, name: str, event: EventDict) -> str:
-    """Render a line for people: `Warning: event: key value, key value`.
+    """Render a line for people, such as `Warning: weight write failed: timeout (engine engine-0, version 5)`.
 
     Facts that are None, and those that are bound to all lines of the task, are left out. Of an exception, only the last
     line is shown; the log file has its traceback.
@@ -182,11 +184,16 @@ def _sentence(logger: Any, name: str, event: EventDict) -> str:
         for key, value in event.items()
         if key not in _NOT_FACTS and value is not None and not (key in bound and bound[key] == value)
     }
-    parts = [", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items())] if facts else []
+    texts = [str(value) for key, value in facts.items() if key in _TEXTS]
     raised = sys.exc_info() if event.get("exc_info") is True else event.get("exc_info")
     if isinstance(raised, tuple) and raised[1] is not None:
-        parts.append(f"{type(raised[1]).__name__}: {raised[1]}")
-    return severity + ": ".join([str(event["event"]), *parts])
+        texts.append(f"{type(raised[1]).__name__}: {raised[1]}")
+    others = [f"{key.replace('_', ' ')} {value}" for key, value in facts.items() if key not in _TEXTS]
+    return (
+        f"{severity}{event['event']}"
+        + (f": {'; '.join(texts)}" if texts else "")
+        + (f" ({', '.join(others)})" if others else "")
+    )
 
 
 def _redact(logger: Any, name: str, rendered: Any) -> Any:
