@@ -88,7 +88,7 @@ class EventSubscribers:
         self.update_scrape_targets({})
         self._plain_lines = PlainLines(sys.stdout, only_warnings=is_interactive(config))
         self._terminal = (
-            Terminal(sys.stderr, config, folder.path, self.page_url) if settings.log_format == "console" else None
+            Terminal(sys.stderr, config, folder, self.page_url) if settings.log_format == "console" else None
         )
         self._progress_bar = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
         self._config = config

@@ -120,7 +120,7 @@ def config(**settings: Any) -> RunConfig:
 
 
 def shown(stream: io.StringIO, *events: Event, **settings: Any) -> Terminal:
-    terminal = Terminal(stream, config(**settings), Path("/runs/r"), PAGE)
+    terminal = Terminal(stream, config(**settings), RunFolder(Path("/runs/r")), PAGE)
     for event in (RUN, *events):
         terminal.observe(event)
     return terminal
@@ -321,6 +321,16 @@ def test_a_long_entry_is_wrapped_on_a_terminal_and_one_line_in_a_file() -> None:
 def test_a_silent_process_is_one_warning_and_its_answer_another_line() -> None:
     silences = [ProcessSilent(time=200.0, process="engine-0", seconds=seconds) for seconds in (0, 2, 5, 6, 7, 0, 0)]
     assert lines_of(*silences) == ["Warning: engine-0 has not answered for 5s", "engine-0 answers again"]
+
+
+def test_the_first_warning_of_a_stall_is_followed_by_its_cause() -> None:
+    file = io.StringIO()
+    terminal = shown(file)
+    terminal.tick(200.0, finding())
+    for seconds in (30.0, 60.0, 30.0):
+        terminal.observe(Stalled(time=200.0, seconds=seconds, queue=0, collected=5, wanted=32))
+    cause = "cause      the learner waited 60% of the time; see the line `stall` in /runs/r/logs/driver.jsonl"
+    assert file.getvalue().splitlines()[5:] == [cause, cause]
 
 
 def test_the_bar_follows_the_batches_and_the_queue_and_starts_where_the_run_resumed() -> None:

@@ -24,6 +24,7 @@ from miles_async.events import (
     QueueChanged,
     RunEnded,
     RunStarted,
+    Stalled,
     StartupChanged,
     StepEnded,
     StepStarted,
@@ -33,6 +34,7 @@ from miles_async.events import (
 from miles_async.observability.console.batch_table import BatchTable
 from miles_async.observability.console.quantities import duration
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Finding
+from miles_async.observability.run_folder import RunFolder
 
 NAME_WIDTH = 11
 """Characters of the column of names in the header, as in the summary at the end."""
@@ -53,7 +55,7 @@ class Terminal:
     Without a terminal, the lines are the same, and contain no control characters.
     """
 
-    def __init__(self, stream: TextIO, config: RunConfig, folder: Path, page_url: str) -> None:
+    def __init__(self, stream: TextIO, config: RunConfig, folder: RunFolder, page_url: str) -> None:
         self._stream = stream
         self._config = config
         self._folder = folder
@@ -66,6 +68,10 @@ class Terminal:
         self._lasting: VerdictChanged | None = None
         """The current verdict, if it was not printed before."""
         self._printed_verdicts: set[str] = set()
+        self._finding: Finding | None = None
+        """The verdict at the last tick."""
+        self._stalled_for = 0.0
+        """Seconds without progress that the last warning reported."""
         self._silent: set[str] = set()
         """Processes whose silence was printed."""
 
@@ -94,6 +100,8 @@ class Terminal:
                 self._print_entry("accuracy", f"{event.accuracy:.3f} {when} ({details})")
             case VerdictChanged():
                 self._lasting = None if event.verdict in self._printed_verdicts else event
+            case Stalled():
+                self._explain_stall(event)
             case ProcessSilent():
                 self._process_silent(event)
             case RunEnded():
@@ -103,6 +111,7 @@ class Terminal:
 
     def tick(self, now: float, finding: Finding) -> None:
         """Update the status line, and print the verdict once it has lasted. `now` is in seconds since the epoch."""
+        self._finding = finding
         self._status.tick(now - self._started)
         verdict = self._lasting
         if verdict is None or now - verdict.time < LASTING_SECONDS or finding.silent is not None:
@@ -124,7 +133,7 @@ class Terminal:
         self._print_entry("data", f"reasoning-gym {task}" if task else file or "from the rollout function")
         batch = f"{event.groups_per_rollout} groups of {event.samples_per_group}"
         self._print_entry("training", f"{event.rollouts} batches of {batch}, {event.entry}, {limit}")
-        self._print_entry("run", _shortened(self._folder))
+        self._print_entry("run", _shortened(self._folder.path))
         self._print_entry("page", f"{self._page_url} (metrics at /metrics)")
 
     def _startup_changed(self, event: StartupChanged) -> None:
@@ -136,6 +145,13 @@ class Terminal:
             self._starting.remove(event.part)
             self._print_entry(event.part, f"ready after {duration(event.seconds)}")
         self._status.show(f"waiting for {', '.join(self._starting)}" if self._starting else "starting")
+
+    def _explain_stall(self, event: Stalled) -> None:
+        """Print the cause below the first warning of a stall. The warning itself is one of the `PlainLines`."""
+        is_new, self._stalled_for = event.seconds <= self._stalled_for or not self._stalled_for, event.seconds
+        if is_new and self._finding is not None:
+            log = _shortened(self._folder.driver_log)
+            self._print_entry("cause", f"{self._finding.why}; see the line `stall` in {log}")
 
     def _process_silent(self, event: ProcessSilent) -> None:
         if event.seconds >= SILENT_SECONDS and event.process not in self._silent:
@@ -257,6 +273,6 @@ class ProgressBar:
             self._bar.update(0)
 
 
-def _shortened(folder: Path) -> str:
+def _shortened(path: Path) -> str:
     """Return the path relative to the working directory, if it is inside it."""
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
