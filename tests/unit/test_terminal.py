@@ -433,6 +433,17 @@ def test_the_log_file_has_every_line_as_json_and_the_terminal_only_lines_for_peo
 
 
 @pytest.mark.usefixtures("_logging_restored")
+def test_a_long_warning_is_wrapped_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    configure_logging("console")
+    structlog.get_logger("workers.x").warning("the tracker was too slow", error=40 * "ab " + "/a/long/path" * 9)
+    lines = screen.getvalue().splitlines()
+    assert lines[0].startswith("Warning: the tracker")
+    assert all(line.startswith("         ") for line in lines[1:])
+    assert [line for line in lines if len(line) > 80] == ["         " + "/a/long/path" * 9]
+
+
+@pytest.mark.usefixtures("_logging_restored")
 def test_the_drivers_own_log_file_is_not_repeated_in_its_log(tmp_path: Path) -> None:
     configure_logging("json")
     path = tmp_path / "driver.jsonl"

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
@@ -32,6 +34,8 @@ CHATTY = ("megatron", "ray", "sglang", "torch", "transformers")
 DETAILS = ".details"
 """Suffix of the names of the loggers of `details_logger`."""
 _NOT_FACTS = ("event", "level", "logger", "timestamp", "run", "exc_info", "stack_info")
+MIN_COLUMNS = 40
+"""Text is wrapped as if a narrower terminal had this width."""
 _TEXTS = ("why", "what", "reason", "error", "line", "knob")
 """Facts that people understand without their name."""
 
@@ -57,6 +61,17 @@ class _DroppingFileHandler(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Print nothing: standard error goes to a file on the same disk."""
+
+
+def fit_to_terminal(text: str, stream: TextIO, *, indent: int) -> str:
+    """Wrap the text at the width of the terminal, without breaking words. Text for a file stays one line.
+
+    Lines after the first one begin with `indent` spaces.
+    """
+    if not stream.isatty():
+        return text
+    columns = max(shutil.get_terminal_size().columns, MIN_COLUMNS)
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def details_logger(name: str) -> Any:
@@ -155,14 +170,12 @@ def _common(*first: Processor) -> list[Processor]:
 
 
 def _formatter(log_format: Literal["console", "json"], *first: Processor) -> logging.Formatter:
-    rendering: list[Processor] = [_TRACEBACKS, structlog.processors.JSONRenderer()]
+    rendering: list[Processor] = [_sentence, _redact, _fit]
+    if log_format == "json":
+        rendering = [_TRACEBACKS, structlog.processors.JSONRenderer(), _redact]
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_common(*first),
-        processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            *(rendering if log_format == "json" else [_sentence]),
-            _redact,
-        ],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
     )
 
 
@@ -199,3 +212,7 @@ def _sentence(logger: Any, name: str, event: EventDict) -> str:
 def _redact(logger: Any, name: str, rendered: Any) -> Any:
     """Remove secrets from the finished line, wherever in it they are: a message of a library may quote a URL."""
     return redact_text(rendered)
+
+
+def _fit(logger: Any, name: str, rendered: Any) -> Any:
+    return fit_to_terminal(rendered, sys.stderr, indent=len("Warning: "))

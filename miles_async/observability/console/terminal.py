@@ -5,9 +5,7 @@ The figures that are left out here are in the event log and in `logs/driver.json
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +30,7 @@ from miles_async.events import (
     VerdictChanged,
 )
 from miles_async.observability.console.batch_table import BatchTable
+from miles_async.observability.console.logging import fit_to_terminal
 from miles_async.observability.console.quantities import duration
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Finding
 from miles_async.observability.run_folder import RunFolder
@@ -162,15 +161,9 @@ class Terminal:
             self._print(f"{event.process} answers again")
 
     def _print_entry(self, name: str, text: str) -> None:
-        """Print a named entry. On a terminal, it is wrapped at the terminal's width, without breaking an address."""
+        """Print a text with its name in front."""
         line = f"{name:<{NAME_WIDTH - 1}} {redact_text(text)}"
-        if self._stream.isatty():
-            columns = max(shutil.get_terminal_size().columns, 2 * NAME_WIDTH)
-            indent = " " * NAME_WIDTH
-            line = textwrap.fill(
-                line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
-        self._print(line)
+        self._print(fit_to_terminal(line, self._stream, indent=NAME_WIDTH))
 
     def _print(self, text: str) -> None:
         # tqdm.write clears status line and progress bar on the same terminal, prints the text and draws them again.
@@ -206,7 +199,6 @@ class StatusLine:
         if self._line is not None:
             self._line.close()
             self._line = None
-            self._stream.flush()  # tqdm does not flush what it writes last
 
     def _draw(self) -> None:
         text = f"{self._text} ({self._seconds} s)" if self._seconds > 0 else self._text
@@ -262,7 +254,6 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-            self._stream.flush()  # the summary, which follows on stdout, must begin on a new line
 
     def _show_queue(self, depth: int) -> None:
         self._queue = f"queue {depth}"
