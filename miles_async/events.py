@@ -42,6 +42,8 @@ class RunStarted(Event, frozen=True):
     """B, in groups; None without a staleness limit."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
+    model: str = ""
+    """Name of the model, for people; empty in event logs of earlier versions."""
 
 
 class StartupChanged(Event, frozen=True):

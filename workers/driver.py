@@ -19,7 +19,7 @@ import structlog
 
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.config.checks import problems
-from miles_async.config.derived import bounds_of, engines, schedule_of, table
+from miles_async.config.derived import bounds_of, engines, model_name, schedule_of, table
 from miles_async.config.load import load_config
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
@@ -62,6 +62,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     survive_lost_output()
     configure_logging(config.observability.log_format)
     try:
+        model = model_name(config.model)
         converted = with_converted_checkpoint(config)
         # Before its conversion the shape of the model was unknown.
         if converted is not config and (found := problems(converted, entry)):
@@ -71,14 +72,16 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         with lock_checkpoints(config):
             folder = RunFolder.create(config)
             with log_file(folder.driver_log):
-                return asyncio.run(_drive(config, argv, folder, entry, checked))
+                return asyncio.run(_drive(config, argv, folder, entry, checked, model))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
-async def _drive(config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, checked: Checked) -> int:
+async def _drive(
+    config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, checked: Checked, model: str
+) -> int:
     _ignore_hangup()
     if not is_interactive(config):
         print(table(config, entry), flush=True)
@@ -91,7 +94,7 @@ async def _drive(config: RunConfig, argv: Sequence[str], folder: RunFolder, entr
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
         details.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
-        subscribers.emit(run_started(config, folder, entry))
+        subscribers.emit(run_started(config, folder, entry, model))
         reason = "done"
         try:
             async with Cluster(config, folder, entry, subscribers.emit) as cluster:
@@ -270,8 +273,8 @@ def _ignore_hangup() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ignore)
 
 
-def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
-    """Return the first event of a run."""
+def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) -> RunStarted:
+    """Return the first event of a run. `model` is the name of the model for people."""
     bounds = bounds_of(config, entry)
     return RunStarted(
         time=time.time(),
@@ -284,4 +287,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
         window=bounds.window,
         slots=bounds.slots,
         staleness_limit=config.rollout.max_weight_staleness,
+        model=model,
     )

@@ -96,7 +96,7 @@ class Stack:
             for rank in surroundings.learner_ranks:
                 await rank.load_state.remote(str(resume_from))
         worker: Any = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
-        played.events.append(run_started(played.config, played.folder, entry))
+        played.events.append(run_started(played.config, played.folder, entry, "a model"))
         if stopped:
             await worker.stop.remote()
         run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))

