@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import psutil
 
 from benchmarks.records import record
 from miles_async.adapters.sglang.launch import ENGINE_MODULE
-from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
+from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StartupChanged, StepEnded
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
 
@@ -85,14 +84,16 @@ def play(folder: Path, seconds: float, kill: Kill) -> Run:
     finally:
         run.send_signal(signal.SIGINT)
         run.wait(60)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", (folder / "log").read_text())
-    started = re.search(r"engine is up.*?seconds=([\d.]+)", text)
-    assert started is not None, text[-2000:]
+    events = list(_events(folder))
+    starts = [
+        event.seconds for event in events if isinstance(event, StartupChanged) and event.part.startswith("engine")
+    ]
+    engine_start = next(seconds for seconds in starts if seconds is not None)
     dead_letters = folder / "runs" / "latest" / "dead_letters.jsonl"
     return Run(
         killed=killed,
-        engine_start=float(started[1]),
-        events=list(_events(folder)),
+        engine_start=engine_start,
+        events=events,
         dead_letters=len(dead_letters.read_text().splitlines()) if dead_letters.exists() else 0,
     )
 

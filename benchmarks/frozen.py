@@ -107,11 +107,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             running = stack.enter_context(job(Path(folder), *FLAGS))
             running.says("Staleness stats", within=120)
-            found = re.search(r"http://127.0.0.1:\d+/metrics", running.err)
+            found = re.search(r"page +(http://127.0.0.1:\d+/)", running.err)
             assert found is not None, running.err
+            url = f"{found[1]}metrics"
             prometheus = stack.enter_context(Prometheus(Path(folder) / "runs"))
             time.sleep(8)  # a verdict needs some seconds of training
-            seen[part] = watch(running, found[0], prometheus, command, verdict, silent)
+            seen[part] = watch(running, url, prometheus, command, verdict, silent)
     print(f"{'frozen':16}" + "".join(f"{name:>14}" for name in next(iter(seen.values()))))
     for part, signs in seen.items():
         print(f"{part:16}" + "".join(f"{seconds!s:>14}" for seconds in signs.values()))

@@ -103,7 +103,7 @@ def all_subscribers() -> Iterator[EventSubscribers]:
         config = RunConfig(observability=Observability(run_dir=runs, progress_bar=False))
         folder = RunFolder.create(config)
         with EventSubscribers(config, folder) as subscribers:
-            subscribers.emit(run_started(config, folder, "train_async.py"))
+            subscribers.emit(run_started(config, folder, "train_async.py", "a model"))
             yield subscribers
 
 

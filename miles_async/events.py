@@ -42,6 +42,17 @@ class RunStarted(Event, frozen=True):
     """B, in groups; None without a staleness limit."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
+    model: str = ""
+    """Name of the model, for people; empty in event logs of earlier versions."""
+
+
+class StartupChanged(Event, frozen=True):
+    """A part of the run is being started, or is ready."""
+
+    part: str
+    """What is started, such as `Ray`, `learner`, `router` or `engine-0`."""
+    seconds: float | None
+    """How long the start took; None when it begins."""
 
 
 class ClusterReady(Event, frozen=True):
@@ -464,6 +475,7 @@ class RunEnded(Event, frozen=True):
 
 AnyEvent = (
     RunStarted
+    | StartupChanged
     | ClusterReady
     | GroupMoved
     | GroupGenerated

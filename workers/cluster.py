@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,8 @@ from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
-from miles_async.events import ClusterReady, Event
+from miles_async.events import ClusterReady, Event, StartupChanged
+from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
 
 from .engine import Engine
@@ -62,6 +63,7 @@ OWN_RAY_LOST_SECONDS, JOINED_RAY_LOST_SECONDS = 10.0, 40.0
 process. The head node of a joined cluster may be restarted in time; that of a Ray that this run started never is."""
 
 log = structlog.get_logger(__name__)
+details = details_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,12 @@ class EngineDevices:
 class Cluster:
     """The processes of one run. Use it as `async with Cluster(...) as cluster`, then call `start` and `run`."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, entry: str) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, entry: str, emit: Callable[[Event], None]) -> None:
+        """`emit` receives the events of the start."""
         self._config = config
         self._folder = folder
         self._entry = entry
+        self._emit = emit
         self._engine_actors: dict[str, list[ActorHandle[Any]]] = {}
         """The actors of each engine, one per node. The server of the first actor receives the requests."""
         self._router_actor: ActorHandle[Any] | None = None
@@ -108,7 +112,7 @@ class Cluster:
         started = time.monotonic()
         self._reaper = SessionReaper()
         try:
-            with isolated_ray(self._reaper):
+            with self._starting("Ray"), isolated_ray(self._reaper):
                 ray.init(**ray_arguments(self._config))
         except Exception as error:  # Ray raises different exceptions for different causes
             self._reaper.close(grace=0)
@@ -122,7 +126,7 @@ class Cluster:
         # can therefore not be inside the run folder, which holds a link to the logs instead.
         session = ray.get_runtime_context()
         (self.logs / "ray").symlink_to(Path(session.get_temp_dir()) / session.get_session_name() / "logs")
-        log.info("ray is up", seconds=round(time.monotonic() - started, 1))
+        details.info("ray is up", seconds=round(time.monotonic() - started, 1))
         return self
 
     @property
@@ -183,8 +187,9 @@ class Cluster:
         self.probes |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
         self.probes["rollout"] = self._worker.answers.remote
         if started is None:
-            started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
-        log.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
+            with self._starting("warm start"):
+                started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
+        details.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),
@@ -280,6 +285,14 @@ class Cluster:
         else:
             devices.placement.release_engine(devices.bundles)
 
+    @contextmanager
+    def _starting(self, part: str) -> Iterator[None]:
+        """Report that a part of the run is being started inside the block, and ready at its end."""
+        began = time.monotonic()
+        self._emit(StartupChanged(time=time.time(), part=part, seconds=None))
+        yield
+        self._emit(StartupChanged(time=time.time(), part=part, seconds=time.monotonic() - began))
+
     @property
     def _world_size(self) -> int:
         return derived.learner_ranks(self._config)
@@ -301,14 +314,15 @@ class Cluster:
     async def _start_learner(
         self, placement: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str, checked: Checked
     ) -> None:
-        # torch.distributed connects all ranks through a port on the node of the first rank.
-        host = placement.host(placement.plan.learner[0])
-        port = await _call(ranks[0].claim_port, host)
-        await _gather(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
+        with self._starting("learner"):
+            # torch.distributed connects all ranks through a port on the node of the first rank.
+            host = placement.host(placement.plan.learner[0])
+            port = await _call(ranks[0].claim_port, host)
+            await _gather(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
         if checked.resume_from is not None:
             await _gather(*(_call(rank.load_state, str(checked.resume_from)) for rank in ranks))
             log.info("learner resumes", checkpoint=str(checked.resume_from))
-        log.info("learner is up", ranks=len(ranks))
+        details.info("learner is up", ranks=len(ranks))
 
     async def _start_router(self) -> str:
         if (url := external_router(self._config)) is not None:
@@ -317,8 +331,9 @@ class Cluster:
             return url
         spec = router_spec(self._config, self.logs, self._router_key)
         self._router_actor = self._server(Router, "router", spec, on_driver_node())
-        url = await _call(self._router_actor.start)
-        log.info("router is up", url=url, metrics=await _call(self._router_actor.metrics_url))
+        with self._starting("router"):
+            url = await _call(self._router_actor.start)
+        details.info("router is up", url=url, metrics=await _call(self._router_actor.metrics_url))
         return url
 
     async def _start_engines(self, placement: Placement, checkpoint: str) -> list[EngineInfo]:
@@ -350,13 +365,14 @@ class Cluster:
 
     async def _start_engine(self, name: str) -> EngineInfo:
         began = time.monotonic()
-        info = await actor_result(start_engine(self._engine_actors[name]))
-        log.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
+        with self._starting(name):
+            info = await actor_result(start_engine(self._engine_actors[name]))
+        details.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
         return info
 
     async def _connect(self, ranks: Sequence[ActorHandle[Any]], engines: Sequence[EngineInfo]) -> Sequence[str]:
         transports = await find_transports(RayWeightSources(ranks), self._config.weights.weight_transfer, engines)
-        log.info("weight transport chosen", transport=transports[0], engines=len(engines))
+        details.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports
 
 

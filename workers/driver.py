@@ -19,14 +19,15 @@ import structlog
 
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.config.checks import problems
-from miles_async.config.derived import bounds_of, engines, schedule_of, table
+from miles_async.config.derived import bounds_of, engines, model_name, schedule_of, table
 from miles_async.config.load import load_config
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
-from miles_async.observability.console.logging import configure_logging
+from miles_async.observability.console.logging import configure_logging, details_logger, log_file
 from miles_async.observability.console.lossy_output import survive_lost_output
+from miles_async.observability.console.terminal import is_interactive
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
@@ -46,6 +47,7 @@ TICK_SECONDS = 0.25
 """Longest time between two updates of console, metrics and heartbeats."""
 
 log = structlog.get_logger(__name__)
+details = details_logger(__name__)
 
 
 class RunInterruptedError(Exception):
@@ -60,6 +62,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     survive_lost_output()
     configure_logging(config.observability.log_format)
     try:
+        model = model_name(config.model)
         converted = with_converted_checkpoint(config)
         # Before its conversion the shape of the model was unknown.
         if converted is not config and (found := problems(converted, entry)):
@@ -68,16 +71,20 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         checked = preflight(config, entry)
         with lock_checkpoints(config):
             folder = RunFolder.create(config)
-            return asyncio.run(_drive(config, argv, folder, entry, checked))
+            with log_file(folder.driver_log):
+                return asyncio.run(_drive(config, argv, folder, entry, checked, model))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 
-async def _drive(config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, checked: Checked) -> int:
+async def _drive(
+    config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, checked: Checked, model: str
+) -> int:
     _ignore_hangup()
-    print(table(config, entry), flush=True)
+    if not is_interactive(config):
+        print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
         stop = StopRequest(subscribers, config.learner.termination_grace_seconds)
         stop.handle_signals()
@@ -86,14 +93,14 @@ async def _drive(config: RunConfig, argv: Sequence[str], folder: RunFolder, entr
         from .watchdog import Watchdog
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
-        log.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
-        subscribers.emit(run_started(config, folder, entry))
+        details.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
+        subscribers.emit(run_started(config, folder, entry, model))
         reason = "done"
         try:
-            async with Cluster(config, folder, entry) as cluster:
+            async with Cluster(config, folder, entry, subscribers.emit) as cluster:
                 # The native code of Ray has installed its own handler of SIGTERM.
                 stop.handle_signals()
-                ready = await _guard(cluster.start(checked), stop.wait(), cluster.watch_ray())
+                ready = await _guard(cluster.start(checked), stop.wait(), cluster.watch_ray(), _tick(subscribers))
                 subscribers.emit(ready)
                 with Watchdog(cluster, subscribers, config.observability) as watchdog:
                     run = _follow(cluster, subscribers, watchdog, stop, partial(load_config, argv, entry=entry))
@@ -234,6 +241,13 @@ async def _follow(
         events.cancel()
 
 
+async def _tick(subscribers: EventSubscribers) -> NoReturn:
+    """Update the subscribers several times a second, until it is cancelled. During training, the watchdog does that."""
+    while True:
+        subscribers.tick(time.monotonic())
+        await asyncio.sleep(TICK_SECONDS)
+
+
 async def _guard(work: Awaitable[T], *watchers: Awaitable[NoReturn]) -> T:
     """Return the result of `work`. If a watcher raises before, cancel `work` and raise the error of the watcher."""
     task = asyncio.ensure_future(work)
@@ -259,8 +273,8 @@ def _ignore_hangup() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ignore)
 
 
-def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
-    """Return the first event of a run."""
+def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) -> RunStarted:
+    """Return the first event of a run. `model` is the name of the model for people."""
     bounds = bounds_of(config, entry)
     return RunStarted(
         time=time.time(),
@@ -273,4 +287,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
         window=bounds.window,
         slots=bounds.slots,
         staleness_limit=config.rollout.max_weight_staleness,
+        model=model,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
-from miles_async.config.schema import Algorithm, Learner, RunConfig
+from miles_async.config.schema import Algorithm, Learner, Model, RunConfig
 from miles_async.config.schema.algorithm import PolicyObjective
 from miles_async.scheduling.bounds import Bounds, Schedule
 
@@ -28,6 +28,14 @@ SAMPLING_MASK_MAX_TOKENS = 4096
 def is_gguf(checkpoint: str) -> bool:
     """Whether an `hf_checkpoint` is a GGUF file, which is converted before the run starts."""
     return checkpoint.startswith(GGUF_PACKAGE_PREFIX) or checkpoint.endswith(".gguf")
+
+
+def model_name(model: Model) -> str:
+    """Return the name of the model for people: its folder, the name of its GGUF file, or the size of the tiny model."""
+    checkpoint, tiny = model.hf_checkpoint, model.tiny_model
+    if checkpoint is None:
+        return f"tiny Qwen3, {tiny.num_layers} layers of width {tiny.hidden_size}"
+    return Path(checkpoint).name if is_gguf(checkpoint) else checkpoint
 
 
 def schedule_of(config: RunConfig, entry: str) -> Schedule:

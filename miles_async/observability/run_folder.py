@@ -12,6 +12,9 @@ from miles_async.config.load import write_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 
+DRIVER_LOG = "driver.jsonl"
+"""Name of the driver's log file in the folder of the logs."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -73,6 +76,11 @@ class RunFolder:
     def logs(self) -> Path:
         """The folder with one log file per process."""
         return self.path / "logs"
+
+    @property
+    def driver_log(self) -> Path:
+        """The log of the driver, with every figure of every step."""
+        return self.logs / DRIVER_LOG
 
 
 def _create_unused(root: Path, stem: str) -> Path:

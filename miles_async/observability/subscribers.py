@@ -29,7 +29,9 @@ from miles_async.events import (
     WriteFailed,
 )
 from miles_async.observability.console.log_tail import LogTail
-from miles_async.observability.console.terminal import PlainLines, ProgressBar, StepLog
+from miles_async.observability.console.logging import details_logger
+from miles_async.observability.console.program_lines import PlainLines, StepLog
+from miles_async.observability.console.terminal import ProgressBar, Terminal, is_interactive
 from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.diagnosis.stall_report import StallReport
 from miles_async.observability.diagnosis.verdict import Verdicts
@@ -49,6 +51,7 @@ MAX_SKIPPED_SHOWN = 10
 """Most skipped data rows shown on the terminal, so that a file with many invalid rows does not flood it."""
 
 log = structlog.get_logger(__name__)
+details = details_logger(__name__)
 
 
 class EventSubscribers:
@@ -83,13 +86,18 @@ class EventSubscribers:
         self._trackers = Trackers(config, folder)
         self._scrape_targets = ScrapeTargets(folder, self._server.url)
         self.update_scrape_targets({})
-        self._plain_lines = PlainLines(sys.stdout)
+        self._plain_lines = PlainLines(sys.stdout, only_warnings=is_interactive(config))
+        self._terminal = (
+            Terminal(sys.stderr, config, folder, self.page_url) if settings.log_format == "console" else None
+        )
         self._progress_bar = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
         self._config = config
         self._folder = folder
         self._skipped = 0
         self._unwritten = 0
         """Number of dead letters that are not written yet."""
+        self._router_answers: bool | None = None
+        """What the last event of the router reported."""
 
     def __enter__(self) -> Self:
         return self
@@ -97,6 +105,8 @@ class EventSubscribers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._terminal is not None:
+            self._terminal.close()
         self._progress_bar.close()
         self._trackers.close()
         if self._perfetto is not None:
@@ -132,6 +142,8 @@ class EventSubscribers:
         self._step_log.observe(event)
         self._trackers.observe(event)
         self._plain_lines.observe(event)
+        if self._terminal is not None:
+            self._terminal.observe(event)
         self._progress_bar.observe(event)
         self._log(event)
         self._collapse.observe(event)
@@ -147,14 +159,14 @@ class EventSubscribers:
             case DataSkipped():
                 self._log_skipped(event)
             case VerdictChanged():
-                log.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
+                details.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
             case CollapseRiskChanged():
                 if event.high:
                     log.warning("the policy may collapse soon", why=event.why, knob=event.knob)
                 else:
                     log.info("the signs of a collapse are gone", why=event.why)
             case Stalled():
-                log.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
+                details.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
             case WriteFailed():
                 log.warning(
                     "weight write failed",
@@ -167,16 +179,27 @@ class EventSubscribers:
             case DeadLettersUnwritten():
                 self._log_unwritten(event)
             case EngineChanged():
-                write = log.info if event.state == "routed" else log.warning
-                write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
+                self._log_engine(event)
             case EvaluationSkipped():
                 log.info("evaluation skipped", rollout=event.rollout, overtaken_by=event.overtaken_by)
             case RouterChanged():
-                write = log.info if event.up else log.warning
-                answers = "answers" if event.up else "does not answer"
-                write(f"router {answers}", engines=event.engines, healthy=event.healthy)
+                self._log_router(event)
             case _:
                 pass
+
+    def _log_engine(self, event: EngineChanged) -> None:
+        # An engine without a version is routed for the first time. That is news only if a lost engine is replaced.
+        routed = log.info if event.version is not None else details.info
+        write = routed if event.state == "routed" else log.warning
+        write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
+
+    def _log_router(self, event: RouterChanged) -> None:
+        before, self._router_answers = self._router_answers, event.up
+        if event.up:
+            write = log.info if before is False else details.info
+            write("router answers", engines=event.engines, healthy=event.healthy)
+        else:
+            log.warning("router does not answer", engines=event.engines, healthy=event.healthy)
 
     def _log_unwritten(self, event: DeadLettersUnwritten) -> None:
         before, self._unwritten = self._unwritten, event.letters
@@ -263,6 +286,8 @@ class EventSubscribers:
             self._dispatch(changed)
         self._metrics.set_verdict(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
         self._metrics.tick(wall)
+        if self._terminal is not None:
+            self._terminal.tick(wall, self._verdicts.finding)
         self._event_log.tick(now)
         self._log_tail.poll(now)
         if self._perfetto is not None:

@@ -271,6 +271,8 @@ class RunSummary:
         figures = self.figures()
         width = max(len(name) for name in _LINES)
         lines = {name: _line(template, figures) for name, template in _LINES.items()}
+        if self._main_set is None:
+            del lines["accuracy"]
         if (unwritten := self._unwritten) is not None and unwritten.letters:
             prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
             lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"

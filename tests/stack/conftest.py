@@ -96,7 +96,7 @@ class Stack:
             for rank in surroundings.learner_ranks:
                 await rank.load_state.remote(str(resume_from))
         worker: Any = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
-        played.events.append(run_started(played.config, played.folder, entry))
+        played.events.append(run_started(played.config, played.folder, entry, "a model"))
         if stopped:
             await worker.stop.remote()
         run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
@@ -139,6 +139,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def _enter(config: RunConfig) -> Cluster:
-    cluster = await Cluster(config, RunFolder.create(config), "train_async.py").__aenter__()
+    cluster = await Cluster(config, RunFolder.create(config), "train_async.py", lambda event: None).__aenter__()
     await cluster.start(preflight(config, "train_async.py"))
     return cluster

@@ -42,14 +42,14 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     folder = tmp_path_factory.mktemp("interrupted")
     with job(folder, *LONG, "--save", str(folder / "saved")) as running:
         running.says("Staleness stats", START_SECONDS)
-        address = re.search(r"page=(http://127\.0\.0\.1:\d+/)", running.err)
+        address = re.search(r"page +(http://127\.0\.0\.1:\d+/)", running.err)
         assert address is not None, running.err
         with urlopen(f"{address[1]}state.json", timeout=PATIENCE_SECONDS) as state:
             page = json.load(state)
         for actor in ("ray::Router", "ray::Engine"):
             os.kill(running.process(actor), signal.SIGKILL)
         running.complains("engine fenced", START_SECONDS)
-        running.complains("engine routed", START_SECONDS, times=2)
+        running.complains("engine routed", START_SECONDS)
         running.says_again("Staleness stats", START_SECONDS)
         running.press_ctrl_c()
         code = running.ended(within=PATIENCE_SECONDS)
@@ -57,7 +57,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
 
 
 def test_a_run_goes_on_after_its_router_actor_and_its_engine_actor_were_killed(interrupted: Interrupted) -> None:
-    assert interrupted.err.count("engine routed") == 2
+    assert interrupted.err.count("engine routed") == 1
     assert interrupted.out.count("Staleness stats") >= 2
     assert not (interrupted.folder / "runs" / "latest" / "dead_letters.jsonl").exists()
 

@@ -126,7 +126,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
         for engine in stack.cluster.surroundings.engines:
             watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
-        watch(run_started(config, folder, RUN[0]))
+        watch(run_started(config, folder, RUN[0], "a model"))
         watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
         played = stack.play(*RUN, watch=watch)
         yield Monitored(played, folder, prometheus, subscribers)

@@ -14,6 +14,7 @@ import ray
 from miles_async.config.device_plan import Bundle
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
+from miles_async.events import Event, StartupChanged
 from miles_async.observability.run_folder import RunFolder
 from tests.configuration import run_config
 from workers import cluster as module
@@ -48,7 +49,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def started(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    made = Cluster(config, RunFolder(folder), "train_async.py")
+    made = Cluster(config, RunFolder(folder), "train_async.py", lambda event: None)
     created: Any = Placement()
     handles: Any = made
     handles._worker = Actor()
@@ -134,3 +135,20 @@ def test_a_lost_ray_head_node_ends_the_run_with_an_error_message(
     monkeypatch.setattr(module, "OWN_RAY_LOST_SECONDS", 0.0)
     with pytest.raises(FatalError, match=r"head node of Ray at 127\.0\.0\.1:6379 has not answered"):
         asyncio.run(cluster.watch_ray())
+
+
+def test_the_start_of_a_part_is_reported_when_it_begins_and_when_the_part_is_ready(tmp_path: Path) -> None:
+    reported: list[Event] = []
+    cluster = Cluster(RunConfig(), RunFolder(tmp_path), "train_async.py", reported.append)
+    with cluster._starting("learner"):
+        (begun,) = reported
+    with pytest.raises(FatalError), cluster._starting("engine-0"):
+        raise FatalError("the engine does not start")
+    [_, ready, failing] = reported
+    assert isinstance(begun, StartupChanged)
+    assert isinstance(ready, StartupChanged)
+    assert isinstance(failing, StartupChanged)
+    assert (begun.part, begun.seconds) == ("learner", None)
+    assert ready.part == "learner"
+    assert ready.seconds is not None
+    assert (failing.part, failing.seconds) == ("engine-0", None)

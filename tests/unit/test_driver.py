@@ -94,3 +94,15 @@ async def test_the_last_event_of_a_run_is_emitted() -> None:
     watchdog: Any = Watchdog()
     await driver._follow(ended, subscribers, watchdog, StopRequest(subscribers, 8.0), RunConfig)
     assert emitted == ["the last event"]
+
+
+async def test_subscribers_are_updated_while_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "TICK_SECONDS", 0.0)
+    updated = asyncio.Event()
+
+    class EventSubscribers:
+        def tick(self, now: float) -> None:
+            updated.set()
+
+    subscribers: Any = EventSubscribers()
+    await driver._guard(updated.wait(), driver._tick(subscribers))

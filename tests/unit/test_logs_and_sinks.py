@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, Ste
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.lossy_output import lossy_stream
-from miles_async.observability.console.terminal import StepLog
+from miles_async.observability.console.program_lines import StepLog
 from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
 from miles_async.observability.run_folder import RunFolder
@@ -250,3 +251,17 @@ def test_output_to_a_closed_terminal_is_discarded() -> None:
         for _ in range(2):
             print("step", file=stream, flush=True)
     assert losses == ["Input/output error"]
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+def test_a_carriage_return_of_a_progress_bar_is_not_buffered(unbuffered: bool) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    file = io.FileIO(writer, "wb")
+    with (
+        open(reader, "rb") as pipe,
+        io.TextIOWrapper(file, write_through=unbuffered, line_buffering=not unbuffered) as original,
+    ):
+        stream = lossy_stream(original, lambda error: None)
+        stream.write("\r")
+        assert pipe.read() == b"\r"

@@ -32,7 +32,6 @@ from miles_async.events import (
     Event,
     GroupMoved,
     PublishEnded,
-    QueueChanged,
     RouterChanged,
     RunEnded,
     Stalled,
@@ -41,7 +40,8 @@ from miles_async.events import (
 )
 from miles_async.observability import http_server, run_folder
 from miles_async.observability.console.logging import configure_logging
-from miles_async.observability.console.terminal import PlainLines, ProgressBar
+from miles_async.observability.console.program_lines import PlainLines
+from miles_async.observability.console.terminal import ProgressBar
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import RunSummary
@@ -183,20 +183,6 @@ def test_a_stall_prints_the_warning() -> None:
     assert lines_of(Stalled(time=1.0, seconds=30.2, queue=0, collected=5, wanted=32)) == [
         "Warning: No progress for 30s. Queue size: 0, Collected: 5/32"
     ]
-
-
-def test_the_bar_shows_rollout_queue_staleness_and_reward_on_a_terminal() -> None:
-    stream = Terminal()
-    bar = ProgressBar(stream, enabled=True)
-    for event in (
-        RUN,
-        QueueChanged(time=1.0, depth=9, blocked=0),
-        *step(0, 2.0, 3.0, [1, 2]),
-        RunEnded(time=4.0, reason=""),
-    ):
-        bar.observe(event)
-    assert "1/2" in stream.getvalue()
-    assert "queue=9, staleness=1.5, reward=0.250" in stream.getvalue()
 
 
 @pytest.mark.parametrize("stream, enabled", [(io.StringIO(), True), (Terminal(), False)])
@@ -396,7 +382,7 @@ def test_the_bar_of_a_run_is_shown_if_it_is_enabled(
     folder = RunFolder.create(config_in(tmp_path))
     with EventSubscribers(config_in(tmp_path, progress_bar=enabled), folder) as subscribers:
         subscribers.emit(*WHOLE_RUN)
-    assert ("1/2" in terminal.getvalue()) is enabled
+    assert ("1/2 batches" in terminal.getvalue()) is enabled
 
 
 def test_a_report_that_cannot_be_written_does_not_keep_the_run_from_its_summary(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +28,16 @@ def isolated_ray(reaper: SessionReaper) -> Iterator[None]:
     output of workers to a driver that does not want it (`log_to_driver=False`), and the autoscaler, because a Ray that
     this run starts has one machine only.
 
+    Messages of Ray's Python code go to the log of this process, like those of any other library. On import, Ray had
+    routed them to standard error.
+
     Ray has no public interface for any of this, so this function replaces private attributes of Ray meanwhile.
     """
+
+    ray_log = logging.getLogger("ray")
+    ray_log.handlers.clear()
+    ray_log.propagate = True
+    ray_log.setLevel(logging.NOTSET)
 
     class SessionPopen(services.ConsolePopen):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -33,9 +33,9 @@ class Observability(Section):
     """Maximum size in bytes of the event log in the run folder, which the report reads. Beyond it, the oldest events
     are deleted, except for the part with the start of the run."""
     log_format: Literal["console", "json"] = "console"
-    """Format of the log: console for reading, json for machine processing."""
+    """Format of the output on stderr: console prints short lines for people, json prints every figure for programs."""
     progress_bar: bool = True
-    """Show a progress bar on stderr."""
+    """Show a status line during the start-up and then a progress bar, if stderr is a terminal."""
     use_tensorboard: bool = False
     """Write metrics to the run folder for TensorBoard."""
     use_wandb: bool = False

@@ -1,8 +1,8 @@
-"""Shows the important lines of all processes' log files on the terminal.
+"""Repeats the important lines of all processes' log files in the driver's log.
 
-`logs/*.jsonl` hold the structured log lines of our own processes. Warnings and errors are shown, and every line of the
-leading processes. `logs/*.log` hold the output of Ray, SGLang, the router and native libraries. Lines that report an
-error are shown, up to a limit per file.
+`logs/*.jsonl` hold the structured log lines of our own processes. Warnings and errors are repeated, and every line of
+the leading processes, which are details for programs. `logs/*.log` hold the output of Ray, SGLang, the router and
+native libraries. Lines that report an error are repeated, up to a limit per file.
 
 The files are polled instead of watched with inotify: the driver wakes up several times a second in any case, a run has
 a few dozen files, and polling also works on network file systems.
@@ -19,12 +19,15 @@ from typing import Any
 
 import structlog
 
+from miles_async.observability.console.logging import details_logger
+from miles_async.observability.run_folder import DRIVER_LOG
+
 POLL_SECONDS = 1.0
 ERRORS_SHOWN = 5
-"""Most error lines shown per file, so that a server that fails at every request does not flood the terminal."""
+"""Most error lines repeated per file, so that a server that fails at every request does not flood the terminal."""
 MAX_LINE_CHARACTERS = 300
 LEADING = ("learner-0", "rollout")
-"""Processes whose lines are all shown. The other learner ranks log the same steps as rank 0."""
+"""Processes whose lines are all repeated. The other learner ranks log the same steps as rank 0."""
 MAX_READ_BYTES = 1 << 20
 """Most bytes read from one file per poll."""
 
@@ -32,6 +35,7 @@ _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call la
 _HIDDEN_KEYS = ("event", "level", "logger", "timestamp", "process", "run", "exception")
 
 log = structlog.get_logger(__name__)
+details = details_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -55,6 +59,8 @@ class LogTail:
             return
         self._polled = now
         for path in sorted(self._logs.glob("*.log")) + sorted(self._logs.glob("*.jsonl")):
+            if path.name == DRIVER_LOG:
+                continue
             file = self._files.setdefault(path.name, _File(path))
             show = self._show_structured if path.suffix == ".jsonl" else self._show_plain
             for line in _new_lines(file):
@@ -70,7 +76,8 @@ class LogTail:
         if level >= logging.WARNING or process in LEADING:
             facts = {name: value for name, value in record.items() if name not in _HIDDEN_KEYS}
             where = {"file": str(file.path)} if "exception" in record else {}
-            log.log(level, str(record.get("event", line)), process=process, **facts, **where)
+            logger = log if level >= logging.WARNING else details
+            logger.log(level, str(record.get("event", line)), process=process, **facts, **where)
         return None
 
     def _show_plain(self, file: _File, line: str) -> None:

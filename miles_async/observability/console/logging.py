@@ -3,15 +3,22 @@
 A module gets its logger with `structlog.get_logger(__name__)` and logs a short event with its facts as keywords. The
 keys `run`, `rollout`, `group` and `version` are bound with `structlog.contextvars.bind_contextvars`, so that every
 later line of the same task carries them.
+
+A line goes to two places: to stderr, as a sentence for people (`console`) or as JSON for programs (`json`), and to
+`logs/driver.jsonl` of the run, always as JSON. Lines of a `details_logger` are for programs only.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
@@ -19,6 +26,18 @@ from tqdm import tqdm
 
 from miles_async.config.redaction import redact_text
 from miles_async.observability.console.lossy_output import survive_lost_output
+
+OWN = ("miles_async", "workers", "__main__")
+"""The packages whose log lines are our own."""
+CHATTY = ("megatron", "ray", "sglang", "torch", "transformers")
+"""Packages whose warnings are rarely about the run. People see only their errors."""
+DETAILS = ".details"
+"""Suffix of the names of the loggers of `details_logger`."""
+_NOT_FACTS = ("event", "level", "logger", "timestamp", "run", "exc_info", "stack_info")
+MIN_COLUMNS = 40
+"""Text is wrapped as if a narrower terminal had this width."""
+_TEXTS = ("why", "what", "reason", "error", "line", "knob")
+"""Facts that people understand without their name."""
 
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
     # The local variables of every frame would hide the cause among noise, and they may hold secrets.
@@ -44,12 +63,52 @@ class _DroppingFileHandler(logging.FileHandler):
         """Print nothing: standard error goes to a file on the same disk."""
 
 
+def fit_to_terminal(text: str, stream: TextIO, *, indent: int) -> str:
+    """Wrap the text at the width of the terminal, without breaking words. Text for a file stays one line.
+
+    Lines after the first one begin with `indent` spaces.
+    """
+    if not stream.isatty():
+        return text
+    columns = max(shutil.get_terminal_size().columns, MIN_COLUMNS)
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def details_logger(name: str) -> Any:
+    """Return a logger for lines that people do not need to see, such as the line with every figure of a step.
+
+    `name` is the name of the module. The lines are shown with the format `json` and written to log files.
+    """
+    return structlog.get_logger(name + DETAILS)
+
+
 def configure_logging(log_format: Literal["console", "json"], *, level: int = logging.INFO) -> None:
     """Log to stderr: our own lines from `level` up, those of other libraries from WARNING up.
 
-    Log lines go to stderr because users grep stdout for the three lines of `PlainLines`.
+    With the format `console`, lines without a use for people are left out (see `_is_for_people`). Log lines go to
+    stderr because users grep stdout for the three lines of `PlainLines`.
     """
-    _configure(_ProgressBarHandler(), log_format, level)
+    handler = _ProgressBarHandler()
+    if log_format == "console":
+        handler.addFilter(_is_for_people)
+    _configure(handler, log_format, level)
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Inside the block, also append every log line to the file `path` as JSON. Use it after `configure_logging`.
+
+    Lines that cannot be written, for example because the disk is full, are dropped.
+    """
+    handler = _DroppingFileHandler(path, delay=True)
+    handler.setFormatter(_formatter("json"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
 def configure_worker_logging(logs: Path, process: str, run: str, *, level: int = logging.INFO) -> None:
@@ -81,43 +140,79 @@ def _bind(**values: str) -> Processor:
 
 
 def _configure(handler: logging.Handler, log_format: Literal["console", "json"], level: int, *first: Processor) -> None:
-    shared: list[Processor] = [
-        *first,
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso" if log_format == "json" else "%H:%M:%S", utc=log_format == "json"),
-    ]
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
-            *shared,
+            *_common(*first),
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_rendering(log_format)],
-        )
-    )
+    handler.setFormatter(_formatter(log_format, *first))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in ("miles_async", "workers", "__main__"):
+    for name in OWN:
         logging.getLogger(name).setLevel(level)
 
 
-def _rendering(log_format: Literal["console", "json"]) -> list[Processor]:
+def _common(*first: Processor) -> list[Processor]:
+    """Return the processors of every line, whichever logger and format it has."""
+    return [
+        *first,
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+
+
+def _formatter(log_format: Literal["console", "json"], *first: Processor) -> logging.Formatter:
+    rendering: list[Processor] = [_sentence, _redact, _fit]
     if log_format == "json":
-        return [_TRACEBACKS, structlog.processors.JSONRenderer(), _redact]
-    plain = structlog.dev.plain_traceback
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain), _redact]
+        rendering = [_TRACEBACKS, structlog.processors.JSONRenderer(), _redact]
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=_common(*first),
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+    )
+
+
+def _is_for_people(record: logging.LogRecord) -> bool:
+    package = record.name.partition(".")[0]
+    return not record.name.endswith(DETAILS) and (package not in CHATTY or record.levelno >= logging.ERROR)
+
+
+def _sentence(logger: Any, name: str, event: EventDict) -> str:
+    """Render a line for people, such as `Warning: weight write failed: timeout (engine engine-0, version 5)`.
+
+    Facts that are None, and those that are bound to all lines of the task, are left out. Of an exception, only the last
+    line is shown; the log file has its traceback.
+    """
+    severity = {"warning": "Warning: ", "error": "Error: ", "critical": "Error: "}.get(str(event["level"]), "")
+    bound = structlog.contextvars.get_contextvars()
+    facts = {
+        key: value
+        for key, value in event.items()
+        if key not in _NOT_FACTS and value is not None and not (key in bound and bound[key] == value)
+    }
+    texts = [str(value) for key, value in facts.items() if key in _TEXTS]
+    raised = sys.exc_info() if event.get("exc_info") is True else event.get("exc_info")
+    if isinstance(raised, tuple) and raised[1] is not None:
+        texts.append(f"{type(raised[1]).__name__}: {raised[1]}")
+    others = [f"{key.replace('_', ' ')} {value}" for key, value in facts.items() if key not in _TEXTS]
+    return (
+        f"{severity}{event['event']}"
+        + (f": {'; '.join(texts)}" if texts else "")
+        + (f" ({', '.join(others)})" if others else "")
+    )
 
 
 def _redact(logger: Any, name: str, rendered: Any) -> Any:
     """Remove secrets from the finished line, wherever in it they are: a message of a library may quote a URL."""
     return redact_text(rendered)
+
+
+def _fit(logger: Any, name: str, rendered: Any) -> Any:
+    return fit_to_terminal(rendered, sys.stderr, indent=len("Warning: "))

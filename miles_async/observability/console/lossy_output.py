@@ -59,4 +59,7 @@ def lossy_stream(stream: TextIO, on_loss: Callable[[OSError], None]) -> TextIO:
     except io.UnsupportedOperation:
         return stream
     buffer = io.BufferedWriter(LossyFile(descriptor, on_loss))
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=bool(stream.line_buffering))
+    # With PYTHONUNBUFFERED, streams write through instead of buffering lines. A progress bar relies on either.
+    unbuffered = isinstance(stream, io.TextIOWrapper) and stream.write_through
+    line_buffering = bool(stream.line_buffering) or unbuffered
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=line_buffering)

@@ -1,0 +1,80 @@
+"""The table with one row per trained batch: columns of fixed width, in less than 80 characters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_async.events import BatchDrained, RunStarted, StepEnded, StepStarted
+from miles_async.observability.console.quantities import DURATION_WIDTH, RATE_WIDTH, duration, rate
+
+ROWS_PER_HEADING = 20
+"""Rows between two repetitions of the column names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    width: int
+    """Most characters of a usual cell. A longer cell makes its row longer, and is not cut."""
+
+    def align(self, cell: str) -> str:
+        return f"{cell:>{max(self.width, len(self.name))}}"
+
+
+class BatchTable:
+    """Formats the rows of the table. Pass the events of each batch in order; `row` returns one or two lines of text."""
+
+    def __init__(self, run: RunStarted) -> None:
+        self._batches = run.rollouts
+        has_small_ages = run.staleness_limit is not None and run.staleness_limit < 10
+        self._columns = [
+            _Column("batch", 2 * len(str(run.rollouts)) + 1),
+            _Column("reward", 7),
+            _Column("staleness", 9 if has_small_ages else 11),
+            _Column("queue", len(str(run.queue_capacity))),
+            _Column("groups/s", RATE_WIDTH),
+            _Column("step", DURATION_WIDTH),
+            _Column("wait", DURATION_WIDTH),
+            _Column("tokens/s", RATE_WIDTH),
+        ]
+        self._rows = 0
+        self._drained: BatchDrained | None = None
+        self._started: StepStarted | None = None
+        self._previous_end: float | None = None
+
+    def drained(self, event: BatchDrained) -> None:
+        self._drained = event
+
+    def started(self, event: StepStarted) -> None:
+        self._started = event
+
+    def row(self, event: StepEnded) -> str:
+        """Return the row of the batch whose step ended, below the column names if they are due.
+
+        Rates cover the time since the end of the previous step. Figures without an event are dashes.
+        """
+        drained, started = self._drained, self._started
+        waited = drained.waited if drained is not None else 0.0
+        seconds = event.seconds + waited if self._previous_end is None else event.time - self._previous_end
+        self._previous_end = event.time
+        cells = [
+            f"{event.rollout + 1}/{self._batches}",
+            f"{event.reward:.3f}" if abs(event.reward) < 100 else rate(event.reward),
+            _staleness(started.staleness) if started is not None else "-",
+            str(drained.depth) if drained is not None else "-",
+            rate(len(started.groups) / seconds) if started is not None and seconds > 0 else "-",
+            duration(event.seconds),
+            duration(waited) if drained is not None else "-",
+            rate(event.tokens / seconds) if seconds > 0 else "-",
+        ]
+        row = self._line(cells) + ("" if event.finite else "  skipped: not finite")
+        heading_is_due = self._rows % ROWS_PER_HEADING == 0
+        self._rows += 1
+        return f"\n{self._line([column.name for column in self._columns])}\n{row}" if heading_is_due else row
+
+    def _line(self, cells: list[str]) -> str:
+        return "  ".join(column.align(cell) for column, cell in zip(self._columns, cells, strict=True))
+
+
+def _staleness(ages: list[int]) -> str:
+    return f"{sum(ages) / len(ages):.1f} max {max(ages)}"

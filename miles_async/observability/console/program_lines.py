@@ -1,0 +1,107 @@
+"""Lines that programs read: the plain lines on stdout, and the log line with every figure of a step."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+import structlog
+from tqdm import tqdm
+
+from miles_async.events import BatchDrained, Event, PublishEnded, Stalled, StepEnded, StepStarted, WarningRaised
+from miles_async.observability.console.logging import details_logger
+
+details = details_logger(__name__)
+
+
+class PlainLines:
+    """Prints the lines that Miles users grep for, and warnings, in the same form for every log format.
+
+    `only_warnings` leaves out the queue line and the staleness line, for a terminal that shows their figures otherwise.
+
+    - The queue line is printed when a batch leaves the queue.
+    - The staleness line is printed when the training step of that batch begins. Its average and maximum cover the
+      groups that enter the step. `recycled` counts the groups recycled since the previous staleness line.
+    - The `No progress` line is printed at each stall.
+    """
+
+    def __init__(self, stream: TextIO, *, only_warnings: bool = False) -> None:
+        self._stream = stream
+        self._only_warnings = only_warnings
+        self._recycled = 0
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case BatchDrained() | StepStarted() if self._only_warnings:
+                pass
+            case BatchDrained():
+                self._recycled += event.recycled
+                self._print(f"Global worker queue size: {event.depth}")
+            case StepStarted():
+                average = sum(event.staleness) / len(event.staleness)
+                self._print(
+                    f"Staleness stats: recycled={self._recycled}, avg_staleness={average:.2f}, "
+                    f"max_staleness={max(event.staleness)}"
+                )
+                self._recycled = 0
+            case Stalled():
+                self._print(
+                    f"Warning: No progress for {event.seconds:.0f}s. Queue size: {event.queue}, "
+                    f"Collected: {event.collected}/{event.wanted}"
+                )
+            case WarningRaised():
+                self._print(f"Warning: {event.text}")
+            case _:
+                pass
+
+    def _print(self, line: str) -> None:
+        # tqdm.write clears a progress bar on the same terminal, prints the line and redraws the bar.
+        tqdm.write(line, file=self._stream)
+        self._stream.flush()
+
+
+class StepLog:
+    """Logs one `step` line per training step, and binds later log lines to the step's rollout and weight version.
+
+    The line holds every figure of the step, so that scripts parse one line instead of joining several.
+    """
+
+    def __init__(self) -> None:
+        self._drained: BatchDrained | None = None
+        self._started: StepStarted | None = None
+        self._publish: PublishEnded | None = None
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case BatchDrained():
+                self._drained = event
+            case StepStarted():
+                self._started = event
+                structlog.contextvars.bind_contextvars(rollout=event.rollout, version=event.version)
+            case PublishEnded():
+                self._publish = event
+            case StepEnded():
+                details.info("step", **self._facts(event))
+            case _:
+                pass
+
+    def _facts(self, event: StepEnded) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "rollout": event.rollout,
+            "seconds": round(event.seconds, 3),
+            "tokens": event.tokens,
+            "reward": round(event.reward, 4),
+            "response_length": round(event.response_length, 2),
+        }
+        if (started := self._started) is not None:
+            facts |= {
+                "version": started.version,
+                "groups": len(started.groups),
+                "staleness_mean": round(sum(started.staleness) / len(started.staleness), 2),
+                "staleness_max": max(started.staleness),
+            }
+        if (drained := self._drained) is not None:
+            facts |= {"waited": round(drained.waited, 3), "queue": drained.depth, "recycled": drained.recycled}
+        if (publish := self._publish) is not None:
+            facts |= {"last_publish": publish.version, "last_pause": round(publish.paused_seconds, 3)}
+        facts |= {name: round(value, 5) for name, value in event.metrics.items()}
+        return facts if event.finite else {**facts, "finite": False}
