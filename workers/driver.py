@@ -25,6 +25,7 @@ from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.lossy_output import survive_lost_output
+from miles_async.observability.page.earlier import configuration_id
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
@@ -266,4 +267,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str) -> RunStarted:
         window=bounds.window,
         slots=bounds.slots,
         staleness_limit=config.rollout.max_weight_staleness,
+        configuration=configuration_id(config, entry),
     )
