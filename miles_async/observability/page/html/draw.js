@@ -243,7 +243,7 @@ class Earlier {
     $("earlier").replaceChildren(table(["run", "end", "batches", "accuracy before", "accuracy after", "wall time", "groups/s"], [
       ...(summary ? [row({ ...summary, run: `this run, ${summary.run}`, reason: summary.reason ?? "–" })] : []),
       ...runs.map(row),
-      ["earlier runs: median (lowest to highest)", "", "", range("accuracy_before", percent), range("accuracy_after", percent), range("wall_seconds", duration), range("groups_per_second", number)],
+      ...(runs.length > 1 ? [["earlier runs: median (lowest to highest)", "", "", range("accuracy_before", percent), range("accuracy_after", percent), range("wall_seconds", duration), range("groups_per_second", number)]] : []),
     ], ""));
   }
 }
