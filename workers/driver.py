@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
+from miles_async.adapters.storage.gguf import with_converted_checkpoint
+from miles_async.config.checks import problems
 from miles_async.config.derived import bounds_of, engines, schedule_of, table
 from miles_async.config.load import load_config
 from miles_async.config.redaction import redact_text
@@ -59,6 +61,11 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     survive_lost_output()
     configure_logging(config.observability.log_format)
     try:
+        converted = with_converted_checkpoint(config)
+        # Before its conversion the shape of the model was unknown.
+        if converted is not config and (found := problems(converted, entry)):
+            raise UserError("; ".join(found))
+        config = converted
         checked = preflight(config, entry)
         with lock_checkpoints(config):
             folder = RunFolder.create(config)

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+import yaml
 
 from benchmarks.records import RESULTS, machine_load, stamp
 from miles_async.atomic_files import write_atomically
@@ -82,7 +83,7 @@ class Cell:
 
     def key(self) -> str:
         """A hash of all settings. A stored run with another hash is run again."""
-        settings = [CONFIG.read_text(), *self.command(Path())[1:]]
+        settings = [yaml.safe_load(CONFIG.read_text()), *self.command(Path())[1:]]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
@@ -106,7 +107,9 @@ class Outcome:
     points: list[dict[str, float]]
     """Means of the reward, the staleness and METRICS over WINDOW optimizer steps each."""
     by_age: dict[int, dict[str, float]]
-    """Means of `ess`, `logprob_gap_mean` and `token_share` over the steps, by staleness in weight versions."""
+    """Means of `ess`, `logprob_gap_mean` and `token_share` over the steps, by staleness in weight versions.
+
+    The highest age also covers all greater ones."""
     stamp: dict[str, Any] = field(default_factory=stamp)
 
 
@@ -208,5 +211,5 @@ def _by_age(steps: Sequence[StepEnded]) -> dict[int, dict[str, float]]:
         for metric, value in step.metrics.items():
             name, separator, age = metric.partition("_staleness_")
             if separator and name in ("ess", "logprob_gap_mean", "token_share"):
-                values[int(age)][name].append(value)
+                values[int(age.removesuffix("_or_more"))][name].append(value)
     return {age: {name: round(fmean(found), 5) for name, found in values[age].items()} for age in sorted(values)}

@@ -19,8 +19,15 @@ EXTERNAL_FUNCTION = "miles_async.rollout.external_rollout.generate_rollout"
 SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
 GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 """The only shipped function that ignores the window: it collects the groups that finish first, as slime does."""
+GGUF_PACKAGE_PREFIX = "package:"
+"""Begins an `hf_checkpoint` that is a file in an installed Python package."""
 SAMPLING_MASK_MAX_TOKENS = 4096
 """SGLang's default of its argument `--sampling-mask-max-tokens`."""
+
+
+def is_gguf(checkpoint: str) -> bool:
+    """Whether an `hf_checkpoint` is a GGUF file, which is converted before the run starts."""
+    return checkpoint.startswith(GGUF_PACKAGE_PREFIX) or checkpoint.endswith(".gguf")
 
 
 def schedule_of(config: RunConfig, entry: str) -> Schedule:

@@ -64,12 +64,19 @@ class Bounds:
     ) -> Bounds:
         """Derive the bounds from settings, which may contradict each other: `config/checks` reports contradictions.
 
-        Without a window ratio, collection is as greedy as the staleness limit allows: W = N, reduced if N would leave
-        fewer than P slots. Raises WindowError for a ratio outside [0, 1].
+        Without a window ratio, collection is as greedy as the staleness limit allows: W = N, reduced until the slots
+        suffice for N groups in flight beside the P groups that are being trained. With a limit of 1 and N = P this is
+        strict FIFO; a larger window would make generation wait for training. Raises WindowError for a ratio outside
+        [0, 1].
         """
         generation_batch = over_sampling_batch_size or rollout_batch_size
-        window = requested = window_size(windowed_fifo_ratio, generation_batch)
         publish_groups = rollout_batch_size * update_weights_interval
+        if windowed_fifo_ratio is None and schedule is Schedule.FULLY_ASYNC and max_weight_staleness is not None:
+            # W <= S * P - N + 1 is the same as B >= N + P.
+            largest = max_weight_staleness * publish_groups - generation_batch + 1
+            window = requested = min(generation_batch, max(1, largest))
+        else:
+            window = requested = window_size(windowed_fifo_ratio, generation_batch)
         slots = None
         staleness = {Schedule.FULLY_ASYNC: None, Schedule.ONE_STEP_OFF: 1, Schedule.SYNCHRONOUS: 0}[schedule]
         if schedule is Schedule.FULLY_ASYNC and max_weight_staleness is not None:

@@ -52,13 +52,21 @@ def test_a_window_too_wide_for_the_limit_is_cut_until_a_publish_has_its_slots() 
     assert (bounds.requested_window, bounds.window, bounds.slots) == (64, 17, 8)
 
 
+@pytest.mark.parametrize("limit, generated, window", [(1, 8, 1), (2, 8, 8), (2, 12, 5), (1, 12, 1)])
+def test_without_a_ratio_generation_need_not_wait_for_training(limit: int, generated: int, window: int) -> None:
+    bounds = Bounds.derive(rollout_batch_size=8, over_sampling_batch_size=generated, max_weight_staleness=limit)
+    assert bounds.window == window
+    assert bounds.slots is not None
+    assert bounds.slots >= min(generated, limit * 8) + 8
+
+
 def test_without_a_limit_only_the_queue_bounds_the_groups_in_the_pipeline() -> None:
     bounds = Bounds.derive(rollout_batch_size=32, queue_capacity=100)
     assert (bounds.slots, bounds.staleness, bounds.room) == (None, None, 100)
 
 
 def test_the_queue_never_needs_more_capacity_than_there_are_slots() -> None:
-    assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=1000).room == 64 - 31
+    assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=1000).room == 64
     assert Bounds.derive(rollout_batch_size=32, max_weight_staleness=1, queue_capacity=20).room == 20
 
 

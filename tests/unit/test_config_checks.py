@@ -225,7 +225,7 @@ def test_the_table_lists_window_publish_slots_staleness_and_queue() -> None:
 
 
 def test_the_table_says_when_the_window_was_reduced() -> None:
-    run = config(**ASYNC, max_weight_staleness=1, over_sampling_batch_size=64)
+    run = config(**ASYNC, max_weight_staleness=1, over_sampling_batch_size=64, windowed_fifo_ratio=1)
     assert bounds_of(run, "train_async.py").window == 33
     assert "reduced from 64" in table(run, "train_async.py")
 

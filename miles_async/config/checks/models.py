@@ -9,6 +9,7 @@ from pathlib import Path
 from miles_async.config.derived import (
     compares_with_sampling_policy,
     hf_export,
+    is_gguf,
     keeps_reference,
     micro_batch_tokens,
     policy_objective,
@@ -21,6 +22,8 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
     checkpoint = config.model.hf_checkpoint
     if checkpoint is None:
         yield from _tiny_model(config)
+    elif is_gguf(checkpoint):
+        return  # it is checked again after its conversion
     elif not Path(checkpoint).expanduser().is_dir():
         yield f"hf_checkpoint {checkpoint}: no such folder; set it to the folder of a Hugging Face checkpoint"
     elif not _is_checkpoint(checkpoint):

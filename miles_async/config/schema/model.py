@@ -31,7 +31,9 @@ class Model(Section):
     """The model to train: a Hugging Face checkpoint, or a tiny model that is created locally."""
 
     hf_checkpoint: str | None = None
-    """Folder of the Hugging Face checkpoint to train. If unset, a tiny model is created locally."""
+    """Folder of the Hugging Face checkpoint to train, or a GGUF file, which is converted once into cache_dir.
+    `package:NAME/FILE` is a GGUF file in the installed Python package NAME. If unset, a tiny model is created
+    locally."""
     tiny_model: TinyModel = TinyModel()
     """Shape of the tiny model that is created if hf_checkpoint is unset."""
 
@@ -56,5 +58,5 @@ class WarmStart(Section):
     """Template that turns each prompt into the input of the warm start; `{prompt}` is replaced by the prompt. Set it if
     RL wraps the prompt in more text, such as the chat markup of an agent."""
     cache_dir: str = "~/.cache/miles_async"
-    """Folder of cached files: tiny and warm-started models, each under a hash of everything that determines it, and
-    memory-mapped copies of Parquet files."""
+    """Folder of cached files: tiny, warm-started and converted models, each under a hash of everything that determines
+    it, and memory-mapped copies of Parquet files."""
