@@ -74,6 +74,7 @@ def test_damaged_and_foreign_folders_are_skipped(tmp_path: Path) -> None:
         "binary": b"\xff\x00",
         "foreign": b'{"run": "foreign"}',
         "large": b" " * (2 << 20),
+        "nested": b'{"x":' + b"[" * 500_000,
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_bytes(content)

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Gauge
 
-from miles_async.events import EventSink, GroupMoved, SampleDisplayed, Segment, StepStarted
+from miles_async.events import EventSink, GroupMoved, SampleDisplayed, Segment, StepStarted, decode, encode
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import SOURCES, LivePage, document
@@ -175,6 +175,13 @@ def test_the_middle_of_a_long_response_is_replaced_by_a_note_that_no_version_sam
     note = "\n[… 50 tokens …]\n"
     assert event.response == "a" * half + note + "b" * half
     assert event.segments == [Segment(3, half, half), Segment(None, 0, len(note)), Segment(4, half, half)]
+
+
+def test_the_event_of_an_earlier_version_has_no_segments() -> None:
+    event = shown(group())
+    fields = json.loads(encode(event))
+    del fields["segments"]
+    assert decode(json.dumps(fields).encode()) == replace(event, segments=[])
 
 
 def displayed(sequence: int, text: str = "42", version: int = 3) -> SampleDisplayed:

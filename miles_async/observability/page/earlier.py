@@ -126,9 +126,10 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _read(path: Path) -> EarlierRun | None:
+    """Return the summary in a file, or None if the file holds none."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_SUMMARY_BYTES:
             return None
         return msgspec.json.decode(path.read_bytes(), type=EarlierRun)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
