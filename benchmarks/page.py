@@ -27,6 +27,7 @@ from miles_async.events import ClusterReady, Event, RunEnded, RunStarted, Sample
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.report import write_report
+from miles_async.observability.page.samples import MAX_SAMPLES
 from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.trace.event_log import EventLogWriter, read_events
@@ -58,7 +59,7 @@ class EventRecorder:
     def close(self) -> None:
         """Write samples of maximum length and the end of the run, and close the log."""
         text = "x" * CHARACTERS_SHOWN
-        for sequence in range(12):
+        for sequence in range(MAX_SAMPLES):
             sample = SampleDisplayed(
                 time=self.last,
                 sequence=sequence,

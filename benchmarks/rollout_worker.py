@@ -195,6 +195,7 @@ async def measure(
         fleet=instant,
         dead_letters=instant,
         keep=lambda group: True,
+        text_of=lambda ids: " ".join(map(str, ids)),
         problems=[],
     )
     service = Service(config, bounds_of(config, "train_async.py"), ports, schedule=Schedule.FULLY_ASYNC)

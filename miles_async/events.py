@@ -9,6 +9,7 @@ Durations are in seconds.
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Protocol
 
 import msgspec
@@ -44,6 +45,8 @@ class RunStarted(Event, frozen=True):
     """`--max-weight-staleness`."""
     model: str = ""
     """Name of the model, for people; empty in event logs of earlier versions."""
+    configuration: str = ""
+    """Identifies the configuration without its seeds and names (`observability/page/earlier.py`)."""
 
 
 class StartupChanged(Event, frozen=True):
@@ -116,6 +119,17 @@ class GroupReplayed(Event, frozen=True):
     """The feed index under which the group was recorded."""
 
 
+class Segment(msgspec.Struct, frozen=True):
+    """Consecutive tokens of a displayed response."""
+
+    version: int | None
+    """The weight version that sampled the tokens; None if no model sampled them, as with the output of a tool."""
+    tokens: int
+    """Number of tokens; 0 for the note that stands for tokens that are not displayed."""
+    characters: int
+    """Length of their text in the displayed response, in Unicode code points."""
+
+
 class SampleDisplayed(Event, frozen=True):
     """One sample of a group that was just generated, to be displayed; emitted every few seconds."""
 
@@ -124,6 +138,7 @@ class SampleDisplayed(Event, frozen=True):
     prompt: str
     """Shortened and without control characters; `response` likewise."""
     response: str
+    """The text of the response tokens, including special tokens."""
     label: str
     reward: float
     rewards: list[float]
@@ -133,6 +148,8 @@ class SampleDisplayed(Event, frozen=True):
     versions: tuple[int, int]
     """Oldest and newest weight version of the sample's tokens."""
     truncated: bool
+    segments: list[Segment] = []
+    """The parts of `response`, in order."""
 
 
 class RequestEnded(Event, frozen=True):
@@ -299,13 +316,24 @@ class Evaluated(Event, frozen=True):
     reward: float
     """Mean over the samples."""
     problems: int
-    """Number of samples."""
+    """Number of samples, at least 1."""
     seconds: float
     truncated: float
     """Fraction of samples that reached the length limit."""
     versions: tuple[int, int]
     """Oldest and newest weight version of the tokens. If a user's function evaluated and reports no versions: the live
     versions at its start and its end."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the accuracy, from the lowest to the highest value (Wilson 1927).
+
+        It covers the choice of the problems, under the assumption that the samples are independent.
+        """
+        z, n, p = 1.959964, self.problems, self.accuracy
+        center = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half_width = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
 class EvaluationSkipped(Event, frozen=True):

@@ -28,6 +28,7 @@ from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging, details_logger, log_file
 from miles_async.observability.console.lossy_output import survive_lost_output
 from miles_async.observability.console.terminal import is_interactive
+from miles_async.observability.page.earlier import configuration_id
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.bounds import Schedule
@@ -288,4 +289,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) ->
         slots=bounds.slots,
         staleness_limit=config.rollout.max_weight_staleness,
         model=model,
+        configuration=configuration_id(config, entry),
     )

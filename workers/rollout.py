@@ -126,13 +126,14 @@ class RolloutWorker:
             if surroundings.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
             limits = sample_limits(config, surroundings.checkpoint)
+            tokenizer = CheckpointTokenizer(surroundings.checkpoint)
             generators = await cleanup.enter_async_context(
                 Generators(
                     config,
                     surroundings.router_url,
                     surroundings.router_key,
                     fleet,
-                    CheckpointTokenizer(surroundings.checkpoint),
+                    tokenizer,
                     self._arguments(surroundings.router_url, surroundings.router_key),
                     events=self._outbox,
                     live_version=self._live_version,
@@ -166,6 +167,7 @@ class RolloutWorker:
                 fleet=fleet,
                 dead_letters=dead_letters,
                 keep=dynamic_filter(config, args),
+                text_of=tokenizer.text_of,
                 limits=limits,
                 rollout=self._rollout(args, generators, skipping, limits),
                 prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._outbox),

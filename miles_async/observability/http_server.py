@@ -84,8 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path == "/state.json":
             whole_run = parse_qs(address.query).get("span") == ["whole"]
             self._answer(self.page.state("whole" if whole_run else "recent", time.time()), "application/json")
+        elif address.path == "/samples.json":
+            self._answer(self.page.samples(), "application/json")
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "this server has /, /state.json and /metrics")
+            self._refuse(HTTPStatus.NOT_FOUND, "this server has /, /state.json, /samples.json and /metrics")
 
     def _answer(self, content: bytes, kind: str) -> None:
         self._send(HTTPStatus.OK, content, kind)

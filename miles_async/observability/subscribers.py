@@ -65,7 +65,7 @@ class EventSubscribers:
         registry = CollectorRegistry()
         self._metrics = MetricsRecorder(registry)
         self._view = View()
-        self._server = HttpServer(registry, LivePage(self._view), config.observability.metrics_port)
+        self._server = HttpServer(registry, LivePage(self._view, folder.path), config.observability.metrics_port)
         self._write_failed = False
         settings = config.observability
         self._event_log = EventLogWriter(
@@ -226,7 +226,7 @@ class EventSubscribers:
 
     def _write_report(self, until: float) -> None:
         settings = flatten(redacted_values(self._config))
-        run = RunData(self._folder.path.name, settings, self._view, self._summary, until)
+        run = RunData(self._folder.path, settings, self._view, self._summary, until)
         with self._surviving_loss_of(self._folder.report):
             write([run], self._folder.report)
 

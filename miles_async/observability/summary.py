@@ -28,11 +28,14 @@ from miles_async.events import (
     StepStarted,
 )
 from miles_async.observability.diagnosis.verdict import KNOBS, Verdicts
+from miles_async.observability.timeline import Timeline
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
 MAX_VALUES = 1024
 """Most values of a series that are kept in memory."""
+MAX_BATCHES = 256
+"""Most batches whose rewards are listed one by one. In a longer run, each value is the mean over several batches."""
 
 
 class _Milliseconds:
@@ -151,8 +154,10 @@ class RunSummary:
         """The last score of every data set, under the names that slime uses."""
         self._main_set: str | None = None
         """The first data set evaluated, whose accuracy before and after training is reported."""
-        self._accuracy_before: float | None = None
-        self._accuracy_after: float | None = None
+        self._before: Evaluated | None = None
+        self._after: Evaluated | None = None
+        self._rewards = Timeline(0.0, width=1.0, max_buckets=MAX_BATCHES)
+        """The reward of each batch. Times are rollout ids."""
 
     def observe(self, event: Event) -> None:
         self._last_time = max(self._last_time, event.time)
@@ -172,6 +177,7 @@ class RunSummary:
             case StepEnded():
                 self._steps = self._steps or _Steps(event, event)
                 self._steps.add(event)
+                self._rewards.observe("reward", event.rollout, event.reward)
                 self._engines.step_ended(event.time)
                 if event.finite:
                     self._staleness.update(self._batch)
@@ -196,6 +202,7 @@ class RunSummary:
         started = self._run.time if self._run is not None else None
         ended = self._ended.time if self._ended is not None else self._last_time
         verdict = self._verdicts.overall
+        rewards = self._rewards.figures()
         return {
             "run": self._run.run if self._run is not None else None,
             "entry": self._run.entry if self._run is not None else None,
@@ -205,8 +212,10 @@ class RunSummary:
             "wall_seconds": ended - started if started is not None else None,
             "warm_start_seconds": self._cluster.warm_start_seconds if self._cluster is not None else None,
             "rollouts": self._steps.count if self._steps is not None else 0,
-            "accuracy_before": self._accuracy_before,
-            "accuracy_after": self._accuracy_after,
+            "accuracy_before": self._before.accuracy if self._before is not None else None,
+            "accuracy_before_interval": list(self._before.interval) if self._before is not None else None,
+            "accuracy_after": self._after.accuracy if self._after is not None else None,
+            "accuracy_after_interval": list(self._after.interval) if self._after is not None else None,
             "scores": self._scores,
             "reward_first": self._steps.first.reward if self._steps is not None else None,
             "reward_last": self._steps.last.reward if self._steps is not None else None,
@@ -228,6 +237,9 @@ class RunSummary:
             "verdict": verdict,
             "knob": KNOBS[verdict] if verdict is not None else None,
             "verdict_seconds": {kind: round(seconds, 3) for kind, seconds in self._verdicts.seconds.items()},
+            "configuration": self._run.configuration if self._run is not None else "",
+            "batches_per_reward": round(rewards["width"]),
+            "rewards": rewards["series"].get("reward", {"mean": []})["mean"],
         }
 
     def _published(self, event: PublishEnded) -> None:
@@ -243,9 +255,9 @@ class RunSummary:
         if event.name != self._main_set:
             return
         if event.rollout < 0:
-            self._accuracy_before = event.accuracy
+            self._before = event
         else:
-            self._accuracy_after = event.accuracy
+            self._after = event
 
     def _training_phase(self) -> dict[str, float | None]:
         steps = self._steps

@@ -43,6 +43,8 @@ class Ports:
     dead_letters: DeadLetters
     keep: Callable[[Group], bool | Verdict]
     """The dynamic sampling filter, called with each finished group."""
+    text_of: Callable[[list[int]], str]
+    """Returns the text of tokens, including special tokens, for people to read."""
     limits: SampleLimits = NO_LIMITS
     """The limits that the model and the learner set to samples."""
     problems: Sequence[Group]

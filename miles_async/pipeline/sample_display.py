@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from miles_async.events import EventSink, SampleDisplayed
+from collections.abc import Callable, Iterator, Sequence
+
+from miles_async.events import EventSink, SampleDisplayed, Segment
 from miles_async.ports import Clock
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 CHARACTERS_SHOWN = 2000
 """Most characters of a text that are shown, half of them from its beginning and half from its end."""
+TOKENS_SHOWN = 600
+"""Most tokens of a response that are shown, half of them from its beginning and half from its end. The limit bounds the
+time that the event loop of the rollout worker spends on decoding."""
 
 _CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
@@ -31,10 +36,16 @@ def readable(text: str) -> str:
 class SampleDisplay:
     """Emits a `SampleDisplayed` event for one of the groups offered to it, at most once per interval."""
 
-    def __init__(self, clock: Clock, events: EventSink, interval_seconds: float | None) -> None:
-        """`interval_seconds` is the shortest time between two samples; None disables the display."""
+    def __init__(
+        self, clock: Clock, events: EventSink, interval_seconds: float | None, text_of: Callable[[list[int]], str]
+    ) -> None:
+        """`interval_seconds` is the shortest time between two samples; None disables the display.
+
+        `text_of` returns the text of tokens.
+        """
         self._clock = clock
         self._events = events
+        self._text_of = text_of
         self._interval = interval_seconds
         self._next = clock.monotonic()
 
@@ -45,13 +56,15 @@ class SampleDisplay:
         self._next = now + self._interval
         sample = group[0]
         versions = [span.version for span in sample.spans]
+        parts = list(self._parts(sample))
         self._events.emit(
             SampleDisplayed(
                 time=self._clock.time(),
                 sequence=group.sequence or 0,
                 feed_index=group.feed_index,
                 prompt=readable(_prompt(sample)),
-                response=readable(sample.response),
+                response="".join(text for _, text in parts),
+                segments=[segment for segment, _ in parts],
                 label=readable(str(sample.label)) if sample.label is not None else "",
                 reward=sample.scalar_reward,
                 rewards=[member.scalar_reward for member in group],
@@ -60,6 +73,37 @@ class SampleDisplay:
                 truncated=sample.status is SampleStatus.TRUNCATED,
             )
         )
+
+    def _parts(self, sample: Sample) -> Iterator[tuple[Segment, str]]:
+        """Yield the segments of the response with their texts.
+
+        Each segment is decoded alone, so a character whose bytes two weight versions sampled is shown as two
+        replacement characters.
+        """
+        ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+        omitted = range(TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN // 2)
+        for version, start, end in _by_version(sample.spans, len(ids), omitted):
+            shown = start not in omitted
+            text = readable(self._text_of(ids[start:end])) if shown else f"\n[… {end - start} tokens …]\n"
+            yield Segment(version, end - start if shown else 0, len(text)), text
+
+
+def _by_version(spans: Sequence[VersionSpan], length: int, omitted: range) -> Iterator[tuple[int | None, int, int]]:
+    """Yield (version, start, end) of consecutive tokens of one version. The `omitted` tokens are one part.
+
+    The version of tokens without a span, and of the omitted tokens, is None.
+    """
+    spanned: list[tuple[int | None, int, int]] = []
+    position = 0
+    for span in spans:
+        spanned += [(None, position, span.start), (span.version, span.start, span.end)]
+        position = span.end
+    spanned.append((None, position, length))
+    if omitted:
+        before = [(version, start, min(end, omitted.start)) for version, start, end in spanned]
+        after = [(version, max(start, omitted.stop), end) for version, start, end in spanned]
+        spanned = [*before, (None, omitted.start, omitted.stop), *after]
+    yield from (part for part in spanned if part[1] < part[2])
 
 
 def _prompt(sample: Sample) -> str:

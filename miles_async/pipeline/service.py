@@ -103,7 +103,9 @@ class Service:
             partial_rollout=config.rollout.partial_rollout,
             engines_available=ports.fleet.serving,
             check_engines=lambda: self._repair.check_engines(),
-            sample_display=SampleDisplay(ports.clock, ports.events, config.observability.sample_interval_seconds),
+            sample_display=SampleDisplay(
+                ports.clock, ports.events, config.observability.sample_interval_seconds, ports.text_of
+            ),
         )
         self._collector = BatchCollector(
             run_state=self.run_state, producer=self._producer, recycler=recycler, gate=gate, adaptive=self._adaptive

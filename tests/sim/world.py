@@ -259,6 +259,7 @@ class World:
                 fleet=engines,
                 dead_letters=self.dead_letters,
                 keep=self.keep,
+                text_of=lambda ids: " ".join(map(str, ids)),
                 rollout=self._rollout_function(),
                 on_rollout=self._on_rollout,
                 prepare=self._prepare,

@@ -150,7 +150,7 @@ def test_deleted_parts_are_reported_to_the_readers(tmp_path: Path) -> None:
 
 
 def test_a_report_on_a_log_with_deleted_parts_mentions_them(tmp_path: Path) -> None:
-    run = RunData.from_events("r", {}, read_events(gap(tmp_path)))
+    run = RunData.from_events(tmp_path, {}, read_events(gap(tmp_path)))
     [notice] = run.values()["state"]["now"]["notices"]
     assert "parts of the event log were deleted" in notice["text"]
 

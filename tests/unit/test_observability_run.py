@@ -44,7 +44,7 @@ from miles_async.observability.console.program_lines import PlainLines
 from miles_async.observability.console.terminal import ProgressBar
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.summary import MAX_BATCHES, RunSummary
 from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import read_events
 from tests.configuration import run_config
@@ -206,6 +206,42 @@ def test_the_summary_covers_the_whole_run_and_the_training_phase() -> None:
     assert figures["engine_idle_share"] == pytest.approx(0.1)
     assert figures["rollouts"] == 2
     assert figures["reason"] == "done"
+
+
+def test_the_summary_has_the_confidence_intervals_of_the_accuracies() -> None:
+    figures = summary_of(WHOLE_RUN).figures()
+    for name in ("accuracy_before", "accuracy_after"):
+        low, high = figures[f"{name}_interval"]
+        assert 0 < low < figures[name] < high < 1
+    assert summary_of([RUN]).figures()["accuracy_after_interval"] is None
+
+
+@pytest.mark.parametrize(
+    "correct, problems, low, high",
+    [(0, 10, 0.0, 0.2775), (8, 10, 0.4902, 0.9433), (10, 10, 0.7225, 1.0), (64, 128, 0.4147, 0.5853)],
+)
+def test_the_interval_of_an_accuracy_is_that_of_wilson(correct: int, problems: int, low: float, high: float) -> None:
+    evaluated = Evaluated(
+        time=0.0,
+        name="held_out",
+        rollout=0,
+        accuracy=correct / problems,
+        reward=0.0,
+        problems=problems,
+        seconds=1.0,
+        truncated=0.0,
+        versions=(0, 0),
+    )
+    assert evaluated.interval == pytest.approx((low, high), abs=1e-4)
+
+
+def test_the_summary_lists_the_reward_of_each_batch_or_of_several_batches_of_a_long_run() -> None:
+    assert summary_of(WHOLE_RUN).figures()["rewards"] == [0.25, 0.5]
+    long = [RUN, *(event for i in range(2 * MAX_BATCHES) for event in step(i, 110.0 + i, 110.5 + i, [0]))]
+    figures = summary_of(long).figures()
+    assert figures["batches_per_reward"] == 2
+    assert len(figures["rewards"]) == MAX_BATCHES
+    assert figures["rewards"][:3] == [0.375, 0.875, 1.375]
 
 
 def test_the_summary_counts_versions_staleness_and_drops() -> None:

@@ -16,12 +16,13 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Gauge
 
-from miles_async.events import EventSink, SampleDisplayed
+from miles_async.events import EventSink, GroupMoved, SampleDisplayed, Segment, StepStarted, decode, encode
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.http_server import HttpServer
-from miles_async.observability.page.document import SOURCES, LivePage
+from miles_async.observability.page.document import SOURCES, LivePage, document
+from miles_async.observability.page.samples import MAX_BYTES, MAX_SAMPLES, SampleLog
 from miles_async.observability.page.view import View
-from miles_async.pipeline.sample_display import CHARACTERS_SHOWN, SampleDisplay, readable
+from miles_async.pipeline.sample_display import CHARACTERS_SHOWN, TOKENS_SHOWN, SampleDisplay, readable
 from miles_async.scheduling.admission import Blocked
 from miles_async.scheduling.ledger import LIVE
 from miles_async.types import Group, Sample, VersionSpan
@@ -74,15 +75,28 @@ class ManualClock:
 
 
 def group(response: str = "42", **fields: object) -> Group:
-    sample = Sample(prompt="6 * 7 =", response=response, response_length=2, reward=1.0, spans=[VersionSpan(3, 0, 2)])
+    """A group with one sample, whose tokens are the code points of its text."""
+    length = len(response)
+    sample = Sample(
+        prompt="6 * 7 =",
+        tokens=[*b"6 * 7 =", *map(ord, response)],
+        response=response,
+        response_length=length,
+        reward=1.0,
+        spans=[VersionSpan(3, 0, length)],
+    )
     for name, value in fields.items():
         setattr(sample, name, value)
     return Group([sample], feed_index="sample_0_5", sequence=17)
 
 
+def text_of(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
 def shown(offered: Group) -> SampleDisplayed:
     sink = Kept()
-    SampleDisplay(ManualClock(), sink, 5.0).offer(offered)
+    SampleDisplay(ManualClock(), sink, 5.0, text_of).offer(offered)
     return sink.events[0]
 
 
@@ -96,7 +110,7 @@ def view_with(response: str) -> View:
 def test_one_sample_is_shown_per_interval() -> None:
     sink = Kept()
     clock = ManualClock()
-    shown = SampleDisplay(clock, sink, 5.0)
+    shown = SampleDisplay(clock, sink, 5.0, text_of)
     for second in range(12):
         clock.elapsed = float(second)
         shown.offer(group())
@@ -107,7 +121,7 @@ def test_one_sample_is_shown_per_interval() -> None:
 @pytest.mark.parametrize("step", [600.0, -600.0])
 def test_a_jump_of_the_wall_clock_changes_no_interval(step: float) -> None:
     sink, clock = Kept(), ManualClock()
-    shown = SampleDisplay(clock, sink, 5.0)
+    shown = SampleDisplay(clock, sink, 5.0, text_of)
     shown.offer(group())
     clock.wall_offset += step
     for second in range(1, 6):
@@ -118,7 +132,7 @@ def test_a_jump_of_the_wall_clock_changes_no_interval(step: float) -> None:
 
 def test_no_interval_shows_no_samples() -> None:
     sink = Kept()
-    SampleDisplay(ManualClock(), sink, None).offer(group())
+    SampleDisplay(ManualClock(), sink, None, text_of).offer(group())
     assert sink.events == []
 
 
@@ -140,13 +154,84 @@ def test_a_chat_prompt_is_shown_message_by_message() -> None:
     assert shown(group(prompt=chat)).prompt == "system: add\nuser: 1 + 1"
 
 
-def test_html_in_a_sample_stays_inside_the_data_of_the_page() -> None:
-    html = LivePage(view_with(HOSTILE)).html(101.0).decode()
+def test_the_tokens_of_each_weight_version_are_one_segment_of_the_response() -> None:
+    spans = [VersionSpan(3, 0, 2), VersionSpan(4, 2, 5), VersionSpan(6, 8, 10)]
+    event = shown(group("abcde[x]yz", spans=spans))
+    assert event.response == "abcde[x]yz"
+    assert event.segments == [Segment(3, 2, 2), Segment(4, 3, 3), Segment(None, 3, 3), Segment(6, 2, 2)]
+    assert event.versions == (3, 6)
+
+
+def test_the_characters_of_a_segment_are_counted_as_they_are_displayed() -> None:
+    event = shown(group("\x1b\u200bé😀", spans=[VersionSpan(3, 0, 2), VersionSpan(4, 2, 4)]))
+    assert event.response == "␛<U+200B>é😀"
+    assert event.segments == [Segment(3, 2, 9), Segment(4, 2, 2)]
+
+
+def test_the_middle_of_a_long_response_is_replaced_by_a_note_that_no_version_sampled() -> None:
+    half = TOKENS_SHOWN // 2
+    spans = [VersionSpan(3, 0, half + 10), VersionSpan(4, half + 10, 2 * half + 50)]
+    event = shown(group("a" * (half + 10) + "b" * (half + 40), spans=spans))
+    note = "\n[… 50 tokens …]\n"
+    assert event.response == "a" * half + note + "b" * half
+    assert event.segments == [Segment(3, half, half), Segment(None, 0, len(note)), Segment(4, half, half)]
+
+
+def test_the_event_of_an_earlier_version_has_no_segments() -> None:
+    event = shown(group())
+    fields = json.loads(encode(event))
+    del fields["segments"]
+    assert decode(json.dumps(fields).encode()) == replace(event, segments=[])
+
+
+def displayed(sequence: int, text: str = "42", version: int = 3) -> SampleDisplayed:
+    segments = [Segment(version, len(text), len(text))]
+    return replace(shown(group()), sequence=sequence, response=text, segments=segments)
+
+
+def test_a_sample_shows_the_version_that_trained_it_or_why_it_was_dropped() -> None:
+    log = SampleLog()
+    for sequence in (17, 18, 19):
+        log.observe(displayed(sequence))
+    log.observe(StepStarted(time=1.0, rollout=4, version=5, staleness=[2], groups=[18, 30]))
+    log.observe(
+        GroupMoved(
+            time=2.0, sequence=19, feed_index="", attempt=0, before="queued", after="dropped", reason="stale", counts={}
+        )
+    )
+    found = [(each["sequence"], each["trained"], each["dropped"]) for each in log.figures()]
+    assert found == [(19, None, "stale"), (18, 5, None), (17, None, None)]
+
+
+def test_the_revision_changes_with_the_samples_and_only_with_them() -> None:
+    log = SampleLog()
+    revisions = []
+    for event in (displayed(1), StepStarted(time=1.0, rollout=0, version=0, staleness=[0], groups=[2]), displayed(2)):
+        log.observe(event)
+        revisions.append(log.revision)
+    assert revisions[0] == revisions[1] != revisions[2]
+
+
+def test_the_newest_samples_are_kept_up_to_a_number_and_a_size() -> None:
+    log = SampleLog()
+    for sequence in range(3 * MAX_SAMPLES):
+        log.observe(displayed(sequence))
+    assert [each["sequence"] for each in log.figures()] == list(range(3 * MAX_SAMPLES - 1, 2 * MAX_SAMPLES - 1, -1))
+    large = "x" * (MAX_BYTES // 5)
+    for sequence in range(1000, 1010):
+        log.observe(displayed(sequence, large))
+    assert [each["sequence"] for each in log.figures()] == [1009, 1008, 1007, 1006]
+    log.observe(displayed(2000, "x" * (2 * MAX_BYTES)))
+    assert [each["sequence"] for each in log.figures()] == [2000]
+
+
+def test_html_in_a_sample_stays_inside_the_data_of_the_report() -> None:
+    html = document("report.html", {"samples": view_with(HOSTILE).samples()}).decode()
     assert HOSTILE not in html
     assert html.count("<script") == 2
     data = re.search(r'<script type="application/json" id="state">(.*?)</script>', html, re.DOTALL)
     assert data is not None
-    assert json.loads(data[1])["now"]["samples"][0]["response"] == HOSTILE
+    assert json.loads(data[1])["samples"]["samples"][0]["response"] == HOSTILE
 
 
 def test_the_page_names_no_outside_resource_and_lets_only_its_own_script_run() -> None:
@@ -171,6 +256,9 @@ def test_one_port_serves_metrics_page_and_state(server: HttpServer) -> None:
     assert b"<!doctype html>" in urlopen(server.page_url, timeout=PATIENCE_SECONDS).read()
     state = json.load(urlopen(f"{server.page_url}state.json?span=whole", timeout=PATIENCE_SECONDS))
     assert (state["span"], state["now"]["run"]["run"]) == ("whole", "tested")
+    samples = json.load(urlopen(f"{server.page_url}samples.json", timeout=PATIENCE_SECONDS))
+    assert samples["revision"] == state["samples_revision"]
+    assert [sample["response"] for sample in samples["samples"]] == ["42"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from miles_async.events import (
 )
 from miles_async.observability.page.charts import Charts
 from miles_async.observability.page.status import SLOTS_SHOWN, RunStatus
-from miles_async.observability.page.timeline import Timeline
+from miles_async.observability.timeline import Timeline
 from tests.unit.example_events import RUN
 
 
@@ -226,7 +226,7 @@ def test_the_snapshot_has_the_first_and_the_last_score_of_a_data_set() -> None:
             versions=(0, 0),
         )
         status.observe(score)
-    assert [score.rollout for score in status.figures(101.0)["scores"]["math"]] == [-1, 9]
+    assert [score["rollout"] for score in status.figures(101.0)["scores"]["math"]] == [-1, 9]
 
 
 def test_the_number_of_user_defined_names_is_limited() -> None:

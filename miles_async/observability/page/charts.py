@@ -1,7 +1,8 @@
 """The series that the live page and the report plot, computed from the event stream.
 
 There are two sets of series: one for the whole run and one for its last minutes. A name with a colon belongs to a
-family, such as `trainer:step`, `verdict:rollout-bound`, `eval:held_out` or `step:grad_norm`.
+family, such as `trainer:step`, `verdict:rollout-bound`, `eval:held_out` or `step:grad_norm`. The confidence interval of
+`eval:held_out` is from `eval-low:held_out` to `eval-high:held_out`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from miles_async.events import (
     TrainerPhaseChanged,
     VerdictChanged,
 )
-from miles_async.observability.page.timeline import Timeline
+from miles_async.observability.summary import MAX_BATCHES
+from miles_async.observability.timeline import Timeline
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
@@ -63,6 +65,8 @@ class Charts:
         """Number of groups in the training step that runs now."""
         self._phases: dict[str, _Phase] = {}
         """The current phase of each family: what the learner does, and the verdict."""
+        self._batches = Timeline(0.0, width=1.0, max_buckets=MAX_BATCHES)
+        """The reward of each batch. Times are rollout ids."""
         self._names: defaultdict[str, set[str]] = defaultdict(set)
         """The series that are kept, by family; see `MAX_NAMES`."""
 
@@ -103,7 +107,7 @@ class Charts:
                 self._observe("pause_ms", event.time, 1e3 * event.paused_seconds)
                 self._observe("stage_ms", event.time, 1e3 * event.staged_seconds)
             case Evaluated():
-                self._observe_named("eval", event.name, event.time, event.accuracy)
+                self._observe_evaluation(event)
             case TrainerPhaseChanged():
                 self._enter_phase("trainer", event.to, event.time)
             case VerdictChanged():
@@ -119,6 +123,10 @@ class Charts:
             return {"start": 0.0, "width": 1.0, "series": {}}
         self._advance(now)
         return self._timelines[span].figures()
+
+    def rewards(self) -> dict[str, Any]:
+        """Return the reward of each batch, as `Timeline.figures` does: times are rollout ids."""
+        return self._batches.figures()
 
     def verdicts(self, now: float) -> list[tuple[float, float, str]]:
         """Return the dominant verdict over time as (start, end, verdict), in seconds since the run began."""
@@ -164,12 +172,18 @@ class Charts:
 
     def _step_ended(self, event: StepEnded) -> None:
         self._observe("reward", event.time, event.reward)
+        self._batches.observe("reward", event.rollout, event.reward)
         self._observe("response_length", event.time, event.response_length)
         self._observe("step_seconds", event.time, event.seconds)
         self._count("trained", event.time, self._batch if event.finite else 0)
         self._count("trained_tokens", event.time, event.tokens)
         for name, value in event.metrics.items():
             self._observe_named("step", name, event.time, value)
+
+    def _observe_evaluation(self, event: Evaluated) -> None:
+        low, high = event.interval
+        for family, value in (("eval", event.accuracy), ("eval-low", low), ("eval-high", high)):
+            self._observe_named(family, event.name, event.time, value)
 
     def _observe_named(self, family: str, name: str, time: float, value: float) -> None:
         names = self._names[family]

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from miles_async.observability.page.earlier import comparison, earlier_runs
 from miles_async.observability.page.view import Span, View
 
 SOURCES = Path(__file__).parent / "html"
@@ -48,15 +49,27 @@ def _frame(template: str) -> tuple[bytes, bytes]:
 
 
 class LivePage:
-    """The live page, and the state that it requests once a second."""
+    """The live page, the state that it requests once a second, and the samples that it requests when they change."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, folder: Path | None = None) -> None:
+        """The page compares the run with earlier runs beside `folder`, the run folder; None compares with none."""
         self._view = view
+        self._folder = folder
 
     def html(self, now: float) -> bytes:
         """Return the page with the current state embedded, so that the browser can draw it without a second request."""
-        return document("page.html", self._view.state("recent", now))
+        return document("page.html", {"state": self._view.state("recent", now), "earlier": self._earlier()})
+
+    def _earlier(self) -> dict[str, Any] | None:
+        run = self._view.run
+        if run is None or self._folder is None:
+            return None
+        return comparison(earlier_runs(run, self._folder))
 
     def state(self, span: Span, now: float) -> bytes:
         """Return the current state as JSON, with the series of `span`."""
         return msgspec.json.encode(self._view.state(span, now))
+
+    def samples(self) -> bytes:
+        """Return the newest samples as JSON, newest first."""
+        return msgspec.json.encode(self._view.samples())

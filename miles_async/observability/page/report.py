@@ -21,6 +21,7 @@ from miles_async.errors import UserError
 from miles_async.events import Event
 from miles_async.observability.diagnosis.verdict import KNOBS
 from miles_async.observability.page.document import document
+from miles_async.observability.page.earlier import comparison, earlier_runs
 from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import RunSummary
@@ -31,7 +32,7 @@ from miles_async.observability.trace.event_log import read_events
 class RunData:
     """What the report shows of a run."""
 
-    name: str
+    folder: Path
     config: dict[str, Any]
     """All settings by their dotted names."""
     view: View
@@ -45,12 +46,12 @@ class RunData:
         try:
             config = flatten(parse_yaml((folder.path / "config.yaml").read_text()))
             events = read_events(folder.events)
-            return RunData.from_events(folder.path.resolve().name, config, events)
+            return RunData.from_events(folder.path.resolve(), config, events)
         except OSError as error:
             raise UserError(f"{folder.path} is not a run folder ({error.strerror}: {error.filename})") from error
 
     @staticmethod
-    def from_events(name: str, config: dict[str, Any], events: Iterator[Event]) -> RunData:
+    def from_events(folder: Path, config: dict[str, Any], events: Iterator[Event]) -> RunData:
         """Raises UserError if there are no events."""
         view = View(recent=False)
         summary = RunSummary()
@@ -60,17 +61,19 @@ class RunData:
             summary.observe(event)
             until = max(until, event.time)
         if not until:
-            raise UserError(f"the events.jsonl of run {name} is empty: wait until the run has started")
-        return RunData(name, config, view, summary, until)
+            raise UserError(f"the events.jsonl of run {folder.name} is empty: wait until the run has started")
+        return RunData(folder, config, view, summary, until)
 
     def values(self) -> dict[str, Any]:
         """Return the data for the scripts of the report."""
         return {
-            "name": self.name,
+            "name": self.folder.name,
             "config": self.config,
             "state": self.view.state("whole", self.until),
             "summary": self.summary.figures(),
             "phases": self.view.phases(self.until),
+            "samples": self.view.samples()["samples"],
+            "earlier": comparison(earlier_runs(self.view.run, self.folder)) if self.view.run is not None else None,
         }
 
 
@@ -85,7 +88,7 @@ def write_report(folder: RunFolder, other: RunFolder | None, output: Path | None
     Raises UserError if a run cannot be read or the report cannot be written.
     """
     runs = [RunData.read(each) for each in (folder, other) if each is not None]
-    path = output or (folder.report if other is None else folder.path / f"report-with-{runs[1].name}.html")
+    path = output or (folder.report if other is None else folder.path / f"report-with-{runs[1].folder.name}.html")
     try:
         write(runs, path)
     except OSError as error:

@@ -26,7 +26,6 @@ from miles_async.events import (
     RouterChanged,
     RunEnded,
     RunStarted,
-    SampleDisplayed,
     Stalled,
     StepEnded,
     StepStarted,
@@ -37,7 +36,6 @@ from miles_async.events import (
 )
 from miles_async.scheduling.ledger import GroupState
 
-MAX_SAMPLES = 12
 MAX_NOTICES = 8
 MAX_OUTCOMES = 40
 """Most outcomes that are counted separately, because a user's filter may give any number of different reasons."""
@@ -60,7 +58,7 @@ class RunStatus:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._run: RunStarted | None = None
+        self.run: RunStarted | None = None
         self._cluster: ClusterReady | None = None
         self._ended: RunEnded | None = None
         self._slots: dict[int, _Slot] = {}
@@ -85,7 +83,6 @@ class RunStatus:
         """Processes that do not answer, and for how many seconds."""
         self._scores: dict[str, list[Evaluated]] = {}
         """First and last evaluation, by data set."""
-        self._samples: deque[SampleDisplayed] = deque(maxlen=MAX_SAMPLES)
         self._notices: deque[WarningRaised] = deque(maxlen=MAX_NOTICES)
 
     def observe(self, event: Event) -> None:
@@ -100,7 +97,7 @@ class RunStatus:
             case EngineBusy():
                 self._busy = event
             case RunStarted():
-                self._run = event
+                self.run = event
             case ClusterReady():
                 self._cluster = event
             case TrainerPhaseChanged():
@@ -131,8 +128,6 @@ class RunStatus:
             case GroupFiltered():
                 known = f"filtered: {event.reason}" in self._outcomes or len(self._outcomes) < MAX_OUTCOMES
                 self._outcomes[f"filtered: {event.reason if known else 'other'}"] += 1
-            case SampleDisplayed():
-                self._samples.append(event)
             case WarningRaised():
                 self._notices.append(event)
             case WriteFailed():
@@ -188,10 +183,10 @@ class RunStatus:
 
         Times are in seconds since the run began. Ages are in seconds until `now` or until the end of the run.
         """
-        began = self._run.time if self._run is not None else now
+        began = self.run.time if self.run is not None else now
         now = self.until(now)
         return {
-            "run": self._run,
+            "run": self.run,
             "cluster": self._cluster,
             "ended": self._ended.reason if self._ended is not None else None,
             "began": began,
@@ -204,7 +199,7 @@ class RunStatus:
             "fed": self._fed,
             "requests": self._busy.in_flight if self._busy is not None else 0,
             "queue": {"depth": self._queue.depth, "blocked": self._queue.blocked} if self._queue is not None else None,
-            "staleness_limit": self._run.staleness_limit if self._run is not None else None,
+            "staleness_limit": self.run.staleness_limit if self.run is not None else None,
             "pulse": self._pulse,
             "pulse_age": max(0.0, now - self._pulse.time) if self._pulse is not None else None,
             "outcomes": dict(self._outcomes.most_common()),
@@ -215,9 +210,8 @@ class RunStatus:
             "router": self._router,
             "engines": [self._engines[name] for name in sorted(self._engines)],
             "silent": dict(self._silent),
-            "scores": self._scores,
+            "scores": {name: [_score(event) for event in events] for name, events in self._scores.items()},
             "slots": self._window(now),
-            "samples": list(self._samples)[::-1],
             "notices": [{"at": notice.time - began, "text": notice.text} for notice in self._notices][::-1],
         }
 
@@ -236,3 +230,7 @@ class RunStatus:
                 for slot, _ in zip(self._slots.values(), range(SLOTS_SHOWN), strict=False)
             ],
         }
+
+
+def _score(event: Evaluated) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(event), "interval": event.interval}

@@ -36,6 +36,9 @@ function number(value) {
 const weights = ({ versions: [oldest, newest] }) => (oldest === newest ? `v${oldest}` : `v${oldest} to v${newest}`);
 const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}%`);
 
+/* An accuracy with its 95 % confidence interval, which is kept on one line by word joiners. */
+const accuracy = (value, interval) => percent(value) + (interval ? ` (${Math.round(100 * interval[0])}\u2060–\u2060${percent(interval[1])})` : "");
+
 function duration(seconds) {
   const past = seconds < 0 ? "−" : "";
   const s = Math.abs(seconds);
@@ -58,7 +61,7 @@ const VERDICTS = {
 const PLOTS = [
   { id: "queue", title: "Queue", unit: "groups", lines: [["queue", "queued", "green"], ["blocked", "held back", "orange"]] },
   { id: "staleness", title: "Staleness when trained", unit: "versions", lines: [["staleness", "", "blue"]], limit: "staleness_limit" },
-  { id: "reward", title: "Reward", unit: "mean of the batch", lines: [["reward", "trained", "blue"]], dots: "eval:" },
+  { id: "reward", title: "Reward", unit: "mean of the batch", lines: [["reward", "trained", "blue"]], dots: "eval" },
   { id: "rate", title: "Throughput", unit: "groups/s", lines: [["generated", "generated", "green"], ["trained", "trained", "blue"]], rate: true },
   { id: "trainer", title: "Learner's time", unit: "fraction", stack: "trainer:", colours: TRAINER,
     names: { batch: "waits for a batch", step: "trains", publish: "publishes", evaluate: "evaluates", save: "saves" } },
@@ -72,4 +75,7 @@ const PLOTS = [
   { id: "lost", title: "Dropped groups", unit: "groups/s", lines: [["recycled", "stale", "orange"], ["dropped", "other", "gray"]], rate: true },
   { id: "step", title: "Step time", unit: "s per batch", lines: [["step_seconds", "", "blue"]] },
   { id: "loop", title: "Event-loop lag", unit: "ms", lines: [["loop_lag_ms", "", "gray"]] },
+];
+const EARLIER_PLOTS = [
+  { id: "reward-by-batch", title: "Reward", unit: "mean of the batch", lines: [["earlier", "earlier runs", "gray"], ["reward", "this run", "blue"]] },
 ];

@@ -84,10 +84,24 @@ function drawSlots(now) {
   $("slots-note").textContent = note.join(" ");
 }
 
+/* Words longer than this many characters, such as paths and names of settings, may be broken between two lines. */
+const LONG_WORD = 20;
+
+/* The text in parts, with flags such as --num-rollout that are not broken at their hyphens. */
+const withFlags = (text) => text.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? el("span", { className: "flag-name", textContent: part }) : part));
+
+/* The text with break opportunities behind the separators of names and paths. */
+const breakable = (text) => text.split(/(?<=[._/=,-])/).flatMap((part) => [part, el("wbr")]);
+
 function table(head, rows, empty) {
   if (!rows.length) return el("p", { className: "soft small", textContent: empty });
   const numeric = rows[0].map((cell) => typeof cell === "number");
-  const cell = (tag, value, i) => el(tag, { className: numeric[i] ? "number" : "", ...(tag === "th" ? { scope: "col" } : {}) }, value instanceof Node ? value : typeof value === "number" ? number(value) : String(value ?? "–"));
+  const cell = (tag, value, i) => {
+    if (value instanceof Node) return el(tag, {}, value);
+    const text = typeof value === "number" ? number(value) : String(value ?? "–");
+    const long = text.split(/\s/).some((word) => word.length > LONG_WORD);
+    return el(tag, { className: numeric[i] ? "number" : long ? "long" : /\s/.test(text) ? "" : "word", ...(tag === "th" ? { scope: "col" } : {}) }, ...(long && !text.includes(" ") ? breakable(text) : withFlags(text)));
+  };
   return el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((name, i) => cell("th", name, i)))),
     el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((value, i) => cell("td", value, i)))))));
 }
@@ -103,8 +117,9 @@ function drawTables(now) {
     return [age, n, el("div", { className: "histogram", title: percent(n / sum) }, bar)];
   }), "Nothing has been trained yet."));
   $("outcomes").replaceChildren(table(["outcome", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
+  const score = (event) => accuracy(event.accuracy, event.interval);
   $("scores").replaceChildren(table(["data set", "first", "last", "after rollout", "weights"],
-    Object.entries(now.scores).map(([name, of]) => [name, percent(of[0].accuracy), percent(of.at(-1).accuracy), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout), weights(of.at(-1))]), "Nothing has been evaluated yet."));
+    Object.entries(now.scores).map(([name, of]) => [name, score(of[0]), score(of.at(-1)), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout), weights(of.at(-1))]), "Nothing has been evaluated yet."));
   $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));
   $("notices-box").hidden = !now.notices.length;
 }
@@ -135,27 +150,102 @@ function drawSilence(now) {
 
 /* Writes only changed text, so that a screen reader announces changes and nothing else. */
 function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  if (node.textContent !== text) node.replaceChildren(...withFlags(text));
 }
 
-function drawSamples(root, samples) {
-  root.replaceChildren(...samples.map((sample) => {
-    const [oldest, newest] = sample.versions;
-    const marks = el("span", { className: "marks", "aria-hidden": "true" }, ...sample.rewards.slice(0, 32).map((reward) => {
-      const mark = el("i");
-      mark.style.setProperty("--level", `${Math.round(100 * Math.min(1, Math.max(0, reward)))}%`);
-      return mark;
-    }));
-    const mean = sample.rewards.reduce((a, b) => a + b, 0) / sample.rewards.length;
-    return el("li", { className: "sample" },
-      el("header", {},
-        el("span", {}, el("span", { className: "reward", textContent: `reward ${number(sample.reward)}` }), `, mean of the group's ${plural(sample.rewards.length, "sample")} ${number(mean)} `, marks),
-        el("span", { textContent: `group ${sample.sequence}, v${oldest}${newest === oldest ? "" : `–v${newest}`}, ${plural(sample.tokens, "token")}${sample.truncated ? ", truncated" : ""}` })),
-      el("pre", { className: "prompt", tabIndex: 0, "aria-label": "prompt", textContent: sample.prompt }),
-      el("pre", { className: "response", tabIndex: 0, "aria-label": "response", textContent: sample.response }),
-      sample.label ? el("div", { className: "small soft", textContent: `expected: ${sample.label}` }) : null);
+/* The displayed samples, with a search in their texts and rewards and a legend of the ages. */
+class Samples {
+  constructor() {
+    this.samples = [];
+    for (const id of ["search", "reward-from", "reward-to"]) $(id).addEventListener("input", () => this.draw());
+  }
+
+  show(samples) {
+    this.samples = samples;
+    this.draw();
+  }
+
+  draw() {
+    const words = $("search").value.toLowerCase(), [from, to] = ["reward-from", "reward-to"].map((id) => $(id).valueAsNumber);
+    // A bound that is not set is NaN, with which every comparison is false.
+    const found = this.samples.filter((sample) => !(sample.reward < from) && !(sample.reward > to)
+      && `${sample.prompt}\n${sample.response}`.toLowerCase().includes(words));
+    $("samples").replaceChildren(...found.map(sampleCard));
+    const none = this.samples.length ? "No sample matches." : "No sample has been generated yet.";
+    if (!found.length) $("samples").append(el("li", { className: "soft small", textContent: none }));
+    setText($("found"), this.samples.length ? `${number(found.length)} of ${plural(this.samples.length, "sample")}` : "");
+  }
+}
+
+const AGES = ["on-policy", "1 version old", "2 versions old", "3 or more versions old"];
+
+function drawAgesLegend() {
+  $("ages-legend").replaceChildren(
+    ...AGES.map((text, age) => el("li", {}, el("i", { className: `age age-${age}`, textContent: String(age) + (age === 3 ? "+" : "") }), text)),
+    el("li", {}, el("i", { className: "age age-none", textContent: "…" }), "not trained, or not sampled by the model"));
+}
+
+/* The response as one element per segment of equal age. Older event logs have no segments. */
+function segments(sample) {
+  const characters = [...sample.response]; // code points, which segments count
+  let position = 0;
+  const parts = sample.segments.map(({ version, tokens, characters: count }) => {
+    const text = characters.slice(position, (position += count)).join("");
+    const known = `${plural(tokens, "token")} of v${version}`;
+    if (version === null) return el("span", { className: "age age-none", textContent: text, title: tokens ? `${plural(tokens, "token")} that the model did not sample` : "not shown" });
+    if (sample.trained === null) return el("span", { className: "age age-none", textContent: text, title: `${known}, not trained` });
+    const age = sample.trained - version;
+    return el("span", { className: `age age-${Math.min(3, Math.max(0, age))}`, textContent: text, title: `${known}, ${age ? `${plural(age, "version")} old` : "on-policy"} when v${sample.trained} was trained` });
+  });
+  return [...parts, characters.slice(position).join("")];
+}
+
+function fate({ trained, dropped }) {
+  if (trained !== null) return `trained from v${trained}`;
+  return dropped === null ? "not trained yet" : `not trained: ${dropped.replaceAll("_", " ")}`;
+}
+
+function sampleCard(sample) {
+  const [oldest, newest] = sample.versions;
+  const marks = el("span", { className: "marks", "aria-hidden": "true" }, ...sample.rewards.slice(0, 32).map((reward) => {
+    const mark = el("i");
+    mark.style.setProperty("--level", `${Math.round(100 * Math.min(1, Math.max(0, reward)))}%`);
+    return mark;
   }));
-  if (!samples.length) root.append(el("li", { className: "soft small", textContent: "No sample has been generated yet." }));
+  const mean = sample.rewards.reduce((a, b) => a + b, 0) / sample.rewards.length;
+  return el("li", { className: "sample" },
+    el("header", {},
+      el("span", {}, el("span", { className: "reward", textContent: `reward ${number(sample.reward)}` }), `, mean of the group's ${plural(sample.rewards.length, "sample")} ${number(mean)} `, marks),
+      el("span", { textContent: `group ${sample.sequence}, v${oldest}${newest === oldest ? "" : `–v${newest}`}, ${plural(sample.tokens, "token")}${sample.truncated ? ", truncated" : ""}, ${fate(sample)}` })),
+    el("pre", { className: "prompt", tabIndex: 0, "aria-label": "prompt", textContent: sample.prompt }),
+    el("pre", { className: "response", tabIndex: 0, "aria-label": "response" }, ...segments(sample)),
+    sample.label ? el("div", { className: "small soft", textContent: `expected: ${sample.label}` }) : null);
+}
+
+/* This run beside earlier runs of the same configuration; the section is absent if there are none. */
+class Earlier {
+  constructor(earlier, announce) {
+    this.earlier = earlier;
+    $("earlier-box").hidden = !earlier;
+    if (!earlier) return;
+    this.plots = new Multiples($("earlier-plots"), { plots: EARLIER_PLOTS, tick: (batch) => `batch ${number(Math.max(1, Math.floor(batch)))}`, announce });
+  }
+
+  /* `summary` is that of this run, if it is known. */
+  show(rewards, summary = null) {
+    if (!this.earlier) return;
+    // Batch 1 is the rollout 0 and covers the axis from 0.5 to 1.5.
+    this.plots.show([this.earlier.figures, rewards].map((figures) => ({ figures, shift: -0.5 })), {});
+    const { runs, spread } = this.earlier;
+    const row = (run) => [run.run, run.reason, String(run.rollouts), accuracy(run.accuracy_before, run.accuracy_before_interval),
+      accuracy(run.accuracy_after, run.accuracy_after_interval), duration(run.wall_seconds), run.groups_per_second === null ? "–" : number(run.groups_per_second)];
+    const range = (name, show) => (spread[name] ? `${show(spread[name][1])} (${show(spread[name][0])} to ${show(spread[name][2])})` : "–");
+    $("earlier").replaceChildren(table(["run", "end", "batches", "accuracy before", "accuracy after", "wall time", "groups/s"], [
+      ...(summary ? [row({ ...summary, run: `this run, ${summary.run}`, reason: summary.reason ?? "–" })] : []),
+      ...runs.map(row),
+      ...(runs.length > 1 ? [["earlier runs: median (lowest to highest)", "", "", range("accuracy_before", percent), range("accuracy_after", percent), range("wall_seconds", duration), range("groups_per_second", number)]] : []),
+    ], ""));
+  }
 }
 
 function drawHeader(now) {

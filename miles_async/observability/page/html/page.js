@@ -1,9 +1,14 @@
 /* The live page: requests the state once a second and draws it, or reports that the run does not response. */
 
 const PERIOD = 1000;
+const { state: first, earlier: earlierRuns } = JSON.parse($("state").textContent);
+const announce = (text) => ($("spoken").textContent = text);
 let span = "recent", paused = false, shown = null, next = null;
 
-const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
+const multiples = new Multiples($("plots"), { learner: $("learner"), announce });
+const earlier = new Earlier(earlierRuns, announce);
+const samples = new Samples();
+drawAgesLegend();
 
 function draw(state) {
   const { now } = state;
@@ -17,21 +22,30 @@ function draw(state) {
   const whole = state.span === "whole";
   multiples.show([{ figures: state.figures, shift: 0 }], { staleness_limit: now.staleness_limit },
     { relative: !whole, from: now.training_began });
-  const newest = now.samples[0]?.sequence;
-  if (!paused && newest !== shown && !$("samples").contains(document.activeElement)) {
-    drawSamples($("samples"), now.samples);
-    shown = newest;
-  }
-  if (shown === null) drawSamples($("samples"), now.samples);
+  earlier.show(state.rewards);
   document.title = `${now.ended ? "ended" : (now.verdict?.verdict ?? "starting")} · ${now.rollouts_done}/${now.run?.rollouts ?? "–"} · ${now.run?.run ?? "miles_async"}`;
+}
+
+async function request(address) {
+  const response = await fetch(address, { cache: "no-store", signal: AbortSignal.timeout(5000) });
+  if (!response.ok) throw new Error(response.statusText);
+  return response.json();
+}
+
+/* Requests the samples if they changed, unless the user reads one. */
+async function refreshSamples(revision) {
+  if (revision === shown || (shown !== null && (paused || $("samples").contains(document.activeElement)))) return;
+  const answer = await request("samples.json");
+  samples.show(answer.samples);
+  shown = answer.revision;
 }
 
 async function poll() {
   if (!document.hidden) {
     try {
-      const response = await fetch(`state.json?span=${span}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
-      if (!response.ok) throw new Error(response.statusText);
-      draw(await response.json());
+      const state = await request(`state.json?span=${span}`);
+      draw(state);
+      await refreshSamples(state.samples_revision);
       $("lost").hidden = true;
     } catch {
       setText($("lost"), "The run no longer answers: it has ended, or its driver hangs. This page shows its last known state.");
@@ -54,5 +68,5 @@ $("pause").addEventListener("click", () => {
   $("pause").setAttribute("aria-pressed", paused);
 });
 
-draw(JSON.parse($("state").textContent));
-next = setTimeout(poll, PERIOD);
+draw(first);
+poll();

@@ -18,16 +18,19 @@ function niceTop(value) {
 
 /* The plots of one page. `sources` are [{name, figures, shift, other}], which are drawn over each other. */
 class Multiples {
-  /* Plots of learner metrics go to the element `learner`, all other plots to `root`. */
-  constructor(root, learner, announce) {
+  /* Plots of learner metrics go to the element `learner`, if there is one, and the given `plots` to `root`. `tick` is
+     the text of a time; `announce` is called with text for screen readers. */
+  constructor(root, { plots = PLOTS, learner = null, tick = duration, announce }) {
     this.root = root;
+    this.specs = plots;
     this.learner = learner;
+    this.tick = tick;
     this.announce = announce;
     this.at = null;
     this.plots = new Map();
     this.sources = [];
     new ResizeObserver(() => this.root.clientWidth !== this.width && this.draw()).observe(root);
-    learner.closest("details").addEventListener("toggle", () => this.draw());
+    learner?.closest("details").addEventListener("toggle", () => this.draw());
   }
 
   /* Data before `from` is not drawn, if `from` is given. */
@@ -44,10 +47,7 @@ class Multiples {
 
   draw() {
     if (!this.sources.length) return;
-    const details = this.learner.closest("details");
-    const learner = this.learnerPlots();
-    details.hidden = !learner.length;
-    const known = [...PLOTS.flatMap((spec) => this.perRun(spec)), ...(details.open ? learner : [])].filter((spec) => this.names(spec).length);
+    const known = [...this.specs.flatMap((spec) => this.perRun(spec)), ...this.learnerPlots()].filter((spec) => this.names(spec).length);
     for (const spec of known) if (!this.plots.has(spec.id)) this.add(spec);
     // All plots have the same width. Reading it once, before anything is drawn, avoids a layout pass per plot.
     const width = known.length ? this.plots.get(known[0].id).svg.clientWidth : 0;
@@ -55,9 +55,13 @@ class Multiples {
     for (const spec of known) this.plots.get(spec.id).draw(spec, width || 320);
   }
 
-  /* One plot for each metric that the learner reports. */
+  /* One plot for each metric that the learner reports; none while they are folded away. */
   learnerPlots() {
+    if (!this.learner) return [];
     const names = new Set(this.sources.flatMap((s) => Object.keys(s.figures.series).filter((name) => name.startsWith("step:"))));
+    const details = this.learner.closest("details");
+    details.hidden = !names.size;
+    if (!details.open) return [];
     return [...names].sort().map((name) => ({ id: name, title: name.slice(5).replaceAll("_", " "), unit: "", learner: true, lines: [[name, "", "blue"]] }));
   }
 
@@ -76,8 +80,8 @@ class Multiples {
     const plot = new Plot(this, spec);
     this.plots.set(spec.id, plot);
     if (spec.learner) return void this.learner.append(plot.figure);
-    // Plots keep the order of PLOTS, although their series may appear in a different order.
-    const order = (figure) => PLOTS.findIndex((each) => figure.id === `plot-${each.id}` || figure.id === `plot-${each.id}-other`);
+    // Plots keep the order of their specifications, although their series may appear in a different order.
+    const order = (figure) => this.specs.findIndex((each) => figure.id === `plot-${each.id}` || figure.id === `plot-${each.id}-other`);
     this.root.insertBefore(plot.figure, [...this.root.children].find((other) => order(other) > order(plot.figure)) ?? null);
   }
 
@@ -88,7 +92,7 @@ class Multiples {
   }
 
   clock(time) {
-    return this.relative ? (time >= this.to - 1 ? "now" : `${duration(this.to - time)} ago`) : duration(time);
+    return this.relative ? (time >= this.to - 1 ? "now" : `${this.tick(this.to - time)} ago`) : this.tick(time);
   }
 }
 
@@ -168,7 +172,7 @@ class Plot {
     const curves = (this.drawn = this.curves());
     const dots = this.dots();
     const limit = this.spec.limit ? this.all.facts[this.spec.limit] : null;
-    const values = [...curves.flatMap((c) => c.points.flatMap((p) => [p[2], p[3]])), ...dots.map((d) => d[1])];
+    const values = [...curves.flatMap((c) => c.points.flatMap((p) => [p[2], p[3]])), ...dots.flatMap((d) => d.slice(1))];
     const highest = Math.max(0, ...values, limit !== null && Math.max(...values) >= limit / 2 ? limit : 0);
     const lowest = Math.min(0, ...values);
     this.high = this.spec.fraction ? Math.max(niceTop(highest), highest > 0.25 ? 1 : 0) : niceTop(highest);
@@ -180,12 +184,14 @@ class Plot {
       this.svg.append(shape("text", { class: "label", x: this.left + 4, y: this.y(limit) + 12 }, `limit ${limit}`));
     }
     for (const curve of curves) this.curve(curve);
-    for (const [time, value] of dots) {
-      this.svg.append(shape("circle", { cx: this.x(time), cy: this.y(value), r: 3.5, fill: colour("orange"), stroke: colour("paper"), "stroke-width": 1.5 }));
+    for (const [time, value, low, high] of dots) {
+      const x = this.x(time), ends = [low, high].map((end) => this.y(end));
+      this.svg.append(shape("path", { class: "whisker", d: `M${x} ${ends.join("V")}${ends.map((y) => `M${x - 3} ${y}h6`).join("")}`, stroke: colour("orange") }));
+      this.svg.append(shape("circle", { cx: this.x(time), cy: this.y(value), r: 3, fill: colour("orange") }));
     }
     if (dots.length) {
       const [time, value] = dots[dots.length - 1], x = this.x(time), early = x < (this.left + this.right) / 2;
-      const label = shape("text", { class: "label", x: early ? x + 7 : Math.min(x + 4, this.right), y: Math.max(this.top + 9, this.y(value) + (early ? 4 : -8)), "text-anchor": early ? "start" : "end" }, "held-out accuracy");
+      const label = shape("text", { class: "label", x: early ? x + 7 : x - 7, y: this.y(value) + 4, "text-anchor": early ? "start" : "end" }, "held-out accuracy");
       label.style.fill = colour("orange");
       this.svg.append(label);
     }
@@ -205,12 +211,15 @@ class Plot {
     this.svg.append(shape("path", { class: `curve${curve.other ? " other" : ""}`, d: `M${points.join("L")}`, stroke: colour(curve.colour) }));
   }
 
-  /* Single observations, such as evaluations, as dots. */
+  /* Single observations with their confidence intervals, such as evaluations, as [time, value, low, high]. */
   dots() {
-    if (!this.spec.dots) return [];
+    const { dots } = this.spec;
+    if (!dots) return [];
     return this.all.sources.filter((s) => !s.other).flatMap(({ figures: { start, width, series }, shift }) =>
-      Object.keys(series).filter((name) => name.startsWith(this.spec.dots)).slice(0, 1)
-        .flatMap((name) => series[name].mean.map((value, i) => [start - shift + (i + 0.5) * width, value]).filter((d) => d[1] !== null && d[0] >= this.all.from)));
+      Object.keys(series).filter((name) => name.startsWith(`${dots}:`)).slice(0, 1).flatMap((name) => {
+        const [low, high] = ["low", "high"].map((end) => series[name.replace(dots, `${dots}-${end}`)].mean);
+        return series[name].mean.map((value, i) => [start - shift + (i + 0.5) * width, value, low[i], high[i]]).filter((d) => d[1] !== null && d[0] >= this.all.from);
+      }));
   }
 
   drawStack() {
@@ -263,9 +272,9 @@ class Plot {
   }
 
   axis() {
-    const { from, to, relative } = this.all, y = this.bottom + 14;
-    this.svg.append(shape("text", { x: this.left, y }, relative ? `−${duration(to - from)}` : duration(from)));
-    this.svg.append(shape("text", { x: this.right, y, "text-anchor": "end" }, relative ? "now" : duration(to)));
+    const { from, to, relative, tick } = this.all, y = this.bottom + 14;
+    this.svg.append(shape("text", { x: this.left, y }, relative ? `−${tick(to - from)}` : tick(from)));
+    this.svg.append(shape("text", { x: this.right, y, "text-anchor": "end" }, relative ? "now" : tick(to)));
   }
 
   at(curve) {

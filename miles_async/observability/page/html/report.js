@@ -2,8 +2,8 @@
 
 const FIGURES = [
   ["wall_seconds", "wall time", duration], ["training_seconds", "training time", duration], ["warm_start_seconds", "warm start", duration],
-  ["rollouts", "rollouts", number], ["versions", "weight versions", number], ["accuracy_before", "held-out accuracy before", percent],
-  ["accuracy_after", "held-out accuracy after", percent], ["reward_first", "reward of the first batch", number], ["reward_last", "reward of the last batch", number],
+  ["rollouts", "rollouts", number], ["versions", "weight versions", number], ["accuracy_before", "held-out accuracy before", accuracy],
+  ["accuracy_after", "held-out accuracy after", accuracy], ["reward_first", "reward of the first batch", number], ["reward_last", "reward of the last batch", number],
   ["groups_per_second", "groups trained per second", number], ["tokens_per_second", "tokens trained per second", number],
   ["learner_idle_share", "learner idle", percent], ["engine_idle_share", "engines idle", percent],
   ["publish_ms_median", "publish, median ms", number], ["pause_ms_median", "pause, median ms", number], ["pause_ms_max", "pause, longest ms", number],
@@ -20,7 +20,7 @@ function figures() {
   const rows = FIGURES.map(([key, label, show]) => {
     const values = runs.map((run) => run.summary[key]);
     if (values.every((value) => value === null || value === undefined)) return null;
-    const shown = values.map((value) => (value === null || value === undefined ? "–" : show(value)));
+    const shown = values.map((value, i) => (value === null || value === undefined ? "–" : show(value, runs[i].summary[`${key}_interval`])));
     const ratio = other && values.every((value) => typeof value === "number") && values[1] ? `×${number(values[0] / values[1])}` : "";
     return [label, ...shown, ...(other ? [ratio] : [])];
   }).filter((row) => row !== null);
@@ -52,8 +52,8 @@ function compareTables() {
   const names = runs.map((run) => run.name);
   $("ages").replaceChildren(table(["staleness", ...names], counts("staleness").sort((a, b) => a[0] - b[0]), "Nothing has been trained."));
   $("outcomes").replaceChildren(table(["outcome", ...names], counts("outcomes").map(([name, ...of]) => [name.replaceAll("_", " "), ...of]), "No group has ended."));
-  $("scores").replaceChildren(table(["data set", ...names], rows("scores", (of) => (of ? `${percent(of[0].accuracy)} to ${percent(of.at(-1).accuracy)} (${weights(of.at(-1))})` : "–")), "Nothing has been evaluated."));
-  for (const heading of ["h-engines", "h-notices", "h-samples"]) $(heading).append(` of ${main.name}`);
+  $("scores").replaceChildren(table(["data set", ...names], rows("scores", (of) => (of ? `${percent(of[0].accuracy)} to ${accuracy(of.at(-1).accuracy, of.at(-1).interval)}, ${weights(of.at(-1))}` : "–")), "Nothing has been evaluated."));
+  for (const heading of ["h-engines", "h-earlier", "h-notices", "h-samples"]) $(heading).append(` of ${main.name}`);
 }
 
 function bands() {
@@ -74,7 +74,8 @@ function configuration() {
 }
 
 const { now } = main.state;
-const multiples = new Multiples($("plots"), $("learner"), (text) => ($("spoken").textContent = text));
+const announce = (text) => ($("spoken").textContent = text);
+const multiples = new Multiples($("plots"), { learner: $("learner"), announce });
 drawHeader(now);
 if (!now.ended) $("when").append(" · without a recorded end");
 drawVerdict(now);
@@ -93,7 +94,9 @@ new ResizeObserver(bands).observe($("plots"));
 drawTables(now);
 if (other) compareTables();
 configuration();
-drawSamples($("samples"), now.samples);
+drawAgesLegend();
+new Samples().show(main.samples);
+new Earlier(main.earlier, announce).show(main.state.rewards, main.summary);
 if (other) {
   $("key").append(el("span", { className: "swatch" }), `${main.name}   `, el("span", { className: "swatch other" }), other.name);
 }
