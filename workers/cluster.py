@@ -190,6 +190,9 @@ class Cluster:
             with self._starting("warm start"):
                 started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
         details.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
+        if not idle:
+            # The imports take seconds. An error is raised again when the run opens the data.
+            self._worker.import_libraries.remote(started.path)
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),

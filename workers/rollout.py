@@ -118,6 +118,11 @@ class RolloutWorker:
         """Write log and output of this process to files in `logs` from now on."""
         configure_worker_logging(logs, process, logs.parent.name)
 
+    async def import_libraries(self, checkpoint: str) -> None:
+        """Import what data and tokenizer need, by opening both once. Called while engines and learner start."""
+        await asyncio.to_thread(open_data, self._config, checkpoint=checkpoint)
+        await asyncio.to_thread(CheckpointTokenizer, checkpoint)
+
     async def run(self, surroundings: Surroundings) -> None:
         """Run to the end. Raises UserError, FatalError or an error of a user's function."""
         config = self._config

@@ -164,7 +164,8 @@ def _limits(runs: Runs) -> str:
 ## Limits and corrections
 
 `default` is `--off-policy-correction tis`, `recommended` is `--off-policy-correction sequence`, and the other names are
-values of `--off-policy-correction` or `--policy-objective` (see [Learner](learner.md)).
+values of `--off-policy-correction` or `--policy-objective` (see [Learner](learner.md)). If the mean staleness is far
+below the limit, generation was slower than training, and the limit had no effect.
 
 {_table(runs, [*names, *others])}
 
