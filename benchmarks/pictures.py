@@ -84,9 +84,16 @@ def record(flags: list[str]) -> list[tuple[float, str]]:
 
 
 def shown(output: str) -> str:
-    """Return the lines that stay on the screen: after a carriage return, a line is written again from its start."""
+    """Return the lines that stay on the screen: after a carriage return, text is written over the line."""
     lines = _CONTROL.sub("", output).replace("\r\n", "\n").split("\n")
-    return "\n".join(next((part for part in reversed(line.split("\r")) if part.strip()), "").rstrip() for line in lines)
+    return "\n".join(_overwritten(line.split("\r")).rstrip() for line in lines)
+
+
+def _overwritten(parts: list[str]) -> str:
+    line = ""
+    for part in parts:
+        line = part + line[len(part) :]
+    return line
 
 
 def draw(output: str, path: Path) -> None:

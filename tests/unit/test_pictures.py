@@ -11,6 +11,7 @@ def test_a_line_that_is_written_again_shows_its_last_text() -> None:
 
 def test_a_line_that_was_cleared_leaves_the_text_that_replaced_it() -> None:
     assert shown("waiting for Ray\r               \rRay   ready\n") == "Ray   ready\n"
+    assert shown("50% |##  |\r          \r\nbatch\n") == "\nbatch\n"
 
 
 def test_movements_of_the_cursor_are_left_out_and_colors_stay() -> None:

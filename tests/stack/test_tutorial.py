@@ -1,0 +1,59 @@
+"""Every command of the tutorial works, with fewer batches and fewer evaluated problems."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "tutorial.md").read_text()
+BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+SHORT = "--num-rollout 2 --eval-size 8"
+pytestmark = pytest.mark.stack
+
+
+def commands() -> list[str]:
+    """The commands of the tutorial in their order. CI runs the first one, `make setup`, before all tests."""
+    found = [text.strip() for language, text in BLOCKS if not language and re.match(r"make |\.venv/", text)]
+    assert found[0] == "make setup"
+    return found[1:]
+
+
+def shortened(command: str) -> str:
+    if command.startswith("make run"):
+        start, _, flags = command.partition(' ARGS="')
+        return f'{start} ARGS="{SHORT} {flags or chr(34)}'
+    return f"{command} {SHORT}" if "train.py" in command else command
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with everything of this one, but its own runs, and the reward function that the reader writes."""
+    for entry in ROOT.iterdir():
+        if entry.name != "runs":
+            (tmp_path / entry.name).symlink_to(entry)
+    [function] = [text for language, text in BLOCKS if language == "python"]
+    (tmp_path / "my_reward.py").write_text(function)
+    return tmp_path
+
+
+def test_the_commands_of_the_tutorial_work_in_their_order(clone: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    outputs = []
+    for command in commands():
+        done = subprocess.run(
+            ["bash", "-c", shortened(command)], cwd=clone, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        outputs.append(done.stdout)
+    checked, *_ = outputs
+    # The first lines that the tutorial shows are those of the command.
+    for line in re.findall(r"^(?:schedule|N|W|P|staleness|B) {2,}.*", TEXT, re.MULTILINE)[:6]:
+        assert line in checked
+    runs = sorted((clone / "runs").glob("2*"))
+    assert len(runs) == 3
+    assert all((run / "summary.json").exists() and (run / "report.html").exists() for run in runs)
