@@ -39,7 +39,7 @@ run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## Run all tests (about 12 minutes on two cores)
+test: $(READY) browser ## Run all tests (about 14 minutes on two cores)
 	@$(PYTHON) -m pytest tests/stack tests/sim tests/processes tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests (about 12 seconds on two cores)
