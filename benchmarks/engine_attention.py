@@ -32,6 +32,7 @@ import aiohttp
 import psutil
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.learner_step import SMOLLM2_SHAPE
 from benchmarks.records import record, recorded
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer, create_tiny_model
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
@@ -67,16 +68,7 @@ def create_model(name: str, path: Path) -> None:
         create_tiny_model(TinyModel(num_layers=2, hidden_size=192, ffn_hidden_size=512), path, seed=1)
         return
     config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        architectures=["LlamaForCausalLM"],
-        dtype="float32",
+        **SMOLLM2_SHAPE, max_position_embeddings=2048, architectures=["LlamaForCausalLM"], dtype="float32"
     )
     LlamaForCausalLM(config).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)

@@ -38,7 +38,16 @@ JOBS = {"chat": (8, 44, 12), "long": (1, 512, 64), "half": (8, 44, 12), "half_of
 HALVES = ("half", "half_of_32")
 """Jobs in which every other group has equal rewards."""
 GROUP_SIZE = 8
-VOCABULARY = 49152
+SMOLLM2_SHAPE: dict[str, Any] = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+"""Settings of a `LlamaConfig` with the shape of SmolLM2-135M."""
 
 
 def main() -> None:
@@ -89,16 +98,7 @@ def create_model(path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
+    config = LlamaConfig(**SMOLLM2_SHAPE, dtype="float32")
     LlamaForCausalLM(config).save_pretrained(path)
 
 
@@ -114,7 +114,7 @@ def work(job: str, variant: str, model: str) -> None:
     draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
-        return [draw.randrange(VOCABULARY) for _ in range(count)]
+        return [draw.randrange(SMOLLM2_SHAPE["vocab_size"]) for _ in range(count)]
 
     groups = []
     for number in range(group_count):

@@ -19,7 +19,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -28,16 +27,16 @@ import termios
 import time
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.text import Text
+
+from tests.stack.browser import chromium
 
 DOCS = Path("docs")
 COMMAND = [sys.executable, "train_async.py", "--config", "configs/smollm2-cpu.yaml"]
 COLUMNS, ROWS = 88, 40
 PAGE_AT = 0.75
 """Share of the batches after which the page is photographed."""
-CHROMIUM = ("chromium-headless-shell", "chromium", "google-chrome")
 
 _PAGE = re.compile(r"^page +(\S+)", re.MULTILINE)
 _ROW = re.compile(r"^ *(\d+)/(\d+) ", re.MULTILINE)
@@ -106,16 +105,11 @@ def draw(output: str, path: Path) -> None:
 
 def photograph(url: str, path: Path) -> None:
     """Write a picture of the upper part of the live page."""
-    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if found is None:
-        raise SystemExit("no Chromium was found; run make browser")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with chromium() as browser:
         page = browser.new_page(viewport={"width": 1200, "height": 1500})
         page.goto(url)
         page.wait_for_timeout(3000)
         page.screenshot(path=path)
-        browser.close()
 
 
 if __name__ == "__main__":

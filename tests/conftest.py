@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.sim.virtual_time import VirtualTimeLoop
@@ -64,3 +67,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFiles:
 def _shared_by(file: str) -> str:
     text = (ROOT / file).read_text()
     return next((name for name in SHARED if name in text), file)
+
+
+@pytest.fixture
+def _logging_restored() -> Iterator[None]:
+    """Restore the configuration of logging, which a test changes."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()

@@ -191,7 +191,7 @@ class Cluster:
                 started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
         details.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
         if not idle:
-            # The imports take seconds. An error is raised again when the run opens the data.
+            # An error is raised again when the run opens its data and its tokenizer.
             self._worker.import_libraries.remote(started.path)
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -119,8 +120,9 @@ class RolloutWorker:
         configure_worker_logging(logs, process, logs.parent.name)
 
     async def import_libraries(self, checkpoint: str) -> None:
-        """Import what data and tokenizer need, by opening both once. Called while engines and learner start."""
-        await asyncio.to_thread(open_data, self._config, checkpoint=checkpoint)
+        """Import what data and tokenizer need, which takes seconds. Called while engines and learner start."""
+        if self._config.data.reasoning_gym_task is not None:
+            await asyncio.to_thread(importlib.import_module, "reasoning_gym")
         await asyncio.to_thread(CheckpointTokenizer, checkpoint)
 
     async def run(self, surroundings: Surroundings) -> None:

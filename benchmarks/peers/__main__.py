@@ -52,10 +52,14 @@ def main() -> None:
             results[part] = measure_reward(small=options.small)
         else:
             results[part] = measure_workers(checkouts, options.seconds)
-        figures = ", ".join(f"{name} {value:.2f}" for name, value in results[part].items() if value is not None)
+        figures = ", ".join(f"{name} {_text(value)}" for name, value in results[part].items())
         print(f"{part} ({UNITS[part]}): {figures}", flush=True)
     if not options.small:
         record("peers", results)
+
+
+def _text(value: float | None) -> str:
+    return "not reached" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

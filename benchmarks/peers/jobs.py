@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.learner_step import SMOLLM2_SHAPE
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION
 from miles_async.events import ClusterReady, StepEnded
 from miles_async.observability.trace.event_log import read_events
@@ -25,7 +26,6 @@ TRAINER = Path(__file__).with_name("grpo_trainer.py")
 THREADS = 2
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 44, 12
-VOCABULARY = 49_152
 TRL_WARM_UP, OUR_WARM_UP = 1, 3
 """Steps that are not measured. In an asynchronous run the first batches were generated before training began."""
 
@@ -178,14 +178,15 @@ def create_model(path: Path, *, small: bool) -> None:
     from miles_async.adapters.megatron.model.tiny_model import EOS_ID, PAD_ID, byte_tokenizer
 
     torch.manual_seed(0)
+    tiny = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64 if small else 576,
-        intermediate_size=128 if small else 1536,
-        num_hidden_layers=2 if small else 30,
-        num_attention_heads=1 if small else 9,
-        num_key_value_heads=1 if small else 3,
-        tie_word_embeddings=True,
+        **(SMOLLM2_SHAPE | (tiny if small else {})),
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
@@ -194,7 +195,7 @@ def create_model(path: Path, *, small: bool) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(path)
     # A model with random weights samples all ids of the vocabulary, so those that are no bytes get names here.
-    names = {f"<{token}>": token for token in range(PAD_ID + 1, VOCABULARY)}
+    names = {f"<{token}>": token for token in range(PAD_ID + 1, SMOLLM2_SHAPE["vocab_size"])}
     description = json.loads(byte_tokenizer().backend_tokenizer.to_str())
     description["model"]["vocab"] |= {"<eos>": EOS_ID, "<pad>": PAD_ID} | names
     tokenizer = Tokenizer.from_str(json.dumps(description))

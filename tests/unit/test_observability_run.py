@@ -10,7 +10,6 @@ import re
 import string
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -455,17 +454,6 @@ def test_a_run_on_a_full_disk_continues_with_one_warning_and_prints_its_summary(
     printed = "".join(capsys.readouterr())
     assert "0.200 before, 0.600 after" in printed
     assert printed.count("cannot be written") == 1
-
-
-@pytest.fixture
-def _logging_restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
 
 
 @pytest.mark.usefixtures("_logging_restored")

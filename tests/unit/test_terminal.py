@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +78,6 @@ def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _servers_close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STOP_CHECK_SECONDS", 0.005)
-
-
-@pytest.fixture
-def _logging_restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
 
 
 def batch(rollout: int, /, **changes: Any) -> list[Event]:
