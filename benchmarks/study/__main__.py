@@ -1,8 +1,9 @@
 """`make study`: measures what staleness costs, with the main job under several schedules, corrections and seeds.
 
-    python -m benchmarks.study [seeds] [limits] [losses] [control] [--seeds N] [--page-only]
+    python -m benchmarks.study [seeds] [repeats] [limits] [losses] [control] [--seeds N] [--page-only]
 
     seeds    in turns (train.py) and asynchronous with the shipped limit, the same seeds for both
+    repeats  the same with one seed: nothing but the order in which answers arrive differs between these runs
     limits   staleness limits 1 to 16, each without a correction, with the default, and with the recommended correction
     losses   the other corrections and objectives at limits 2 and 8
     control  the shipped job with shuffled rewards, which must not learn
@@ -26,11 +27,9 @@ DOCS = Path("docs/explanation")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("seeds", "control", "limits", "losses")
+    parts = ("seeds", "control", "repeats", "limits", "losses")
     parser.add_argument("parts", nargs="*", choices=[*parts, []], metavar="part", help=", ".join(parts))
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="seeds of all parts but `seeds`, which has 10 (default: 3)"
-    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of control, limits and losses (default: 3)")
     parser.add_argument("--page-only", action="store_true", help="write the page from the stored runs")
     options = parser.parse_args()
     todo = list(dict.fromkeys(cells(options.parts or parts, options.seeds)))

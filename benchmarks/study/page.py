@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import Cell, Outcome
+from benchmarks.study.runs import SEEDS, Cell, Outcome
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
@@ -86,6 +86,16 @@ def seconds_to(accuracy: float, runs: Iterable[Outcome]) -> float | None:
     return None
 
 
+def repeats(runs: Runs, schedule: str) -> list[Outcome]:
+    """The runs of `schedule` with the seed that was repeated."""
+    repeated = [outcome for name, found in runs.items() for outcome in found.values() if _repeats(name, schedule)]
+    return [runs[schedule, "default"][SEEDS[0]], *repeated] if repeated else []
+
+
+def _repeats(name: tuple[str, str], schedule: str) -> bool:
+    return name[0] == schedule and name[1].startswith("repeat ")
+
+
 def _spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f}" + (f" (SD {stdev(values):.3f})" if len(values) > 1 else "")
 
@@ -115,33 +125,48 @@ def _same_samples(runs: Runs) -> str:
 
 {_table(runs, [IN_TURNS, SHIPPED, ("limit 2", "shuffled")])}
 
-{_times(runs)} Times depend on the machine and on what else runs on it.
+{_repeated(runs)}{_times(runs)} Times depend on the machine and on what else runs on it.
 
 ![Accuracy over samples and over time](staleness-curves.svg)
 """
 
 
+def _repeated(runs: Runs) -> str:
+    """How much runs of one seed differ."""
+    sentences = [
+        f"{len(found)} runs {words} with seed {SEEDS[0]} end at {_spread([run.after for run in found])}."
+        for schedule, words in (("in turns", "in turns"), ("limit 2", "with a limit of 2"))
+        if (found := repeats(runs, schedule))
+    ]
+    if not sentences:
+        return ""
+    return " ".join(["Runs of one seed differ too: answers arrive in another order.", *sentences]) + "\n\n"
+
+
 def _times(runs: Runs) -> str:
     """Compare the times of pairs of one commit: a stored run may be from before the code became faster."""
     turns, shipped = runs[IN_TURNS], runs[SHIPPED]
-    pairs: dict[str, list[int]] = {}
-    for seed in turns.keys() & shipped.keys():
-        if turns[seed].stamp["commit"] == shipped[seed].stamp["commit"]:
-            pairs.setdefault(turns[seed].stamp["commit"], []).append(seed)
-    if not pairs:
-        return "No seed has two runs of the same commit, so no times are compared."
-    commit, seeds = max(pairs.items(), key=lambda item: len(item[1]))
-    final = fmean(turns[seed].after for seed in seeds)
-    whole = fmean(turns[seed].seconds for seed in seeds)
-    same_samples = fmean(shipped[seed].seconds for seed in seeds)
-    load = fmean(one[seed].load for one in (turns, shipped) for seed in seeds)
+    pairs = [(turns[seed], shipped[seed]) for seed in turns if seed in shipped]
+    # The first repeated run is that of the seed above.
+    pairs += list(zip(repeats(runs, "in turns")[1:], repeats(runs, "limit 2")[1:], strict=False))
+    by_commit: dict[str, list[tuple[Outcome, Outcome]]] = {}
+    for pair in pairs:
+        if pair[0].stamp["commit"] == pair[1].stamp["commit"]:
+            by_commit.setdefault(pair[0].stamp["commit"], []).append(pair)
+    if not by_commit:
+        return "No two runs of a pair are of the same commit, so no times are compared."
+    commit, found = max(by_commit.items(), key=lambda item: len(item[1]))
+    final = fmean(one.after for one, _ in found)
+    whole = fmean(one.seconds for one, _ in found)
+    same_samples = fmean(other.seconds for _, other in found)
+    load = fmean(run.load for pair in found for run in pair)
     text = (
-        f"Times are of the {len(seeds)} pairs at commit {commit[:7]}, which started at a mean load of {load:.1f} "
+        f"Times are of the {len(found)} pairs at commit {commit[:7]}, which started at a mean load of {load:.1f} "
         f"processes; an idle machine has less than 1. `train.py` needs {whole:.0f} s from the first "
         f"batch to the last step, and the asynchronous run {same_samples:.0f} s: {whole / same_samples:.2f} times as "
         "fast. "
     )
-    reached = seconds_to(final, [shipped[seed] for seed in seeds])
+    reached = seconds_to(final, [other for _, other in found])
     if reached is None:
         return text + f"Its mean accuracy does not reach that of `train.py` at the end ({final:.3f})."
     return text + (
@@ -157,7 +182,11 @@ def compares_limits(runs: Runs) -> bool:
 
 def _limits(runs: Runs) -> str:
     names = [(f"limit {limit}", variant) for limit in LIMITS for variant in VARIANTS]
-    others = sorted(name for name in runs if name not in {IN_TURNS, *names} and name[1] != "shuffled")
+    others = sorted(
+        name
+        for name in runs
+        if name not in {IN_TURNS, *names} and name[1] != "shuffled" and not name[1].startswith("repeat ")
+    )
     if not compares_limits(runs):
         return ""
     return f"""
@@ -196,7 +225,7 @@ def _advice(runs: Runs) -> str:
 
 
 def _signals(runs: Runs) -> str:
-    deep = [name for name in runs if name[0].startswith("limit") and name[1] != "shuffled"]
+    deep = [name for name in runs if name[0].startswith("limit") and name[1] in VARIANTS]
     if not deep:
         return ""
     return """

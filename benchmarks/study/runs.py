@@ -26,6 +26,8 @@ CONFIG = Path("configs/arithmetic-cpu.yaml")
 FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 STORE = RESULTS / "study"
 SEEDS = (42, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+REPEATS = 10
+"""Runs of the first seed in each of two schedules, the one of `seeds` among them."""
 EVAL_INTERVAL = 30
 """Rollouts between two evaluations."""
 WINDOW = 10
@@ -55,7 +57,7 @@ class Cell:
     schedule: str
     """`in turns` or `limit N`."""
     variant: str
-    """A key of CORRECTIONS or LOSSES, or `shuffled`."""
+    """A key of CORRECTIONS or LOSSES, `shuffled`, or `repeat N`, which has the settings of `default`."""
     seed: int
     flags: tuple[str, ...] = ()
     """Flags in addition to the configuration, the schedule and the seed."""
@@ -119,6 +121,10 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
         for seed in SEEDS:
             yield Cell("in turns", "default", seed)
             yield Cell("limit 2", "default", seed)
+    if "repeats" in parts:
+        for number in range(2, REPEATS + 1):
+            for schedule in ("in turns", "limit 2"):
+                yield Cell(schedule, f"repeat {number}", SEEDS[0])
     if "control" in parts:
         for seed in SEEDS[:seeds]:
             yield Cell("limit 2", "shuffled", seed, ("--shuffle-rewards",))
