@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from miles_async.stored_run import Changes, StoredRun
 from miles_async.types import DropReason, EngineLoad, Group, SendOutcome, StepReport
 
 
@@ -94,6 +95,18 @@ class DeadLetters(Protocol):
 
     def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
         """Keep a group with the reason for its last drop and the error message."""
+        ...
+
+
+class RunStore(Protocol):
+    """Keeps the state of a run where it survives the rollout worker."""
+
+    async def write(self, changes: Changes) -> None:
+        """Store one batch in one transaction. Raises FatalError if the store cannot be written."""
+        ...
+
+    async def read(self) -> StoredRun | None:
+        """Return the stored state; None if nothing has been stored. Raises FatalError if the store is damaged."""
         ...
 
 
