@@ -134,7 +134,7 @@ async def publish_under_load(
 ) -> Outcome:
     """`kill` ends an engine, `repair` restarts it if it is dead and returns its address."""
     outcome = Outcome()
-    run_state = RunState(SystemClock(), outcome)
+    run_state = RunState(SystemClock(), DirectJournal(outcome))
     known = {engine.name: engine for engine in engines}
     sources = LocalSources(stack.named_tensors, folder, timeout=30.0)
     faulty(sources, faults, kill)
