@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from miles_async.errors import StoreError
 from miles_async.events import Event, WarningRaised
@@ -27,8 +27,18 @@ WRITE_SECONDS = 0.1
 RETRY_SECONDS = 5.0
 """Interval between two attempts to write to a store that failed."""
 
-Deliver = Callable[[int, Sequence[Event]], None]
-"""`deliver(number, events)` passes the events of one batch on to the driver."""
+
+class EventOutbox(Protocol):
+    """Passes stored events on to the driver."""
+
+    def put(self, number: int, events: Sequence[Event]) -> None:
+        """Take the events of one batch."""
+        ...
+
+    @property
+    def received(self) -> int:
+        """Number of the last batch that the driver has received; its events need not be stored any more."""
+        ...
 
 
 class Journal:
@@ -38,10 +48,10 @@ class Journal:
     memory, and the write is repeated. A warning reports the failure and its end.
     """
 
-    def __init__(self, store: RunStore, deliver: Deliver, clock: Clock, *, number: int = 0) -> None:
+    def __init__(self, store: RunStore, outbox: EventOutbox, clock: Clock, *, number: int = 0) -> None:
         """`number` is that of the last batch in the store."""
         self._store = store
-        self._deliver = deliver
+        self._outbox = outbox
         self._clock = clock
         self._number = number
         self._writing = asyncio.Lock()
@@ -57,8 +67,6 @@ class Journal:
         """When the last write failed; None if it did not fail."""
         self.data_lock = Lock()
         """Held while a rollout function takes prompts from the data source or returns them."""
-        self.delivered = 0
-        """Events of the batches up to this number have reached the driver."""
         self.progress: Callable[[], dict[str, Any]] = dict
         """Returns the named values that are stored with each batch. It is called at the moment of the other changes."""
 
@@ -126,7 +134,7 @@ class Journal:
                     self._report(str(error))
             if self._failed_at is not None:
                 self._keep(changes)
-            self._deliver(changes.number, changes.events)
+            self._outbox.put(changes.number, changes.events)
 
     def _take(self) -> Changes:
         """Everything that is pending. A rollout function must not take prompts in another thread meanwhile."""
@@ -141,7 +149,7 @@ class Journal:
                 settled=list(self._settled),
                 progress=self.progress(),
                 events=self._events,
-                delivered=self.delivered,
+                delivered=self._outbox.received,
             )
             self._groups, self._ended, self._owed, self._settled, self._events = {}, {}, {}, {}, []
         return changes

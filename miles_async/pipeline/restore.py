@@ -42,7 +42,13 @@ class RestoredRun:
 
 
 def progress_values(
-    run_state: RunState, data: SeekableSource, recycler: Recycler, *, next_rollout: int, evaluated: int, saved: int | None
+    run_state: RunState,
+    data: SeekableSource,
+    recycler: Recycler,
+    *,
+    next_rollout: int,
+    evaluated: int,
+    saved: int | None,
 ) -> dict[str, Any]:
     """The values that `restore` needs beside the groups. They are stored with each batch of changes.
 

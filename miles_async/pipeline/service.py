@@ -105,7 +105,9 @@ class Service:
         self._admission = Admission(
             max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
         )
-        self._recycler = recycler = Recycler(self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts)
+        self._recycler = recycler = Recycler(
+            self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts
+        )
         self._producer = Producer(
             run_state=self.run_state,
             tasks=self._tasks,

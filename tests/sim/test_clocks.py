@@ -21,8 +21,8 @@ from miles_async.events import (
     Stalled,
     StepEnded,
 )
-from miles_async.pipeline.evaluate import Scores
 from miles_async.pipeline import monitor
+from miles_async.pipeline.evaluate import Scores
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, StepReport

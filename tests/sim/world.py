@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from miles_async.adapters.null import NullStore
+from miles_async.adapters.system.clock import SystemClock
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import Event, EventSink, RunStarted
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline.checkpoint import resume
-from miles_async.pipeline.journal import Journal
+from miles_async.pipeline.journal import EventOutbox, Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, Ports
 from miles_async.pipeline.service import Service
@@ -47,11 +48,24 @@ class Trace:
         return [event for event in self.events if isinstance(event, kind)]
 
 
+class DirectOutbox:
+    """Hands events to a sink as soon as they are stored."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self.received = 0
+
+    def put(self, number: int, events: Sequence[Event]) -> None:
+        self.received = number
+        for event in events:
+            self._sink.emit(event)
+
+
 class DirectJournal(Journal):
     """Stores nothing, and passes each event on at once."""
 
     def __init__(self, sink: EventSink) -> None:
-        super().__init__(NullStore(), lambda number, events: None, VirtualClock())
+        super().__init__(NullStore(), DirectOutbox(sink), SystemClock())
         self.emit = sink.emit  # type: ignore[method-assign]
 
 
@@ -272,7 +286,7 @@ class World:
         """Run one rollout worker to its end."""
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)
-        self.journal = Journal(store, self._deliver, clock, number=0 if stored is None else stored.number)
+        self.journal = Journal(store, self._outbox(), clock, number=0 if stored is None else stored.number)
         self.service = Service(
             self.config,
             self.bounds,
@@ -285,9 +299,8 @@ class World:
             self.service._producer.window = self.window(self.bounds.window)
         await self.service.run()
 
-    def _deliver(self, number: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self.emit(event)
+    def _outbox(self) -> EventOutbox:
+        return DirectOutbox(self)
 
     def _ports(self, clock: VirtualClock) -> Ports:
         engines = self.fleet

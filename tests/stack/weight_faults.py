@@ -29,6 +29,7 @@ from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.types import Sample, SampleStatus
+from tests.sim.world import DirectJournal
 from tests.stack.engine_stack import Stack, group_of
 from tests.stack.local_sources import LocalSources
 

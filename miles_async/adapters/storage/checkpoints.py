@@ -41,6 +41,11 @@ CHECKSUM_THREADS = 4
 log = structlog.get_logger(__name__)
 
 
+def checkpoint_name(rollout_id: int) -> str:
+    """The name of the folder of the checkpoint after `rollout_id`."""
+    return f"{_PREFIX}{rollout_id:07d}"
+
+
 class ResumePoint(NamedTuple):
     """The checkpoint to resume from."""
 
@@ -99,7 +104,7 @@ class CheckpointFolder:
         _create_folder(self._root)
         for leftover in self._root.glob(f".{_PREFIX}*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        draft = self._root / f".{_PREFIX}{rollout_id:07d}.tmp"
+        draft = self._root / f".{checkpoint_name(rollout_id)}.tmp"
         draft.mkdir()
         return draft
 
@@ -124,7 +129,7 @@ class CheckpointFolder:
         files = {name: {"bytes": size, "checksum": found.get(name)} for name, size in sizes.items()}
         (draft / _FILES).write_text(json.dumps(files))
         flush_folder(draft)
-        path = self._root / f"{_PREFIX}{rollout_id:07d}"
+        path = self._root / checkpoint_name(rollout_id)
         # The folder exists already if this run was resumed from an earlier checkpoint.
         replace_folder(draft, path)
         names = [path.name, *(name for name in self._names if name != path.name)]
