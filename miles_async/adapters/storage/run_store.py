@@ -23,10 +23,10 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -48,8 +48,12 @@ from miles_async.types import Group, Sample
 FILE = "run.sqlite"
 FORMAT = 1
 """Version of the schema and of the encoding. SQLite keeps it as `user_version`."""
+PAGE_BYTES = 16 << 10
+"""A page of the file. Groups of many tokens are written faster than with SQLite's default of 4 KiB."""
+CACHE_BYTES = 16 << 20
+"""Changed pages that a transaction keeps in memory; it writes further ones to the log early."""
 CHECKPOINT_BYTES = 16 << 20
-"""The write-ahead log is copied into the file when it has grown by this much."""
+"""The write-ahead log is copied into the file when it has reached this size."""
 BUSY_SECONDS = 60.0
 """How long a transaction waits for a process that lists the store."""
 
@@ -131,7 +135,8 @@ def _damaged(path: Path, detail: object) -> FatalError:
     )
 
 
-class _Table(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
     """A table whose rows end with a checksum of the other columns. The first column is the key."""
 
     name: str
@@ -225,6 +230,7 @@ def _create_if_missing(path: Path, run_id: str) -> None:
     with atomic_file(path) as temporary:
         connection = sqlite3.connect(temporary, isolation_level=None)
         try:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute(f"PRAGMA user_version = {FORMAT}")
             for table in (*_TABLES, _RUN):
                 connection.execute(table.create)
@@ -244,8 +250,8 @@ def _set_durability(connection: sqlite3.Connection, path: Path, mounts: Path) ->
         )
     [mode] = connection.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
     connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
-    [page_size] = connection.execute("PRAGMA page_size").fetchone()
-    connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // page_size}")
+    connection.execute(f"PRAGMA cache_size = {-CACHE_BYTES // 1024}")  # SQLite reads a negative size as KiB
+    connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}")
     # A log that one large batch has extended is truncated afterwards.
     connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_BYTES}")
 
@@ -268,7 +274,8 @@ class _RunFile:
         if version != FORMAT:
             raise UserError(
                 f"the run store {self._path} has format version {version}, and this version of miles_async reads "
-                f"version {FORMAT}: set --store-dir to another folder, or continue the run with the version that wrote it"
+                f"format version {FORMAT}: set --store-dir to another folder, or "
+                "continue the run with the version that wrote the store"
             )
         stored, _, _ = self._run_row()
         if stored != run_id:
@@ -287,7 +294,7 @@ class _RunFile:
         except (ValueError, TypeError) as error:
             raise _damaged(self._path, error) from error
         self._sum = sum(number for rows in self._checksums.values() for number in rows.values())
-        self._owed_positions = dict(select("SELECT feed_index, position FROM owed"))
+        self._owed_positions = dict(select("SELECT feed_index, position FROM owed ORDER BY position"))
         if _sum_text(self._sum) != rows_checksum:
             self._checksums = {}
             raise _damaged(self._path, "rows are missing or belong to different batches")
@@ -408,7 +415,7 @@ class _RunFile:
         rows = [row for row, _ in self._checked_rows(_RUN)]
         if len(rows) != 1:
             raise _damaged(self._path, f"it has {len(rows)} rows that name its run")
-        return rows[0]  # type: ignore[return-value]
+        return rows[0]
 
     def _checked_rows(self, table: _Table) -> Iterator[tuple[tuple[Any, ...], int]]:
         """The rows of a table without their checksums, and the checksums. Raises FatalError for a wrong one."""
@@ -423,7 +430,9 @@ class _RunFile:
 
 
 def _row_checksum(table: _Table, row: tuple[Any, ...]) -> str:
-    return checksum([_encoder.encode((table.name, *row))])
+    *values, last = row
+    # The last value may be large, and a combined encoding would copy it.
+    return checksum([_encoder.encode((table.name, *values)), last if isinstance(last, bytes) else _encode(last)])
 
 
 def _sum_text(total: int) -> str:
@@ -459,16 +468,8 @@ _FREE_FIELDS = {"prompt", "label", "metadata", "response", "reward"}
 _field_values = attrgetter(*_FIELDS)
 """The values of `_FIELDS` of a sample, as a tuple."""
 
-
-def _encode_unknown(value: Any) -> Any:
-    """Convert a value of a class that MessagePack does not know."""
-    if isinstance(value, SamplingMask):
-        return [np.asarray(array, np.int32).tobytes() for array in (value.counts, value.token_ids)]
-    return json_value(value)
-
-
-# MessagePack stores floats exactly, and msgspec writes and reads long lists several times as fast as NumPy converts them.
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unknown)
+# MessagePack stores floats exactly. For lists of numbers, msgspec is at least twice as fast as a conversion to arrays.
+_encoder = msgspec.msgpack.Encoder(enc_hook=json_value)
 _decode = msgspec.msgpack.Decoder().decode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
 _UNENCODABLE = (OverflowError, UnicodeEncodeError, TypeError)
@@ -484,6 +485,9 @@ def _encode(value: Any) -> bytes:
 
 def _encode_samples(samples: Sequence[tuple[Any, ...]]) -> bytes:
     named = [dict(zip(_FIELDS, values, strict=True)) for values in samples]
+    for values in named:
+        if (mask := values["sampling_mask"]) is not None:
+            values["sampling_mask"] = [np.asarray(array, np.int32).tobytes() for array in (mask.counts, mask.token_ids)]
     try:
         return _encoder.encode(named)
     except _UNENCODABLE:
