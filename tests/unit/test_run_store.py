@@ -181,10 +181,10 @@ def test_the_store_of_another_run_or_another_format_is_refused_by_name(tmp_path:
 
 
 def test_a_reader_without_a_store_and_a_store_without_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot be opened .*set --store-dir to another folder"):
+    with pytest.raises(UserError, match="there is no run store"):
         SqliteRunStore(tmp_path, "a", read_only=True)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be opened .*set --store-dir to another folder"):
+    with pytest.raises(UserError, match=r"cannot be used .*set --store-dir to another folder"):
         SqliteRunStore(tmp_path / "file", "a")
 
 
@@ -287,7 +287,7 @@ def test_noise_in_the_file_never_changes_what_is_read(closed: Path, tmp_path: Pa
         (tmp_path / FILE).write_bytes(whole[:start] + draw.randbytes(length) + whole[start + length :])
         results.append(state_or_error(tmp_path))
     # Pages that are no longer in use still hold bytes, and noise there has no effect.
-    assert all(result == 6 or is_one_sentence(result) for result in results)
+    assert [result for result in results if result != 6 and not is_one_sentence(result)] == []
     assert results.count(6) < 20
 
 

@@ -124,15 +124,44 @@ def _writable(folder: Path, setting: str) -> Iterator[None]:
 
 def _unusable(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"the run store {path} cannot be opened ({error}): make the folder writable and free some disk space, or set "
+        f"the run store {path} cannot be used ({error}): make the folder writable and free some disk space, or set "
         "--store-dir to another folder"
     )
 
 
 def _damaged(path: Path, detail: object) -> FatalError:
+    # The errors of SQLite quote bytes of the file.
+    text = "".join(character if character.isprintable() else "?" for character in str(detail)[:100])
     return FatalError(
-        f"the run store {path} is damaged ({detail}): set --store-dir to an empty folder and resume from a checkpoint"
+        f"the run store {path} is damaged ({text}): set --store-dir to an empty folder and resume from a checkpoint"
     )
+
+
+@contextmanager
+def _reported_for(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and of the decoders into a UserError or FatalError that names the file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        # The lowest byte is the kind of error. A file that ends too early is damaged, although it is an I/O error.
+        outer_cause = code & 0xFF in _OUTER_CAUSES and code != sqlite3.SQLITE_IOERR_SHORT_READ
+        raise (_unusable if outer_cause else _damaged)(path, error) from error
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, error) from error
+
+
+_OUTER_CAUSES = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}
+"""Errors whose cause is the disk, the permissions or another process, not the contents of the file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,6 +223,8 @@ _RUN = _Table("run", {"id": "TEXT PRIMARY KEY", "number": "INTEGER", "rows_check
 
 def _open(path: Path, run_id: str, read_only: bool, mounts: Path) -> _RunFile:
     """Open or create the file. Called in the thread of the store, because a connection belongs to one thread."""
+    if read_only and not path.exists():
+        raise UserError(f"there is no run store {path}: set --store-dir to the folder that the run writes to")
     try:
         if not read_only:
             _create_if_missing(path, run_id)
@@ -202,19 +233,16 @@ def _open(path: Path, run_id: str, read_only: bool, mounts: Path) -> _RunFile:
             raise _damaged(path, "the file is empty")
     except (OSError, sqlite3.Error) as error:
         raise _unusable(path, error) from error
-    with ExitStack() as stack:
-        try:
-            # SQLite itself must not create the file.
-            uri = f"file:{quote(str(path.resolve()))}?mode={'ro' if read_only else 'rw'}"
-            connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
-            stack.callback(connection.close)
-            file = _RunFile(path, connection)
-            file.check(run_id)
-            if not read_only:
-                _set_durability(connection, path, mounts)
-                file.load_checksums()
-        except sqlite3.Error as error:
-            raise _unusable(path, error) if _has_outer_cause(error) else _damaged(path, error) from error
+    with _reported_for(path), ExitStack() as stack:
+        # SQLite itself must not create the file.
+        uri = f"file:{quote(str(path.resolve()))}?mode={'ro' if read_only else 'rw'}"
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+        stack.callback(connection.close)
+        file = _RunFile(path, connection)
+        file.check(run_id)
+        if not read_only:
+            _set_durability(connection, path, mounts)
+            file.load_checksums()
         stack.pop_all()
         return file
 
@@ -289,10 +317,7 @@ class _RunFile:
         """Load what `write` needs. Raises FatalError if the checksums do not add up to the stored sum."""
         _, _, rows_checksum = self._run_row()
         select = self._connection.execute
-        try:
-            self._checksums = {table: _as_numbers(select(table.select_checksums)) for table in _TABLES}
-        except (ValueError, TypeError) as error:
-            raise _damaged(self._path, error) from error
+        self._checksums = {table: _as_numbers(select(table.select_checksums)) for table in _TABLES}
         self._sum = sum(number for rows in self._checksums.values() for number in rows.values())
         self._owed_positions = dict(select("SELECT feed_index, position FROM owed ORDER BY position"))
         if _sum_text(self._sum) != rows_checksum:
@@ -363,15 +388,13 @@ class _RunFile:
         self._sum -= sum(known.pop(key) for key in stored)
 
     def read(self) -> StoredRun | None:
-        try:
+        with _reported_for(self._path):
             # One transaction, so that a process that lists the store reads the state of one batch.
             self._connection.execute("BEGIN")
             try:
                 return self._stored_run()
             finally:
                 self._connection.execute("ROLLBACK")
-        except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
-            raise _damaged(self._path, error) from error
 
     def _stored_run(self) -> StoredRun | None:
         _, number, rows_checksum = self._run_row()
@@ -442,24 +465,6 @@ def _sum_text(total: int) -> str:
 
 def _as_numbers(rows: Iterable[tuple[Any, str]]) -> dict[Any, int]:
     return {key: int(text, 16) for key, text in rows}
-
-
-def _has_outer_cause(error: sqlite3.Error) -> bool:
-    """Whether the cause of an error is the disk, the rights or another process, not the contents of the file."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    return code != sqlite3.SQLITE_IOERR_SHORT_READ and code & 0xFF in _OUTER_CAUSES
-
-
-_OUTER_CAUSES = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_PROTOCOL,
-    sqlite3.SQLITE_READONLY,
-}
 
 
 _FIELDS = tuple(entry.name for entry in fields(Sample))
