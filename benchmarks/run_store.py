@@ -49,11 +49,17 @@ from miles_async.adapters.storage.run_store import SqliteRunStore
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
-before, began = peak(), time.perf_counter()
-with closing(SqliteRunStore(Path(sys.argv[1]), "benchmark")) as store:
-    stored = asyncio.run(store.read())
-    seconds = time.perf_counter() - began
-    tokens = sum(len(sample.tokens) for group in stored.groups for sample in group.content)
+async def read():
+    # Not returned, because asyncio.run formats the result of its coroutine as text.
+    global stored, seconds
+    began = time.perf_counter()
+    with closing(SqliteRunStore(Path(sys.argv[1]), "benchmark")) as store:
+        stored = await store.read()
+        seconds = time.perf_counter() - began
+
+before = peak()
+asyncio.run(read())
+tokens = sum(len(sample.tokens) for group in stored.groups for sample in group.content)
 print(json.dumps({"read_groups": len(stored.groups), "read_seconds": seconds, "read_tokens": tokens,
                   "read_peak_gib": peak(), "read_growth_gib": peak() - before}))
 """
@@ -82,9 +88,9 @@ def group(draw: random.Random, tokens: int) -> Group:
 
 def changes(number: int, groups: Sequence[Group]) -> Changes:
     """A batch in which these groups finish, the groups of the previous batch are queued, and old ones are trained."""
-    first = number * len(groups)
+    first = (number - 1) * len(groups)
     states = {
-        GroupState.QUEUED: range(first - len(groups), first),
+        GroupState.QUEUED: range(max(0, first - len(groups)), first),
         GroupState.FINISHED: range(first, first + len(groups)),
     }
     ended = range(first - LIVE, first - LIVE + len(groups))
