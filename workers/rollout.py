@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from miles_async.adapters.storage.run_store import SqliteRunStore
 
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
@@ -24,6 +23,7 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import checkpoint_name, read_progress
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
+from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.weights.channel import Channel

@@ -14,7 +14,6 @@ from typing import Any
 from miles_async.events import Event
 from miles_async.pipeline.journal import EventOutbox
 from miles_async.pipeline.run_ports import Ports
-from miles_async.scheduling.ledger import GroupState
 from miles_async.stored_run import Changes, StoredGroup, StoredRun
 from miles_async.types import Group, LearnerProgress, StepReport
 from tests.sim.engines import Engines
@@ -48,14 +47,14 @@ class MemoryStore:
             self._groups.pop(sequence, None)
         for sequence, change in changes.groups.items():
             _, before = self._groups.get(sequence, (0, None))
-            content = copy.deepcopy(change.content) if change.content is not None else before and before.content
+            content = change.content if change.content is not None or before is None else before.content
             group = StoredGroup(
                 sequence=sequence,
                 feed_index=change.feed_index,
                 attempt=change.attempt,
                 state=change.state,
                 adopted=change.adopted,
-                content=content,
+                content=copy.deepcopy(content),
             )
             self._groups[sequence] = change.order, group
         for name in changes.settled:
@@ -242,7 +241,7 @@ class LostWorkers(World):
         for number, events in stored.events if stored is not None else ():
             self.put(number, events)
         worker = asyncio.ensure_future(super()._serve(clock, self.life.port(self.store), stored))
-        self.life.kill = lambda: asyncio.get_running_loop().call_soon(worker.cancel) and None
+        self.life.kill = lambda: self._cancel_soon(worker)
         try:
             await worker
         except BaseException:
@@ -252,6 +251,10 @@ class LostWorkers(World):
                 await worker
             return False
         return not self.life.dead
+
+    @staticmethod
+    def _cancel_soon(worker: asyncio.Future[None]) -> None:
+        asyncio.get_running_loop().call_soon(worker.cancel)
 
     def _outbox(self) -> EventOutbox:
         return _LivingOutbox(self, self.life)
@@ -282,6 +285,3 @@ class LostWorkers(World):
     def unfinished(self) -> set[str]:
         """Prompts that the run still owes."""
         return {group.feed_index for group in self.service.run_state.live_groups} | self.returned
-
-    def states(self) -> list[GroupState]:
-        return list(self.service.run_state.ledger._states.values())

@@ -11,6 +11,7 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.events import PublishEnded, StepEnded, StepStarted
 from miles_async.scheduling.bounds import Schedule
+from miles_async.types import DropReason
 from tests.configuration import run_config
 from tests.sim.lost_workers import LostWorkers
 
@@ -55,7 +56,7 @@ def test_groups_that_had_finished_are_not_generated_again() -> None:
     world = LostWorkers(config=config(), train_seconds=5.0, kills=4, longest_life=800, seed=1).run()
     check(world)
     assert world.lives == 5
-    lost = world.service.run_state.ledger.dropped["worker_lost"]
+    lost = world.service.run_state.ledger.dropped[DropReason.WORKER_LOST]
     assert 0 < lost <= 4 * world.bounds.generation_batch, "only groups in flight"
 
 

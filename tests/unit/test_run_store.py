@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from miles_async.adapters.storage.run_store import FILE, SqliteRunStore
 from miles_async.adapters.system.file_systems import file_system, is_network_file_system
-from miles_async.errors import FatalError, MilesError, UserError
+from miles_async.errors import FatalError, MilesError, StoreError, UserError
 from miles_async.sampling_mask import SamplingMask
 from miles_async.scheduling.ledger import GroupState
 from miles_async.stored_run import Changes, GroupChange, StoredRun
@@ -191,7 +191,7 @@ def test_a_reader_without_a_store_and_a_store_without_a_folder_are_refused(tmp_p
 async def test_a_reader_cannot_write(store: SqliteRunStore, tmp_path: Path) -> None:
     with (
         closing(SqliteRunStore(tmp_path / "store", "a", read_only=True)) as reader,
-        pytest.raises(FatalError, match="readonly"),
+        pytest.raises(StoreError, match="readonly"),
     ):
         await reader.write(batch(1))
 
@@ -200,7 +200,7 @@ async def test_a_batch_that_does_not_fit_on_the_disk_is_an_error_and_can_be_writ
     store: SqliteRunStore,
 ) -> None:
     await store.write(batch(1))
-    with files_at_most(100_000), pytest.raises(FatalError, match=r"cannot be written .*--store-dir"):
+    with files_at_most(100_000), pytest.raises(StoreError, match=r"cannot be written .*free some disk space"):
         await store.write(batch(2, tokens=50_000))
     assert check_state(await store.read()) == 1
     await store.write(batch(2))

@@ -37,7 +37,7 @@ from miles_async.adapters.storage.checksum import checksum
 from miles_async.adapters.storage.folder_lock import lock_folder
 from miles_async.adapters.system.file_systems import MOUNTS, file_system, is_network_file_system
 from miles_async.atomic_files import atomic_file
-from miles_async.errors import FatalError, UserError
+from miles_async.errors import FatalError, StoreError, UserError
 from miles_async.events import AnyEvent
 from miles_async.json_values import json_value
 from miles_async.sampling_mask import SamplingMask
@@ -338,9 +338,8 @@ class _RunFile:
             if self._connection.in_transaction:
                 execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):
-                raise FatalError(
-                    f"the run store {self._path} cannot be written ({error}): free some disk space or set --store-dir "
-                    "to a folder on another disk, and resume the run"
+                raise StoreError(
+                    f"the run store {self._path} cannot be written ({error}): free some disk space"
                 ) from error
             raise
 
