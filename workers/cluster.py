@@ -245,11 +245,11 @@ class Cluster:
 
     async def _run_worker(self) -> str | None:
         """Run the pipeline in the current rollout worker. Returns how the worker died; None at the end of the run."""
-        self._worker_pid = await _call(self._worker.pid)
         running: Any = self._worker.run.remote(self.surroundings)
         if self._asked_to_stop:
             self._worker.stop.remote()
         try:
+            self._worker_pid = await self._worker.pid.remote()
             await running
         except RayTaskError:
             await actor_result(running)  # raises the error of the pipeline

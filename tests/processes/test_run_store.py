@@ -71,7 +71,7 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 from miles_async.adapters.storage.run_store import SqliteRunStore
-from miles_async.errors import FatalError
+from miles_async.errors import StoreError
 from tests.stored_batches import batch, check_state
 
 async def fill():
@@ -82,7 +82,7 @@ async def fill():
             pass
     try:
         await store.write(batch(2, tokens=2000))
-    except FatalError as error:
+    except StoreError as error:
         print(error)
     assert check_state(await store.read()) == 1
     Path("filler").unlink()
@@ -97,7 +97,7 @@ asyncio.run(fill())
 
 def test_a_full_disk_is_reported_and_costs_no_stored_batch(tmp_path: Path) -> None:
     printed = run_on_a_small_disk(tmp_path, FILLS_THE_DISK, "1m")
-    assert "cannot be written (database or disk is full): free some disk space or set --store-dir" in printed
+    assert "cannot be written (database or disk is full): free some disk space" in printed
     assert "stored 2" in printed
 
 
