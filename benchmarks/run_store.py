@@ -112,7 +112,7 @@ def changes(number: int, groups: Sequence[Group]) -> Changes:
             for sequence in sequences
         },
         ended=ended,
-        owed={f"sample_0_{first + place}": one.prompt_dict() for place, one in enumerate(groups)},
+        owed={f"sample_0_{first + position}": one.prompt_dict() for position, one in enumerate(groups)},
         settled=[f"sample_0_{sequence}" for sequence in ended],
         progress={"data": {"epoch": 0, "position": first}, "version": number},
         events=[QueueChanged(time=time.time(), depth=depth, blocked=0) for depth in range(5 * len(groups))],

@@ -211,7 +211,7 @@ _GROUPS = _Table(
     },
     "position",
 )
-# A table of its own, because SQLite writes a whole row again if one of its columns changes.
+# A separate table, because SQLite writes a whole row again if one of its columns changes.
 _CONTENTS = _Table("contents", {"sequence": "INTEGER PRIMARY KEY", "data": "BLOB"}, "sequence")
 _OWED = _Table("owed", {"feed_index": "TEXT PRIMARY KEY", "position": "INTEGER", "data": "BLOB"}, "position")
 _PROGRESS = _Table("progress", {"name": "TEXT PRIMARY KEY", "data": "BLOB"}, "name")
