@@ -46,6 +46,7 @@ import asyncio, json, resource, sys, time
 from contextlib import closing
 from pathlib import Path
 from miles_async.adapters.storage.run_store import SqliteRunStore
+from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -57,10 +58,13 @@ async def read():
         stored = await store.read()
         seconds = time.perf_counter() - began
 
+tune_garbage_collection()  # as the rollout worker does
 before = peak()
 asyncio.run(read())
+cpu_seconds = time.process_time()
 tokens = sum(len(sample.tokens) for group in stored.groups for sample in group.content)
-print(json.dumps({"read_groups": len(stored.groups), "read_seconds": seconds, "read_tokens": tokens,
+print(json.dumps({"read_groups": len(stored.groups), "read_seconds": seconds,
+                  "read_process_cpu_seconds": cpu_seconds, "read_tokens": tokens,
                   "read_peak_gib": peak(), "read_growth_gib": peak() - before}))
 """
 
@@ -108,7 +112,7 @@ def changes(number: int, groups: Sequence[Group]) -> Changes:
             for sequence in sequences
         },
         ended=ended,
-        owed={f"sample_0_{first + place}": one.prompt_dict() for place, one in enumerate(groups)},
+        owed={f"sample_0_{first + position}": one.prompt_dict() for position, one in enumerate(groups)},
         settled=[f"sample_0_{sequence}" for sequence in ended],
         progress={"data": {"epoch": 0, "position": first}, "version": number},
         events=[QueueChanged(time=time.time(), depth=depth, blocked=0) for depth in range(5 * len(groups))],

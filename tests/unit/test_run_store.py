@@ -279,7 +279,7 @@ def test_a_file_that_was_cut_is_refused(closed: Path, tmp_path: Path) -> None:
 
 def test_noise_in_the_file_never_changes_what_is_read(closed: Path, tmp_path: Path) -> None:
     whole = (closed / FILE).read_bytes()
-    used = [place for place, byte in enumerate(whole) if byte]
+    used = [offset for offset, byte in enumerate(whole) if byte]
     draw = random.Random(0)
     results = []
     for _ in range(40):

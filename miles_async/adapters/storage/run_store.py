@@ -79,7 +79,7 @@ class SqliteRunStore:
         self._path = folder / FILE
         with ExitStack() as stack:
             if not read_only:
-                stack.enter_context(_writable(folder, "--store-dir"))
+                stack.enter_context(_writable(folder))
             self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="run store"))
             self._file = self._thread.submit(_open, self._path, run_id, read_only, mounts).result()
             stack.callback(lambda: self._thread.submit(self._file.close).result())
@@ -112,11 +112,11 @@ class SqliteRunStore:
 
 
 @contextmanager
-def _writable(folder: Path, setting: str) -> Iterator[None]:
+def _writable(folder: Path) -> Iterator[None]:
     """Lock the folder. Raises UserError if another process has locked it or if it is not writable."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(lock_folder(folder, setting))
+            stack.enter_context(lock_folder(folder, "--store-dir"))
         except OSError as error:
             raise _unusable(folder, error) from error
         yield
@@ -211,7 +211,7 @@ _GROUPS = _Table(
     },
     "position",
 )
-# A table of its own, because SQLite writes a whole row again if one of its columns changes.
+# A separate table, because SQLite writes a whole row again if one of its columns changes.
 _CONTENTS = _Table("contents", {"sequence": "INTEGER PRIMARY KEY", "data": "BLOB"}, "sequence")
 _OWED = _Table("owed", {"feed_index": "TEXT PRIMARY KEY", "position": "INTEGER", "data": "BLOB"}, "position")
 _PROGRESS = _Table("progress", {"name": "TEXT PRIMARY KEY", "data": "BLOB"}, "name")
@@ -302,8 +302,8 @@ class _RunFile:
         if version != FORMAT:
             raise UserError(
                 f"the run store {self._path} has format version {version}, and this version of miles_async reads "
-                f"format version {FORMAT}: set --store-dir to another folder, or "
-                "continue the run with the version that wrote the store"
+                f"format version {FORMAT}: set --store-dir to another folder, or continue the run with the version "
+                "that wrote the store"
             )
         stored, _, _ = self._run_row()
         if stored != run_id:
@@ -393,7 +393,8 @@ class _RunFile:
             try:
                 return self._stored_run()
             finally:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # SQLite ends it itself after some errors
+                    self._connection.execute("ROLLBACK")
 
     def _stored_run(self) -> StoredRun | None:
         _, number, rows_checksum = self._run_row()
