@@ -56,11 +56,11 @@ def progress_with_owed_groups() -> dict[str, Any]:
     run_state = RunState(SystemClock(), DirectJournal(Trace()))
     for number in range(GROUPS):
         run_state.feed(generated_group(number))
+    CountedTokens.read = 0
     return progress_of(7, run_state, Feed())
 
 
 def test_the_progress_of_a_run_reads_no_generated_token() -> None:
-    CountedTokens.read = 0
     progress_with_owed_groups()
     assert CountedTokens.read == GROUPS * PROMPT
 
