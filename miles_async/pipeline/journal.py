@@ -68,7 +68,7 @@ class Journal:
         self.data_lock = Lock()
         """Held while a rollout function takes prompts from the data source or returns them."""
         self.progress: Callable[[], dict[str, Any]] = dict
-        """Returns the named values that are stored with each batch. It is called at the moment of the other changes."""
+        """Returns the values that replace the stored ones of the same names. It is called with each write."""
 
     def emit(self, event: Event) -> None:
         """Pass an event on after the next write."""

@@ -98,7 +98,6 @@ class Service:
         self._trained: list[Group] = []
         """Groups trained since the last staged version."""
         self.run_state = RunState(ports.clock, ports.journal)
-        ports.journal.progress = self._progress
         gate = StalenessGate(config.rollout.max_weight_staleness)
         self._training = Training(self.run_state, ports.learner, ports.dead_letters, gate, config)
         self._adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
@@ -205,10 +204,12 @@ class Service:
             self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
             if self._adaptive is not None:
                 self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
-            if self._stored is None:
+            # Until the state is restored, the stored values must stay as they are.
+            restored = None if self._stored is None else await self._restore(self._stored)
+            self._ports.journal.progress = self._progress
+            if restored is None:
                 await self._publisher.stage(0, [])
             else:
-                restored = await self._restore(self._stored)
                 await self._publisher.stage(restored.version, restored.trained)
             await self._devices.release_learner()
             self._tasks.forever("repair", self._repair.run())
