@@ -1,4 +1,4 @@
-"""A run whose rollout worker is killed or stopped continues with another one; learner and engines keep what they have."""
+"""A run whose rollout worker is killed or stopped continues with another one and keeps learner and engines."""
 
 from __future__ import annotations
 
