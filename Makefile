@@ -60,6 +60,7 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(PYTHON) -m benchmarks.overlap
 	@$(PYTHON) -m benchmarks.skip_replay
 	@$(PYTHON) -m benchmarks.jsonl_start
+	@$(PYTHON) -m benchmarks.run_store
 	@$(PYTHON) -m benchmarks.rollout_worker
 	@$(PYTHON) -m benchmarks.page
 	@$(PYTHON) -m benchmarks.engine_attention

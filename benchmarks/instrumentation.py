@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     asynccontextmanager,
@@ -44,25 +44,40 @@ from benchmarks.rollout_worker import measure, wait_until_healthy
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Observability, RunConfig
-from miles_async.events import Event, EventSink
+from miles_async.events import Event
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
+from miles_async.pipeline.journal import EventOutbox
 from workers.driver import run_started
 from workers.rollout import Outbox
 
 
-class NullSink:
-    def emit(self, event: Event) -> None: ...
+class NullOutbox:
+    received = 0
+
+    def put(self, number: int, events: Sequence[Event]) -> None: ...
+
+
+class SubscriberOutbox:
+    """Passes events to subscribers in this process."""
+
+    received = 0
+
+    def __init__(self, subscribers: EventSubscribers) -> None:
+        self._subscribers = subscribers
+
+    def put(self, number: int, events: Sequence[Event]) -> None:
+        self._subscribers.emit(*events)
 
 
 @asynccontextmanager
-async def nowhere() -> AsyncIterator[EventSink]:
-    yield NullSink()
+async def nowhere() -> AsyncIterator[EventOutbox]:
+    yield NullOutbox()
 
 
 @asynccontextmanager
-async def to_the_driver() -> AsyncIterator[EventSink]:
+async def to_the_driver() -> AsyncIterator[EventOutbox]:
     outbox = Outbox()
     pipe, driver_pipe = multiprocessing.Pipe()
     driver = multiprocessing.get_context("spawn").Process(target=run_driver, args=(driver_pipe,))
@@ -70,8 +85,11 @@ async def to_the_driver() -> AsyncIterator[EventSink]:
     await asyncio.to_thread(pipe.recv)  # until the driver is ready
 
     async def send() -> None:
+        received = 0
         while True:
-            pipe.send_bytes(pickle.dumps(await outbox.take(0.5), protocol=5))
+            for number, events in await outbox.take(received, 0.5):
+                pipe.send_bytes(pickle.dumps(events, protocol=5))
+                received = number
 
     sending = asyncio.create_task(send())
     try:
@@ -108,7 +126,7 @@ def all_subscribers() -> Iterator[EventSubscribers]:
 
 
 @asynccontextmanager
-async def same_process() -> AsyncIterator[EventSink]:
+async def same_process() -> AsyncIterator[EventOutbox]:
     with all_subscribers() as subscribers:
 
         async def tick() -> None:
@@ -118,12 +136,12 @@ async def same_process() -> AsyncIterator[EventSink]:
 
         ticking = asyncio.create_task(tick())
         try:
-            yield subscribers
+            yield SubscriberOutbox(subscribers)
         finally:
             ticking.cancel()
 
 
-DESTINATIONS: dict[str, Callable[[], AbstractAsyncContextManager[EventSink]]] = {
+DESTINATIONS: dict[str, Callable[[], AbstractAsyncContextManager[EventOutbox]]] = {
     "nowhere": nowhere,
     "to the driver": to_the_driver,
     "same process": same_process,
@@ -136,8 +154,8 @@ async def play(url: str, seconds: float, rounds: int) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {name: [] for name in DESTINATIONS}
     for _ in range(rounds):
         for name, destination in DESTINATIONS.items():
-            async with destination() as sink:
-                rates[name].append((await measure(url, 512, 0.05, 0.0, seconds, sink)).groups_per_second)
+            async with destination() as outbox:
+                rates[name].append((await measure(url, 512, 0.05, 0.0, seconds, outbox=outbox)).groups_per_second)
     return rates
 
 

@@ -30,6 +30,7 @@ import uvloop
 
 from benchmarks.fake_engine import TOKENS
 from benchmarks.records import record
+from miles_async.adapters.null import NullStore
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -39,9 +40,11 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
 from miles_async.config.schema import Rollout, RunConfig
 from miles_async.errors import EngineLostError
-from miles_async.events import Event, EventSink, GroupGenerated
+from miles_async.events import Event, GroupGenerated
+from miles_async.pipeline.journal import EventOutbox, Journal
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.service import Service
+from miles_async.ports import RunStore
 from miles_async.rewards.builtin import exact
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
@@ -81,6 +84,12 @@ class EndlessPrompts:
         self._fed += 1
         samples = [Sample(index=self._fed * GROUP + i, prompt="7", label="7" * TOKENS) for i in range(GROUP)]
         return Group(samples, feed_index=f"sample_0_{self._fed}")
+
+    def position(self) -> dict[str, Any]:
+        return {}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        raise NotImplementedError("this benchmark cannot be resumed")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -135,16 +144,19 @@ class Instant:
 
 @dataclass
 class GroupTimes:
-    """An event sink that records when groups are generated and rewarded, and passes all events on to `forward_to`."""
+    """An outbox that records when groups are generated and rewarded, and passes all events on to `forward_to`."""
 
-    forward_to: EventSink | None = None
+    forward_to: EventOutbox | None = None
     times: list[float] = field(default_factory=list)
 
-    def emit(self, event: Event) -> None:
-        if isinstance(event, GroupGenerated):
-            self.times.append(event.time)
+    @property
+    def received(self) -> int:
+        return 0 if self.forward_to is None else self.forward_to.received
+
+    def put(self, number: int, events: Sequence[Event]) -> None:
+        self.times += [event.time for event in events if isinstance(event, GroupGenerated)]
         if self.forward_to is not None:
-            self.forward_to.emit(event)
+            self.forward_to.put(number, events)
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,14 @@ class Load:
 
 
 async def measure(
-    url: str, in_flight: int, latency: float, spread: float, seconds: float, sink: EventSink | None = None
+    url: str,
+    in_flight: int,
+    latency: float,
+    spread: float,
+    seconds: float,
+    *,
+    outbox: EventOutbox | None = None,
+    store: RunStore | None = None,
 ) -> Load:
     """Measure for `seconds` with `in_flight` samples at the engine, after a warm-up of one second and two latencies.
 
@@ -182,10 +201,10 @@ async def measure(
         url, FixedTokenizer(), sampling, limit=lambda: in_flight, engines=lambda: [EngineInfo("stand-in", url, 0, 1)]
     )
     instant: Any = Instant()  # it has only those calls of the ports that this run makes
-    finished = GroupTimes(sink)
+    finished = GroupTimes(outbox)
     ports = Ports(
         clock=SystemClock(),
-        events=finished,
+        journal=Journal(store or NullStore(), finished, SystemClock()),
         data=EndlessPrompts(),
         generator=generator,
         evaluator=generator,
@@ -204,12 +223,13 @@ async def measure(
     lags: list[float] = []
     in_flight_counts: list[int] = []
     watching = asyncio.create_task(watch(lags, in_flight_counts, generator))
-    began, cpu, groups = time.perf_counter(), cpu_seconds(), len(finished.times)
+    began, cpu = time.time(), cpu_seconds()
     await asyncio.sleep(seconds)
-    wall, cpu, groups = time.perf_counter() - began, cpu_seconds() - cpu, len(finished.times) - groups
+    ended, cpu = time.time(), cpu_seconds() - cpu
     watching.cancel()
     run.cancel()
     await asyncio.gather(run, watching, return_exceptions=True)
+    wall, groups = ended - began, sum(began <= at < ended for at in finished.times)
     await generator.close()
     lags.sort()
     return Load(

@@ -46,6 +46,10 @@ class FatalError(MilesError):
     """The run cannot continue; the message names the part that failed and the cause."""
 
 
+class StoreError(MilesError):
+    """The state of the run could not be stored; the message names the folder and the cause. The run continues."""
+
+
 class WindowError(MilesError, ValueError):
     """The window was misused: a position was out of range, ended twice, or used after close."""
 

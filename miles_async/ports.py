@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from miles_async.types import DropReason, EngineLoad, Group, SendOutcome, StepReport
+from miles_async.stored_run import Changes, StoredRun
+from miles_async.types import DropReason, EngineLoad, Group, LearnerProgress, SendOutcome, StepReport
 
 
 class Clock(Protocol):
@@ -43,11 +44,23 @@ class DataSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, ready for JSON."""
+        """The position in the data and the returned groups, ready for JSON."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position that `state_dict` returned."""
+        ...
+
+
+class SeekableSource(DataSource, Protocol):
+    """A data source whose position can be stored apart from the groups that were returned to it."""
+
+    def position(self) -> dict[str, Any]:
+        """The position in the data without the returned groups, ready for JSON."""
+        ...
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Continue from a `position`, without returned groups."""
         ...
 
 
@@ -97,11 +110,30 @@ class DeadLetters(Protocol):
         ...
 
 
+class RunStore(Protocol):
+    """Keeps the state of a run where it survives the rollout worker."""
+
+    async def write(self, changes: Changes) -> None:
+        """Store one batch in one transaction. Raises StoreError if that fails; nothing of the batch is stored then."""
+        ...
+
+    async def read(self) -> StoredRun | None:
+        """Return the stored state; None if nothing has been stored. Raises FatalError if the store is damaged."""
+        ...
+
+
 class Learner(Protocol):
     """The processes that train, all ranks together."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         """Take the optimizer steps of one batch. Raises FatalError if a rank is lost."""
+        ...
+
+    async def progress(self) -> LearnerProgress:
+        """Return what was trained and staged, once everything that was asked of the learner before has ended.
+
+        Raises FatalError if a rank is lost, or if the ranks disagree because a caller died between two calls.
+        """
         ...
 
     async def offload(self) -> None:

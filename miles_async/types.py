@@ -16,7 +16,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
@@ -309,6 +309,8 @@ class DropReason(StrEnum):
     """The engine that generated it was lost."""
     ROUTER_LOST = "router_lost"
     """Its requests reached no engine, because the router did not answer. Its prompt is fed again."""
+    WORKER_LOST = "worker_lost"
+    """The rollout worker was lost before the group had finished. Its prompt is fed again."""
     HEAD_DEADLINE = "head_deadline"
     """It was the head of the window for too long (`scheduling/window.py`)."""
     NONFINITE = "nonfinite"
@@ -331,6 +333,22 @@ class StepReport:
     """False if a loss or gradient was not finite; the weights are then unchanged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Loss, gradient norm, clip fraction and others, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerProgress:
+    """What a learner has done, for a rollout worker that takes over."""
+
+    rollout: int | None
+    """The last batch that was trained; None before the first."""
+    groups: Sequence[int]
+    """The sequence numbers of its groups."""
+    report: StepReport | None
+    """The report on it; None before the first batch."""
+    version: int
+    """The version that was staged last; 0 before the first."""
+    changed: bool
+    """Whether the weights have changed since then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,9 @@ import psutil
 import ray
 import structlog
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
 
-from miles_async.adapters.ray.actor_errors import actor_result
+from miles_async.adapters.ray.actor_errors import actor_result, describe_death
 from miles_async.adapters.ray.isolation import isolated_ray
 from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
@@ -39,7 +40,7 @@ from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
-from miles_async.events import ClusterReady, Event, StartupChanged
+from miles_async.events import ClusterReady, Event, StartupChanged, StepEnded, WarningRaised
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
 
@@ -61,6 +62,8 @@ RAY_CHECK_SECONDS = 2.0
 OWN_RAY_LOST_SECONDS, JOINED_RAY_LOST_SECONDS = 10.0, 40.0
 """Time without an answer after which the head node of Ray is lost. After 60 seconds, Ray's native code would end this
 process. The head node of a joined cluster may be restarted in time; that of a Ray that this run started never is."""
+MAX_BACKOFF_SECONDS = 30.0
+"""Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
 
 log = structlog.get_logger(__name__)
 details = details_logger(__name__)
@@ -100,6 +103,16 @@ class Cluster:
         self._free_devices: list[EngineDevices] = []
         """Devices of removed engines that the learner shares, for engines that are added later."""
         self._worker: ActorHandle[Any]
+        self._worker_pid = 0
+        self._workers_started = 0
+        self._restarts = 0
+        """Rollout workers that were lost since a batch was trained."""
+        self._worker_changed = asyncio.Event()
+        """Set when a lost rollout worker was replaced, or when the run has ended without it."""
+        self._received = 0
+        """Number of the last batch of events from the rollout worker."""
+        self._has_ended = False
+        self._asked_to_stop = False
         self.surroundings: Surroundings
         """The processes that `start` started, for the rollout worker."""
 
@@ -178,14 +191,11 @@ class Cluster:
             )
             for rank in range(needed)
         ]
-        self._worker = self._actor(
-            RolloutWorker, "rollout", self._config, self._entry, self._folder, **on_driver_node()
-        )
-        named = {f"learner-{rank}": ranks[rank] for rank in range(len(ranks))} | {"rollout": self._worker}
-        for name, actor in named.items():
-            actor.log_to.remote(self.logs, name)  # Ray executes the calls to an actor in order: no need to wait
-        self.probes |= {f"learner-{rank}": ranks[rank].pid.remote for rank in range(len(ranks))}
-        self.probes["rollout"] = self._worker.answers.remote
+        for rank, actor in enumerate(ranks):
+            # Ray executes the calls to an actor in order: no need to wait.
+            actor.log_to.remote(self.logs, f"learner-{rank}")
+            self.probes[f"learner-{rank}"] = actor.pid.remote
+        self._start_worker()
         if started is None:
             with self._starting("warm start"):
                 started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
@@ -220,12 +230,94 @@ class Cluster:
         )
 
     async def run(self) -> None:
-        """Run the pipeline to its end. Raises the error that ended it."""
-        await _call(self._worker.run, self.surroundings)
+        """Run the pipeline to its end, with another rollout worker if one is lost. Raises the error that ended it.
+
+        Raises FatalError if rollout workers are lost `max_restarts` times more without a batch between them.
+        """
+        try:
+            while death := await self._run_worker():
+                if self._config.cluster.colocate or self._restarts == self._config.cluster.max_restarts:
+                    raise FatalError(death)
+                await self._replace_worker(death)
+        finally:
+            self._has_ended = True
+            self._worker_changed.set()
+
+    async def _run_worker(self) -> str | None:
+        """Run the pipeline in the current rollout worker. Returns how the worker died; None at the end of the run."""
+        running: Any = self._worker.run.remote(self.surroundings)
+        if self._asked_to_stop:
+            self._worker.stop.remote()
+        try:
+            self._worker_pid = await self._worker.pid.remote()
+            await running
+        except RayTaskError:
+            await actor_result(running)  # raises the error of the pipeline
+        except RayActorError as error:
+            return describe_death(error)
+        return None
+
+    async def _replace_worker(self, death: str) -> None:
+        """Start another rollout worker, which continues the run with the engines and the learner that are there."""
+        began = time.monotonic()
+        self._warn(f"{death}; another rollout worker continues the run")
+        await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 2.0**self._restarts - 1))
+        self._restarts += 1
+        self._start_worker()
+        # Calls in progress see the new worker; the next ones wait for its successor.
+        self._worker_changed.set()
+        self._worker_changed = asyncio.Event()
+        self._worker.import_libraries.remote(self.surroundings.checkpoint)
+        engines = await _gather(*(self._current_address(info) for info in self.surroundings.engines))
+        self.surroundings = replace(
+            self.surroundings, engines=[info for info in engines if info.name in self._engine_actors]
+        )
+        await _call(self._worker.answers)
+        self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
+
+    async def _current_address(self, info: EngineInfo) -> EngineInfo:
+        """The address of an engine, which may have been restarted since the run began."""
+        try:
+            current: EngineInfo = await _call(self._engine_actors[info.name][0].info)
+        except (KeyError, FatalError):  # removed from the run, or lost: the pipeline restarts it
+            return info
+        return current
+
+    def _start_worker(self) -> None:
+        self._workers_started += 1
+        name = "rollout" if self._workers_started == 1 else f"rollout-{self._workers_started}"
+        self._worker = self._actor(RolloutWorker, name, self._config, self._entry, self._folder, **on_driver_node())
+        self._worker.log_to.remote(self.logs, name)
+        self.probes["rollout"] = self._worker.answers.remote
+
+    def end_stopped_worker(self) -> None:
+        """Kill the rollout worker if it is stopped (SIGSTOP): it will be replaced."""
+        with suppress(psutil.NoSuchProcess):
+            worker = psutil.Process(self._worker_pid)
+            if worker.status() == psutil.STATUS_STOPPED:
+                worker.kill()
 
     async def events(self) -> list[Event]:
-        """Return the events since the last call. Waits up to half a second for the first event."""
-        return await _call(self._worker.events)
+        """Return the events since the last call. Waits up to half a second for the first event.
+
+        While no rollout worker lives, this waits for another one. Returns no events if the run has ended without one.
+        """
+        while True:
+            changed = self._worker_changed
+            try:
+                batches = await self._worker.events.remote(self._received)
+            except RayActorError:
+                if self._has_ended:
+                    return []
+                await changed.wait()
+                continue
+            new = [(number, events) for number, events in batches if number > self._received]
+            if new:
+                self._received = new[-1][0]
+            found = [event for _, events in new for event in events]
+            if any(isinstance(event, StepEnded) for event in found):
+                self._restarts = 0
+            return found
 
     async def watch_ray(self) -> NoReturn:
         """Raise FatalError if the head node of Ray (its GCS process) stops answering."""
@@ -245,6 +337,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Ask the rollout worker to end the run after the current step. Does not wait, because the worker may hang."""
+        self._asked_to_stop = True
         self._worker.stop.remote()
 
     async def resize(self, engines: int) -> None:
@@ -287,6 +380,9 @@ class Cluster:
             self._free_devices.append(devices)
         else:
             devices.placement.release_engine(devices.bundles)
+
+    def _warn(self, text: str) -> None:
+        self._emit(WarningRaised(time=time.time(), text=text))
 
     @contextmanager
     def _starting(self, part: str) -> Iterator[None]:

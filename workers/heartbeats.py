@@ -30,6 +30,7 @@ Probe = Callable[[], Awaitable[Any]]
 class _Heartbeat:
     """The state of one process; times are in seconds of the monotonic clock."""
 
+    probe: Probe
     answered: float
     """Time of the last answer."""
     probed: float | None = None
@@ -63,9 +64,14 @@ class Heartbeats:
             # Answers may have arrived that this process could not read.
             for beat in self._beats.values():
                 beat.answered += gap
+        # A process that was replaced has another probe.
+        gone = [
+            self._forget(process)
+            for process, beat in list(self._beats.items())
+            if self._probes.get(process) is not beat.probe
+        ]
         for process in self._probes.keys() - self._beats.keys():
-            self._beats[process] = _Heartbeat(answered=now)
-        gone = [self._forget(process) for process in self._beats.keys() - self._probes.keys()]
+            self._beats[process] = _Heartbeat(self._probes[process], answered=now)
         return gone + [silent for process in self._probes for silent in self._check(process, self._beats[process], now)]
 
     def silence(self, process: str, now: float) -> float:
@@ -104,7 +110,7 @@ class Heartbeats:
         return [_report(process, silence)]
 
     async def _probe(self, process: str) -> Any:
-        return await self._probes[process]()
+        return await self._beats[process].probe()
 
     def _take_answer(self, process: str, beat: _Heartbeat, now: float) -> None:
         assert beat.pending is not None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,7 @@ from miles_async.adapters.system.garbage_collection import uncollected_imports
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.config.schema import RunConfig
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
-from miles_async.types import SendOutcome, StepReport
+from miles_async.types import LearnerProgress, SendOutcome, StepReport
 
 # Importing torch and Megatron takes ten seconds. The driver imports this module only to name the class, so the methods
 # that need them import them, inside the actor's process.
@@ -73,6 +74,9 @@ class LearnerRank:
         self._port: ClaimedPort
         self._source: WeightSource | None = None
         self._copy: CheckpointCopy
+        self._progress = LearnerProgress(rollout=None, groups=(), report=None, version=0, changed=False)
+        self._running: set[asyncio.Future[Any]] = set()
+        """Calls that occupy a thread now, or wait for one."""
 
     async def log_to(self, logs: Path, process: str) -> None:
         """Write log and output into files in `logs` from now on."""
@@ -112,10 +116,22 @@ class LearnerRank:
         """See `MegatronLearner.shares_prefixes`."""
         return self._learner.shares_prefixes
 
-    async def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
-        """Take the optimizer steps of this rank's part of a batch. All ranks."""
+    async def train(self, rollout_id: int, groups: Sequence[int], steps: Sequence[TrainStep]) -> StepReport:
+        """Take the optimizer steps of this rank's part of a batch. All ranks.
+
+        `groups` are the sequence numbers of the batch's groups, for `progress`.
+        """
         structlog.contextvars.bind_contextvars(rollout=rollout_id)
-        return await self._run(self._model_thread, lambda: self._train(rollout_id, steps))
+        report = await self._run(self._model_thread, lambda: self._train(rollout_id, steps))
+        changed = self._progress.changed or report.finite
+        self._progress = replace(self._progress, rollout=rollout_id, groups=groups, report=report, changed=changed)
+        return report
+
+    async def progress(self) -> LearnerProgress:
+        """Return what this rank has trained and staged, once no call of an earlier rollout worker runs any more."""
+        while self._running:
+            await asyncio.wait(self._running)
+        return self._progress
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`. All ranks."""
@@ -138,6 +154,7 @@ class LearnerRank:
         structlog.contextvars.bind_contextvars(version=version)
         source = self._connected_source
         await self._run(self._model_thread, lambda: source.stage(version, self._learner.weights(), transports))
+        self._progress = replace(self._progress, version=version, changed=False)
 
     async def send(self, version: int, engine: str, transport: str) -> SendOutcome:
         """Send this rank's part of the staged version to one engine; several engines may be sent to at once."""
@@ -189,7 +206,10 @@ class LearnerRank:
         return self._source
 
     async def _run(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(threads, call)
+        running = asyncio.get_running_loop().run_in_executor(threads, call)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await running
 
 
 class WorkTime:

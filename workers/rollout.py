@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
@@ -18,19 +21,22 @@ from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.storage.checkpoints import read_progress
+from miles_async.adapters.storage.checkpoints import checkpoint_name, read_progress
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
+from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.weights.channel import Channel
-from miles_async.config.derived import bounds_of, schedule_of, takes_from_queue, trains_only
+from miles_async.config.derived import bounds_of, save_folder, schedule_of, takes_from_queue, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
+from miles_async.errors import EngineLostError
 from miles_async.events import DataSkipped, Event, WarningRaised
 from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.checkpoint import resume
 from miles_async.pipeline.evaluate import EvalSet, Scores
+from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, Ports, leave_unchanged
 from miles_async.pipeline.service import Service
@@ -42,12 +48,15 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.skip.identity import identity_of
+from miles_async.stored_run import StoredRun
 
 from .batches import BatchPreparation, SavedBatches
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .generators import Generators
 from .preflight import dynamic_filter, rollout_function
 from .specs import eval_sampling_of, greedy_of, sample_limits
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +82,41 @@ class Surroundings:
     """The checkpoint that the learner was resumed from, if any."""
 
 
-COLLECTION_SECONDS = 0.1
-"""Time from the first event that waits for the driver until the driver receives it."""
+EventBatch = tuple[int, Sequence[Event]]
+"""The number of a batch of events, and the events."""
 
 
 class Outbox:
-    """An event sink that the driver empties. `take` waits for events, so the driver does not have to poll."""
+    """Holds the events that the journal has stored until the driver has received them."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._batches: list[EventBatch] = []
         self._filled = asyncio.Event()
+        self.received = 0
+        """Number of the last batch that the driver has received."""
 
-    def emit(self, event: Event) -> None:
-        self._events.append(event)
+    def put(self, number: int, events: Sequence[Event]) -> None:
+        self._batches.append((number, events))
         self._filled.set()
 
-    async def take(self, patience_seconds: float) -> list[Event]:
-        """Return the events since the last call; waits up to `patience_seconds` for the first one."""
-        try:
-            await asyncio.wait_for(self._filled.wait(), patience_seconds)
-        except TimeoutError:
-            return []
-        # An actor call costs more CPU time than an event, so the events of a short while share one call.
-        await asyncio.sleep(COLLECTION_SECONDS)
-        events, self._events = self._events, []
-        self._filled.clear()
-        return events
+    async def take(self, received: int, patience_seconds: float) -> list[EventBatch]:
+        """Return all batches after number `received`. Waits up to `patience_seconds` for the first one.
+
+        A batch is returned again until the driver confirms it, so that none is lost with the answer to a call.
+        """
+        self.received = received
+        self._batches = [batch for batch in self._batches if batch[0] > received]
+        if not self._batches:
+            self._filled.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._filled.wait(), patience_seconds)
+        return list(self._batches)
+
+
+def store_folder(config: RunConfig, folder: RunFolder) -> Path:
+    """The folder of the store: that of `--store-dir`, with one folder per run, or one in the folder of the run."""
+    store_dir = config.cluster.store_dir
+    return folder.store if store_dir is None else Path(store_dir).expanduser().absolute() / folder.path.name
 
 
 class RolloutWorker:
@@ -110,6 +128,7 @@ class RolloutWorker:
         self._schedule = schedule_of(config, entry)
         self._folder = folder
         self._outbox = Outbox()
+        self._journal: Journal
         self._service: Service | None = None
         self._asked_to_stop = False
         self._servers: RayServers
@@ -126,10 +145,21 @@ class RolloutWorker:
         await asyncio.to_thread(CheckpointTokenizer, checkpoint)
 
     async def run(self, surroundings: Surroundings) -> None:
-        """Run to the end. Raises UserError, FatalError or an error of a user's function."""
-        config = self._config
+        """Run to the end, from the start or from where another rollout worker of this run was lost.
+
+        Raises UserError, FatalError or an error of a user's function.
+        """
+        config, clock = self._config, SystemClock()
         async with AsyncExitStack() as cleanup:
-            fleet = await self._connect(surroundings)
+            store = SqliteRunStore(store_folder(config, self._folder), self._folder.path.name)
+            cleanup.callback(store.close)
+            stored = await store.read()
+            self._journal = Journal(store, self._outbox, clock, number=0 if stored is None else stored.number)
+            # Whatever fails below is explained by events.
+            cleanup.push_async_callback(self._journal.flush)
+            for number, events in stored.events if stored is not None else ():
+                self._outbox.put(number, events)
+            fleet = await self._connect(surroundings, taking_over=stored is not None)
             if surroundings.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
             limits = sample_limits(config, surroundings.checkpoint)
@@ -142,7 +172,7 @@ class RolloutWorker:
                     fleet,
                     tokenizer,
                     self._arguments(surroundings.router_url, surroundings.router_key),
-                    events=self._outbox,
+                    events=self._journal,
                     live_version=self._live_version,
                     limits=limits,
                     agent_key_file=self._folder.agent_key,
@@ -151,23 +181,26 @@ class RolloutWorker:
             args = generators.args
             data = open_data(config, checkpoint=surroundings.checkpoint, args=args, report=self._reporter())
             checkpoint = surroundings.resume_from
-            first_rollout = 0 if checkpoint is None else resume(read_progress(checkpoint), data)
+            first_rollout = 0
+            if checkpoint is not None:
+                progress = read_progress(checkpoint)
+                first_rollout = progress["rollout"] + 1 if stored is not None else resume(progress, data)
             rewarder = open_rewarder(config, args)
             cleanup.push_async_callback(rewarder.close)
-            dead_letters = DeadLetterFile(self._folder.dead_letters, self._outbox)
+            dead_letters = DeadLetterFile(self._folder.dead_letters, self._journal)
             retries = asyncio.create_task(dead_letters.retry_forever())
             cleanup.callback(dead_letters.retry)
             cleanup.callback(retries.cancel)
             live = generators.training()
             skipping = await self._skipping(live, surroundings.checkpoint, limits)
             ports = Ports(
-                clock=SystemClock(),
-                events=self._outbox,
+                clock=clock,
+                journal=self._journal,
                 data=data,
                 generator=skipping or live,
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
-                learner=RayLearner(config, surroundings.learner_ranks, checkpoint),
+                learner=RayLearner(config, surroundings.learner_ranks, self._newest_checkpoint(checkpoint, stored)),
                 channel=Channel(
                     surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
                 ),
@@ -177,7 +210,7 @@ class RolloutWorker:
                 text_of=tokenizer.text_of,
                 limits=limits,
                 rollout=self._rollout(args, generators, skipping, limits),
-                prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._outbox),
+                prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
                 on_rollout=SkipManager.set_step,
                 problems=data.eval_problems(),
                 eval_sets=[
@@ -196,6 +229,7 @@ class RolloutWorker:
                 replace_unused_ports(config, ports),
                 schedule=self._schedule,
                 first_rollout=first_rollout,
+                stored=stored,
             )
             if self._asked_to_stop:
                 self._service.stop()
@@ -222,8 +256,17 @@ class RolloutWorker:
             limits=limits,
         )
 
-    async def _connect(self, surroundings: Surroundings) -> SGLangFleet:
-        """Connect to the running engines and add them to the router."""
+    def _newest_checkpoint(self, resumed_from: Path | None, stored: StoredRun | None) -> Path | None:
+        """The checkpoint that the next one follows: the newest of this run, or the one that the run resumed from."""
+        folder, saved = save_folder(self._config), None if stored is None else stored.progress["saved"]
+        return resumed_from if folder is None or saved is None else folder / checkpoint_name(saved)
+
+    async def _connect(self, surroundings: Surroundings, *, taking_over: bool) -> SGLangFleet:
+        """Connect to the running engines and add them to the router.
+
+        With `taking_over`, the engines first drop the requests that a lost rollout worker has left. An engine that does
+        not answer then is restarted by the pipeline.
+        """
         engine = self._config.engine
         self._servers = RayServers(
             surroundings.engine_actors,
@@ -235,13 +278,19 @@ class RolloutWorker:
             surroundings.router_url,
             router_key=surroundings.router_key,
             servers=self._servers,
-            emit=self._outbox.emit,
+            emit=self._journal.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
         )
         for info in surroundings.engines:
             self._fleet.register_engine(info)
-            await self._fleet.admit(info.name)
+            if not taking_over:
+                await self._fleet.admit(info.name)
+                continue
+            try:
+                await self._fleet.take_over(info.name)
+            except EngineLostError as lost:
+                log.warning("an engine did not answer the new rollout worker", engine=info.name, reason=str(lost))
         return self._fleet
 
     async def _leave_router(self) -> None:
@@ -255,7 +304,7 @@ class RolloutWorker:
 
         def report(reason: str, sentence: str) -> None:
             event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
-            loop.call_soon_threadsafe(self._outbox.emit, event)
+            loop.call_soon_threadsafe(self._journal.emit, event)
 
         return report
 
@@ -271,9 +320,12 @@ class RolloutWorker:
 
         return evaluate
 
-    async def events(self) -> list[Event]:
-        """Return the events since the last call; waits up to half a second for the first one."""
-        return await self._outbox.take(0.5)
+    async def events(self, received: int) -> list[EventBatch]:
+        """Return the batches of events after number `received`; waits up to half a second for the first one."""
+        return await self._outbox.take(received, 0.5)
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def answers(self) -> None:
         """Answer a heartbeat, which shows that the event loop is responsive."""
@@ -299,7 +351,7 @@ class RolloutWorker:
         config = self._config
 
         def warn(text: str) -> None:
-            self._outbox.emit(WarningRaised(time=time.time(), text=text))
+            self._journal.emit(WarningRaised(time=time.time(), text=text))
 
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
@@ -312,7 +364,7 @@ class RolloutWorker:
             manager,
             stream=self._schedule is Schedule.FULLY_ASYNC,
             clock=SystemClock(),
-            events=self._outbox,
+            events=self._journal,
             live_version=self._live_version,
         )
 

@@ -1,4 +1,4 @@
-"""Null objects for the half of the stack that a run does not start.
+"""Null objects for the parts of the stack that a run does not start.
 
 A run with `--debug-rollout-only` has no learner: a training step takes no time and changes no weights, so all weight
 versions are the same weights. A run with `--debug-train-only`, and supervised training without evaluation, has no
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles_async.errors import FatalError
-from miles_async.types import EngineLoad, Group, SendOutcome, StepReport
+from miles_async.stored_run import Changes, StoredRun
+from miles_async.types import EngineLoad, Group, LearnerProgress, SendOutcome, StepReport
 
 
 class NullLearner:
@@ -21,6 +22,9 @@ class NullLearner:
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         return StepReport(seconds=0.0, tokens=0, finite=True)
+
+    async def progress(self) -> LearnerProgress:
+        return LearnerProgress(rollout=None, groups=(), report=None, version=0, changed=False)
 
     async def work_seconds(self) -> float:
         return 0.0
@@ -96,3 +100,12 @@ class NullEngines:
     async def check_router(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class NullStore:
+    """Implements the `RunStore` port without storing anything: a run with it ends when its rollout worker is lost."""
+
+    async def write(self, changes: Changes) -> None: ...
+
+    async def read(self) -> StoredRun | None:
+        return None

@@ -60,6 +60,11 @@ class RunFolder:
         return self.path / "dead_letters.jsonl"
 
     @property
+    def store(self) -> Path:
+        """The state of the run that survives the rollout worker, see `adapters/storage/run_store.py`."""
+        return self.path / "store"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

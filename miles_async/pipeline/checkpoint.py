@@ -34,7 +34,9 @@ class Checkpointer:
         self.newest: asyncio.Task[None] | None = None
         """The task that writes, or wrote, the newest checkpoint; None before the first."""
         self.last_rollout: int | None = None
-        """The rollout of the newest checkpoint of this run; None before the first."""
+        """The rollout of the newest checkpoint of this run, complete or not; None before the first."""
+        self.last_saved: int | None = None
+        """The rollout of the newest complete checkpoint of this run; None before the first."""
 
     async def write(self, rollout_id: int) -> None:
         """Copy the state after `rollout_id` and start to write it; waits for the previous checkpoint first."""
@@ -44,10 +46,14 @@ class Checkpointer:
         progress = progress_of(rollout_id, self._run_state, self._data)
         await self._learner.copy_state(rollout_id)
         self.last_rollout = rollout_id
-        self.newest = self._tasks.spawn(f"checkpoint-{rollout_id}", self._learner.write_state(rollout_id, progress))
+        self.newest = self._tasks.spawn(f"checkpoint-{rollout_id}", self._write(rollout_id, progress))
         if not self._asynchronous:
             await self.newest
         self._run_state.mark_progress()
+
+    async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
+        await self._learner.write_state(rollout_id, progress)
+        self.last_saved = rollout_id
 
 
 def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
@@ -56,7 +62,7 @@ def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[
     This runs on the event loop, so it leaves generated tokens out and does not encode anything.
     """
     # A rollout function in another thread must not take a prompt between reading the position and listing the prompts.
-    with run_state.data_lock:
+    with run_state.journal.data_lock:
         untrained = [group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED]
         owed = [*untrained, *run_state.taken_groups, *run_state.quarantine.waiting]
         return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.prompt_dict() for group in owed]}

@@ -67,8 +67,8 @@ class BatchCollector:
         waited = run_state.clock.monotonic() - waiting_since
         now = run_state.clock.time()
         recycled = self._recycler.recycled
-        run_state.events.emit(QueueChanged(time=now, depth=len(queue), blocked=self._producer.window.blocked))
-        run_state.events.emit(
+        run_state.journal.emit(QueueChanged(time=now, depth=len(queue), blocked=self._producer.window.blocked))
+        run_state.journal.emit(
             BatchDrained(
                 time=now,
                 rollout=rollout_id,
@@ -131,7 +131,7 @@ class BatchCollector:
         for group in run_state.leased_groups:
             if group.sequence not in kept:
                 run_state.drop_filtered(group, "rollout_function")
-        with run_state.data_lock:
+        with run_state.journal.data_lock:
             run_state.record_returned(returned)
         run_state.forget_unused()
 

@@ -78,7 +78,7 @@ class Evaluator:
                 )
             versions = set_scores.get("versions") or live_versions
             truncated = [float(flag) for flag in set_scores.get("truncated", ())] or [0.0]
-            self.run_state.events.emit(
+            self.run_state.journal.emit(
                 Evaluated(
                     time=self.run_state.clock.time(),
                     name=name,
@@ -156,7 +156,7 @@ class Evaluator:
             self.run_state.changed.notify()
 
     def _warn(self, text: str) -> None:
-        self.run_state.events.emit(WarningRaised(time=self.run_state.clock.time(), text=text))
+        self.run_state.journal.emit(WarningRaised(time=self.run_state.clock.time(), text=text))
 
 
 class DueEvaluations:
@@ -192,7 +192,7 @@ class DueEvaluations:
     def add(self, rollout_id: int) -> None:
         """Evaluate after `rollout_id` as soon as possible; skip the evaluation that still waits to start."""
         if self._waiting is not None:
-            self._run_state.events.emit(
+            self._run_state.journal.emit(
                 EvaluationSkipped(time=self._run_state.clock.time(), rollout=self._waiting, overtaken_by=rollout_id)
             )
         self._waiting = rollout_id

@@ -61,11 +61,11 @@ class RunMonitor:
             if lag > SUSPENDED_SECONDS:
                 run_state.discount(lag)
             now, idle_seconds = run_state.clock.time(), run_state.idle_seconds
-            run_state.events.emit(LoopLag(time=now, seconds=lag))
-            run_state.events.emit(
+            run_state.journal.emit(LoopLag(time=now, seconds=lag))
+            run_state.journal.emit(
                 EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
             )
-            run_state.events.emit(self._pulse(idle_seconds))
+            run_state.journal.emit(self._pulse(idle_seconds))
             if self._stall.due(idle_seconds):
                 self._warn(idle_seconds)
             if idle_seconds >= self._abort_seconds:
@@ -111,7 +111,7 @@ class RunMonitor:
         )
 
     def _warn(self, idle_seconds: float) -> None:
-        self._run_state.events.emit(
+        self._run_state.journal.emit(
             Stalled(
                 time=self._run_state.clock.time(),
                 seconds=idle_seconds,

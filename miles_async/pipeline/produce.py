@@ -7,7 +7,7 @@ tasks change shared state only between two awaits, so no lock is needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -131,6 +131,18 @@ class Producer:
         finally:
             self._stopping = False
 
+    def restore(self, queued: Sequence[Group], finished: Sequence[Group]) -> None:
+        """Continue a stored run. `queued` are the groups in the queue, in order, and `finished` those that follow them.
+
+        The window begins at the next sequence number, because no older attempt is left that it could wait for.
+        """
+        for group in queued:
+            self.queue.put(group)
+        self.window = WindowedFIFOCollector(None, self.window.window_size, first=self._run_state.ledger.fed)
+        for group in finished:
+            self.queue.put(group)
+            self._run_state.advance([group], GroupState.QUEUED)
+
     def skip(self, sequence: int) -> None:
         """Let the window pass a sequence number whose group was generated outside the pipeline."""
         self.window.drop(sequence)
@@ -168,7 +180,7 @@ class Producer:
                 # Also wakes up if another limit blocks now, so that the time is attributed to the right cause.
                 await run_state.changed.until(partial(no_longer_blocked_by, cause))
                 self.waits_for = None
-                run_state.events.emit(
+                run_state.journal.emit(
                     AdmissionBlocked(
                         time=run_state.clock.time(), cause=cause, seconds=run_state.clock.monotonic() - blocked_at
                     )
@@ -283,8 +295,8 @@ class Producer:
         verdict = self._keep(group)
         if not verdict:
             reason = verdict.reason if isinstance(verdict, Verdict) else Verdict(False).reason
-            self._run_state.events.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=reason))
-        self._run_state.events.emit(
+            self._run_state.journal.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=reason))
+        self._run_state.journal.emit(
             GroupGenerated(
                 time=clock.time(),
                 sequence=sequence,
@@ -340,7 +352,7 @@ class Producer:
             self.queue.put(group)
             self._run_state.advance([group], GroupState.QUEUED)
             self._run_state.mark_progress()
-        self._run_state.events.emit(
+        self._run_state.journal.emit(
             QueueChanged(time=self._run_state.clock.time(), depth=len(self.queue), blocked=self.window.blocked)
         )
 

@@ -78,6 +78,8 @@ class Publisher:
         await self.idle()
         async with self._buffer_lease.held_by(f"staging version {version}"):
             started = self._run_state.clock.monotonic()
+            self._run_state.announced_version = version
+            await self._run_state.journal.flush()
             await self._channel.stage(version)
             self._run_state.trainer_version = version
             self._staged = _StagedVersion(version, trained, self._run_state.clock.monotonic() - started)
@@ -126,7 +128,7 @@ class Publisher:
     async def _publish(self, staged: _StagedVersion) -> None:
         """Pause, send, commit and resume; advance the state of the run if an engine holds the version afterwards."""
         run_state, version = self._run_state, staged.version
-        run_state.events.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self._queue_depth()))
+        run_state.journal.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self._queue_depth()))
         paused_at = run_state.clock.monotonic()
         run_state.publish_aborts += self._pause_mode == "abort"
         try:
@@ -140,7 +142,7 @@ class Publisher:
             await self._fleet.resume()
         resumed_at = run_state.clock.monotonic()
         live = bool(self._fleet.routed())
-        run_state.events.emit(
+        run_state.journal.emit(
             PublishEnded(
                 time=run_state.clock.time(),
                 version=version,
@@ -190,7 +192,7 @@ class Publisher:
         return outcome
 
     def _report_failure(self, version: int, outcome: SendOutcome, then: str, transport: str | None = None) -> None:
-        self._run_state.events.emit(
+        self._run_state.journal.emit(
             WriteFailed(
                 time=self._run_state.clock.time(),
                 version=version,

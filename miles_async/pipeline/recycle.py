@@ -61,6 +61,7 @@ class Recycler:
 
     def _return(self, group: Group) -> None:
         """Put the prompt first in line; a prompt that may crash engines waits for its trial instead."""
+        self._run_state.owe(group)
         if self._run_state.quarantine.suspects(group):
             self._run_state.quarantine.hold(group)
         else:

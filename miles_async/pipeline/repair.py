@@ -111,4 +111,4 @@ class Repair:
             await self._run_state.clock.sleep(min(MAX_BACKOFF_SECONDS, 2.0**failures))
 
     def _warn(self, text: str) -> None:
-        self._run_state.events.emit(WarningRaised(time=self._run_state.clock.time(), text=text))
+        self._run_state.journal.emit(WarningRaised(time=self._run_state.clock.time(), text=text))

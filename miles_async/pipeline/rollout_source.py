@@ -37,16 +37,18 @@ class RolloutSource:
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Take up to `num_samples` groups from the data source. Callable from any thread."""
-        with self._run_state.data_lock:
+        with self._run_state.journal.data_lock:
             groups = self._data.get_samples(num_samples)
             self._run_state.record_taken(groups)
         return groups
 
     def add_samples(self, samples: Sequence[Group]) -> None:
         """Return groups to the front of the feed. Callable from any thread."""
-        with self._run_state.data_lock:
+        with self._run_state.journal.data_lock:
             self._data.add_samples(samples)
             self._run_state.record_returned(samples)
+            for group in samples:
+                self._run_state.owe(Group.of(group))
 
     def discard(self, group: Group, reason: str) -> None:
         """Count a finished group that was generated outside the pipeline and will not be trained."""

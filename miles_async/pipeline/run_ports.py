@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from miles_async.events import EventSink
 from miles_async.pipeline.evaluate import EvalSet, Scores
+from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
-from miles_async.ports import Clock, DataSource, DeadLetters, Fleet, Generator, Learner, Rewarder, WeightChannel
+from miles_async.ports import Clock, DeadLetters, Fleet, Generator, Learner, Rewarder, SeekableSource, WeightChannel
 from miles_async.sample_schema import NO_LIMITS, SampleLimits
 from miles_async.types import Group, Verdict
 
@@ -31,8 +31,8 @@ class Ports:
     """The outside of one run. `tests/sim/world.py` builds one under virtual time; `workers/rollout.py` the real one."""
 
     clock: Clock
-    events: EventSink
-    data: DataSource
+    journal: Journal
+    data: SeekableSource
     generator: Generator
     evaluator: Generator
     """Like `generator`, but greedy."""

@@ -1,16 +1,16 @@
-"""The state that the loops share: ledger, weight versions, time of the last progress, and the event stream."""
+"""The state that the loops share: ledger, weight versions, time of the last progress, and the journal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Lock
 from typing import NamedTuple
 from weakref import ref
 
 from miles_async.errors import LedgerError
-from miles_async.events import EventSink, GroupFiltered, GroupMoved
+from miles_async.events import GroupFiltered, GroupMoved
+from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
@@ -33,19 +33,22 @@ class _TakenGroup(NamedTuple):
 
 
 class RunState:
-    """Owns the ledger and emits an event for each of its transitions. There is one per run.
+    """Owns the ledger, and records each of its transitions in the journal, with an event. There is one per run.
 
     All methods are called from the event loop, except `record_taken` and `record_returned`: a rollout function may run
-    in its own thread, so these two are called with `data_lock` held.
+    in its own thread, so these two are called with `journal.data_lock` held.
     """
 
-    def __init__(self, clock: Clock, events: EventSink) -> None:
+    def __init__(self, clock: Clock, journal: Journal) -> None:
         self.ledger = Ledger()
         self.quarantine = Quarantine()
         self.changed = ChangeSignal()
         """Notified at every transition and publish. No loop waits for anything else inside the run."""
         self.clock = clock
-        self.events = events
+        self.journal = journal
+        self.announced_version = 0
+        """Newest weight version that was staged or is about to be. Stored before it is staged, so that no version is
+        ever used for two different weights."""
         self.trainer_version = 0
         """Newest weight version that was staged, live or not."""
         self.live_version = -1
@@ -57,12 +60,12 @@ class RunState:
         self._last_progress = clock.monotonic()
         self._working = 0
         """Number of `working` blocks that are entered now."""
-        self.data_lock = Lock()
-        """Held while a rollout function takes prompts from the data source or returns them."""
         self._live: dict[int, Group] = {}
         """Live groups by sequence number."""
         self._taken: dict[str, _TakenGroup] = {}
         """Groups that a rollout function took, by feed index."""
+        self._adopted: set[int] = set()
+        """Sequence numbers of live groups that were generated outside the pipeline."""
 
     @property
     def live_groups(self) -> list[Group]:
@@ -85,6 +88,7 @@ class RunState:
             samples = [replace(sample, metadata=dict(sample.metadata), tokens=list(sample.tokens)) for sample in group]
             copy = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
             self._taken[group.feed_index] = _TakenGroup(copy, [ref(sample) for sample in group])
+            self.journal.owe(copy)
 
     def record_returned(self, groups: Iterable[Group]) -> None:
         """Forget groups that a rollout function returned, to the data source or as its result."""
@@ -126,14 +130,18 @@ class RunState:
 
     def feed(self, group: Group) -> None:
         """Enter a group that was taken from the data source, and assign its sequence number."""
-        transition = self.ledger.feed()
+        self._enter(group, self.ledger.feed())
+
+    def _enter(self, group: Group, transition: Transition) -> None:
         group.sequence = transition.sequence
         self._live[transition.sequence] = group
-        self._emit(group, transition)
+        self._record(group, transition)
 
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""
-        self.feed(group)
+        transition = self.ledger.feed()
+        self._adopted.add(transition.sequence)
+        self._enter(group, transition)
         for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED, GroupState.LEASED):
             self.advance([group], state)
 
@@ -148,28 +156,44 @@ class RunState:
 
         A worker thread of the user may still hold other groups, which a later call of the function returns.
         """
-        with self.data_lock:
-            self._taken = {name: taken for name, taken in self._taken.items() if taken.in_use}
+        with self.journal.data_lock:
+            for name in [name for name, taken in self._taken.items() if not taken.in_use]:
+                del self._taken[name]
+                self.journal.settle(name)
 
     def advance(self, groups: Iterable[Group], state: GroupState) -> None:
         """Move groups to their next state."""
         for group in groups:
-            self._emit(group, self.ledger.advance(sequence_of(group), state))
+            self._record(group, self.ledger.advance(sequence_of(group), state))
 
     def drop(self, group: Group, reason: DropReason) -> None:
-        """End the group's attempt without training."""
-        self._emit(group, self.ledger.drop(sequence_of(group), reason))
+        """End the group's attempt without training, and with it the debt of its prompt; see `owe`."""
+        self._record(group, self.ledger.drop(sequence_of(group), reason))
+
+    def owe(self, group: Group) -> None:
+        """Record that the prompt of a dropped group returns to the data source or waits for its trial."""
+        self.journal.owe(group)
+
+    def give_back(self, group: Group) -> None:
+        """Return a group of a batch that will not be trained to the queue."""
+        self._record(group, self.ledger.give_back(sequence_of(group)))
+
+    def restore(self, group: Group) -> None:
+        """Enter a live group of a stored run, whose state the ledger has."""
+        self._live[sequence_of(group)] = group
 
     def drop_filtered(self, group: Group, reason: str) -> None:
         """Drop a group that a filter or a rollout function rejected for `reason`."""
-        self.events.emit(GroupFiltered(time=self.clock.time(), sequence=sequence_of(group), reason=reason))
+        self.journal.emit(GroupFiltered(time=self.clock.time(), sequence=sequence_of(group), reason=reason))
         self.drop(group, DropReason.FILTERED)
 
-    def _emit(self, group: Group, transition: Transition) -> None:
+    def _record(self, group: Group, transition: Transition) -> None:
         counts = self.ledger.counts
+        self.journal.move(group, transition, adopted=transition.sequence in self._adopted)
         if transition.after not in LIVE:
             del self._live[transition.sequence]
-        self.events.emit(
+            self._adopted.discard(transition.sequence)
+        self.journal.emit(
             GroupMoved(
                 time=self.clock.time(),
                 sequence=transition.sequence,

@@ -17,7 +17,8 @@
     load      monitor.py  -                     the engines' loads (if enabled)    the engines
 
 Training is finite; the other loops run until it ends, and a loop that returns earlier is an error. Every group is in
-exactly one state of `scheduling/ledger.py`, and every change of state is an event.
+exactly one state of `scheduling/ledger.py`, and every change of state is an event. The journal stores all changes, and
+`restore.py` continues the run of a rollout worker that was lost.
 
 The three schedules share `Service._train`. They differ in when a batch is collected and when weights are published:
 
@@ -29,6 +30,7 @@ The three schedules share `Service._train`. They differ in when a batch is colle
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from miles_async.config.derived import checkpoint_due, evaluation_due, publish_due
 from miles_async.config.schema import RunConfig
@@ -42,6 +44,7 @@ from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.repair import Repair
+from miles_async.pipeline.restore import RestoredRun, progress_values, restore
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.run_state import RunState
@@ -52,6 +55,7 @@ from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import Bounds, Schedule, StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.window import HeadAction, HeadPolicy
+from miles_async.stored_run import StoredRun
 from miles_async.types import Group
 
 
@@ -65,27 +69,44 @@ class Service:
     """
 
     def __init__(
-        self, config: RunConfig, bounds: Bounds, ports: Ports, *, schedule: Schedule, first_rollout: int = 0
+        self,
+        config: RunConfig,
+        bounds: Bounds,
+        ports: Ports,
+        *,
+        schedule: Schedule,
+        first_rollout: int = 0,
+        stored: StoredRun | None = None,
     ) -> None:
-        """`first_rollout` is above 0 if the run resumes from a checkpoint."""
+        """`first_rollout` is above 0 if the run resumes from a checkpoint.
+
+        `stored` is what a rollout worker that was lost has stored: this service continues in its place.
+        """
         if ports.rollout is None and schedule is not Schedule.FULLY_ASYNC:
             raise ValueError(f"schedule {schedule} needs a rollout function: set Ports.rollout")
         self._config = config
         self._ports = ports
         self._schedule = schedule
         self._first_rollout = first_rollout
+        self._next_rollout = first_rollout
+        """The next batch to train."""
+        self._evaluated = -2
+        """The rollout after which the last evaluation ended; -1 is the evaluation before training."""
+        self._stored = stored
         self._tasks = TaskSupervisor()
         self._stopping = asyncio.Event()
         self._trained: list[Group] = []
         """Groups trained since the last staged version."""
-        self.run_state = RunState(ports.clock, ports.events)
+        self.run_state = RunState(ports.clock, ports.journal)
         gate = StalenessGate(config.rollout.max_weight_staleness)
         self._training = Training(self.run_state, ports.learner, ports.dead_letters, gate, config)
         self._adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
         self._admission = Admission(
             max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
         )
-        recycler = Recycler(self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts)
+        self._recycler = recycler = Recycler(
+            self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts
+        )
         self._producer = Producer(
             run_state=self.run_state,
             tasks=self._tasks,
@@ -104,7 +125,7 @@ class Service:
             engines_available=ports.fleet.serving,
             check_engines=lambda: self._repair.check_engines(),
             sample_display=SampleDisplay(
-                ports.clock, ports.events, config.observability.sample_interval_seconds, ports.text_of
+                ports.clock, ports.journal, config.observability.sample_interval_seconds, ports.text_of
             ),
         )
         self._collector = BatchCollector(
@@ -171,16 +192,29 @@ class Service:
 
     async def run(self) -> None:
         """Run to the end. Raises UserError, FatalError or an error of a user's function, after ending all tasks."""
+        try:
+            await self._run()
+        finally:
+            await self._ports.journal.flush()
+
+    async def _run(self) -> None:
         async with self._tasks:
+            self._tasks.forever("journal", self._ports.journal.run())
             self._tasks.forever("monitor", self._monitor.run())
             self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
             if self._adaptive is not None:
                 self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
-            await self._publisher.stage(0, [])
+            # Until the state is restored, the stored values must stay as they are.
+            restored = None if self._stored is None else await self._restore(self._stored)
+            self._ports.journal.progress = self._progress
+            if restored is None:
+                await self._publisher.stage(0, [])
+            else:
+                await self._publisher.stage(restored.version, restored.trained)
             await self._devices.release_learner()
             self._tasks.forever("repair", self._repair.run())
             await self._publisher.publish()
-            await self._evaluate_now(self._first_rollout - 1)
+            await self._catch_up(self._next_rollout - 1)
             if self._schedule is Schedule.FULLY_ASYNC:
                 self._producer.start(self._admission)
             await self._train()
@@ -188,11 +222,40 @@ class Service:
             if not self.stopped:
                 await self._evaluate_now(self._config.rollout.num_rollout - 1)
 
+    async def _restore(self, stored: StoredRun) -> RestoredRun:
+        """Continue the run of a rollout worker that was lost."""
+        restored = restore(
+            stored,
+            await self._ports.learner.progress(),
+            run_state=self.run_state,
+            producer=self._producer,
+            data=self._ports.data,
+            recycler=self._recycler,
+            training=self._training,
+        )
+        self._next_rollout, self._evaluated = restored.next_rollout, stored.progress["evaluated"]
+        self._checkpointer.last_rollout = self._checkpointer.last_saved = stored.progress["saved"]
+        return restored
+
+    async def _catch_up(self, rollout_id: int) -> None:
+        """Evaluate and save after `rollout_id`, which is -1 before training, if that is due and was not done.
+
+        That is the evaluation before training, or what a rollout worker that was lost could not do any more.
+        """
+        before_training = rollout_id == self._first_rollout - 1
+        unsaved = not before_training and self._checkpointer.last_rollout != rollout_id
+        if unsaved and checkpoint_due(self._config, rollout_id):
+            await self._save(rollout_id)
+        if self._evaluated < rollout_id and (before_training or evaluation_due(self._config, rollout_id)):
+            await self._evaluate_now(rollout_id)
+
     async def _train(self) -> None:
         """Train batch after batch; every `update_weights_interval` batches become one weight version."""
         schedule, last = self._schedule, self._config.rollout.num_rollout - 1
-        batch = self._start_batch(self._first_rollout)
-        for rollout_id in range(self._first_rollout, last + 1):
+        if self._next_rollout > last:
+            return
+        batch = self._start_batch(self._next_rollout)
+        for rollout_id in range(self._next_rollout, last + 1):
             self._enter_phase("batch")
             groups = await self._unless_stopped(batch)
             if groups is None:
@@ -211,6 +274,7 @@ class Service:
             self._enter_phase("step")
             if await self._training.step(rollout_id, groups):
                 self._trained += groups
+            self._next_rollout = rollout_id + 1
             # Without a finite step since the last version, the weights are unchanged and no version is due.
             if publish_due(self._config, rollout_id) and self._trained:
                 await self._stage()
@@ -325,9 +389,20 @@ class Service:
             scores = await self._evaluator.evaluate(rollout_id)
         live_versions = first_version, run_state.live_version
         self._evaluator.report(rollout_id, scores, clock.monotonic() - started, live_versions)
+        self._evaluated = rollout_id
+
+    def _progress(self) -> dict[str, Any]:
+        return progress_values(
+            self.run_state,
+            self._ports.data,
+            self._recycler,
+            next_rollout=self._next_rollout,
+            evaluated=self._evaluated,
+            saved=self._checkpointer.last_saved,
+        )
 
     def _enter_phase(self, phase: str) -> None:
-        self._ports.events.emit(TrainerPhaseChanged(time=self._ports.clock.time(), to=phase))
+        self._ports.journal.emit(TrainerPhaseChanged(time=self._ports.clock.time(), to=phase))
 
     def _evaluation_may_generate(self) -> bool:
         return self._ports.fleet.serving() and not self.run_state.quarantine.has_engines_alone

@@ -14,7 +14,7 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DeadLetters, Learner
 from miles_async.scheduling.bounds import StalenessGate, staleness
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import DropReason, Group, Sample
+from miles_async.types import DropReason, Group, Sample, StepReport
 
 
 class Training:
@@ -46,8 +46,7 @@ class Training:
             )
         if self._config.rollout.shuffle_rewards:
             shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
-        samples = [sample for group in groups for sample in group]
-        run_state.events.emit(
+        run_state.journal.emit(
             StepStarted(
                 time=run_state.clock.time(),
                 rollout=rollout_id,
@@ -56,9 +55,18 @@ class Training:
                 groups=[group.sequence or 0 for group in groups],
             )
         )
+        # The learner may train the batch although this process is lost meanwhile, so it has to be known before.
+        await run_state.journal.flush()
         report = await self._learner.train(rollout_id, groups)
+        self.conclude(rollout_id, groups, report)
+        return report.finite
+
+    def conclude(self, rollout_id: int, groups: list[Group], report: StepReport) -> None:
+        """Record the end of a step. Raises FatalError as `step`."""
+        run_state = self._run_state
+        samples = [sample for group in groups for sample in group]
         run_state.mark_progress()
-        run_state.events.emit(
+        run_state.journal.emit(
             StepEnded(
                 time=run_state.clock.time(),
                 rollout=rollout_id,
@@ -75,7 +83,6 @@ class Training:
             self._not_finite = []
         else:
             self._drop_nonfinite(rollout_id, groups)
-        return report.finite
 
     def _drop_nonfinite(self, rollout_id: int, groups: list[Group]) -> None:
         for group in groups:

@@ -4,12 +4,15 @@
       \\________________________________________________/
                        dropped(reason)
 
+A group of a batch that was not trained returns from leased to queued when a run is restored.
+
 A recycled prompt ends its attempt as dropped and starts a new attempt with a new sequence number. The ledger returns
 transitions as plain values, so that events can be emitted without the ledger knowing about them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -73,12 +76,20 @@ class Ledger:
         self.dropped: dict[DropReason, int] = dict.fromkeys(DropReason, 0)
         """Number of dropped groups since the start, by reason."""
         self._states: dict[int, GroupState] = {}
-        self._next_sequence = 0
+        self.fed = 0
+        """Number of attempts since the run began, which is also the next sequence number."""
 
-    @property
-    def fed(self) -> int:
-        """Number of attempts since the run began."""
-        return self._next_sequence
+    def restore(
+        self, fed: int, states: Mapping[int, GroupState], published: int, dropped: Mapping[DropReason, int]
+    ) -> None:
+        """Continue the ledger of a stored run. `states` are those of the live attempts."""
+        self.fed, self._states = fed, dict(states)
+        for state in states.values():
+            self.counts[state] += 1
+        self.counts[GroupState.PUBLISHED] = published
+        self.dropped |= dropped
+        self.counts[GroupState.DROPPED] = sum(dropped.values())
+        self.check_conservation()
 
     @property
     def held_slots(self) -> int:
@@ -87,8 +98,8 @@ class Ledger:
 
     def feed(self) -> Transition:
         """Start an attempt. The transition carries its new sequence number."""
-        sequence = self._next_sequence
-        self._next_sequence += 1
+        sequence = self.fed
+        self.fed += 1
         self._states[sequence] = GroupState.FED
         self.counts[GroupState.FED] += 1
         return Transition(sequence, None, GroupState.FED, None)
@@ -99,6 +110,13 @@ class Ledger:
         if _NEXT[before] is not after:
             raise LedgerError(f"group {sequence} cannot go from {before} to {after}; report this bug")
         return self._move(sequence, before, after, None)
+
+    def give_back(self, sequence: int) -> Transition:
+        """Return a leased group to the queue. Raises LedgerError for any other group."""
+        before = self._live_state(sequence)
+        if before is not GroupState.LEASED:
+            raise LedgerError(f"group {sequence} cannot return to the queue from {before}; report this bug")
+        return self._move(sequence, before, GroupState.QUEUED, None)
 
     def drop(self, sequence: int, reason: DropReason) -> Transition:
         """End an attempt without training. Raises LedgerError for a trained group, which is part of the weights."""

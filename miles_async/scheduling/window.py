@@ -94,18 +94,19 @@ class WindowedFIFOCollector(Generic[T]):
     ended twice, and for any use after `close`.
     """
 
-    def __init__(self, total: int | None, window_size: int) -> None:
+    def __init__(self, total: int | None, window_size: int, *, first: int = 0) -> None:
+        """`first` is the first position of a stream that is continued."""
         if total is not None and total < 1:
             raise WindowError(f"total must be at least 1, got {total}: a batch has at least one group")
         if window_size < 1:
             raise WindowError(f"window_size must be at least 1 (strict FIFO), got {window_size}")
         self.total = total
         self.window_size = window_size
-        self.head = 0
+        self.head = first
         """The oldest position that is neither collected nor dropped."""
         self.blocked = 0
         """Number of finished groups outside the window."""
-        self._end = 0
+        self._end = first
         """First position outside the window: finished groups in [head, end) may be collected."""
         self._counted = 0
         """Positions in [head, end) that count against `window_size`: all but the dropped ones."""

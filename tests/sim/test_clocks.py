@@ -21,6 +21,7 @@ from miles_async.events import (
     Stalled,
     StepEnded,
 )
+from miles_async.pipeline import monitor
 from miles_async.pipeline.evaluate import Scores
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.scheduling.bounds import Schedule
@@ -63,7 +64,11 @@ def seconds_of(world: World) -> list[float]:
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize("step", [600.0, -600.0])
-def test_a_jump_of_the_wall_clock_ends_no_run_and_changes_no_duration(step: float, schedule: Schedule) -> None:
+def test_a_jump_of_the_wall_clock_ends_no_run_and_changes_no_duration(
+    step: float, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise the learner's work would be counted at the very moment of a report, before or after it.
+    monkeypatch.setattr(monitor, "WORK_POLL_SECONDS", 5.07)
     world = World(config=config(), schedule=schedule, wall_clock_steps={9.1: step}).run()
     steady = World(config=config(), schedule=schedule).run()
     assert world.trace.of(Stalled) == []

@@ -289,8 +289,8 @@ def test_engines_can_be_added_and_removed_while_the_run_goes_on() -> None:
     alone = play(Fate(engines=1))
     world = play(Fate(engines=1, added=[(10, "engine-1"), (10, "engine-2")], removed=[(40.3, "engine-0")]))
     check_that_all_is_well(world)
-    assert engines_of(world).starts == ["engine-1", "engine-2"], "the removed one is not restarted"
-    assert world.fleet.routed() == ("engine-1", "engine-2")
+    assert sorted(engines_of(world).starts) == ["engine-1", "engine-2"], "the removed one is not restarted"
+    assert set(world.fleet.routed()) == {"engine-1", "engine-2"}
     assert lost(alone) == []
 
 

@@ -20,7 +20,7 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, VersionSpan
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
-from tests.sim.world import Feed, Trace, World
+from tests.sim.world import DirectJournal, Feed, Trace, World
 
 ROLLOUTS, BATCH = 20, 8
 
@@ -102,7 +102,7 @@ class Grabbed(Feed):
 
 
 async def test_a_prompt_that_is_taken_while_a_checkpoint_is_recorded_is_kept() -> None:
-    run_state = RunState(VirtualClock(), Trace())
+    run_state = RunState(VirtualClock(), DirectJournal(Trace()))
     feed = Grabbed(run_state)
     noted = progress_of(0, run_state, feed)
     feed.taker.join()

@@ -85,7 +85,7 @@ class SkippingWorld(World):
             SkipManager.init(self.config, world),
             stream=self.schedule is Schedule.FULLY_ASYNC,
             clock=clock,
-            events=self,
+            events=self.journal,
             live_version=lambda: self.service.run_state.live_version,
         )
         return self.skipping

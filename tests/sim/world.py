@@ -13,18 +13,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from miles_async.adapters.null import NullStore
+from miles_async.adapters.system.clock import SystemClock
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
-from miles_async.events import Event, RunStarted
+from miles_async.events import Event, EventSink, RunStarted
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline.checkpoint import resume
+from miles_async.pipeline.journal import EventOutbox, Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, Ports
 from miles_async.pipeline.service import Service
-from miles_async.ports import Generator
+from miles_async.ports import Generator, RunStore
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import WindowedFIFOCollector
-from miles_async.types import DropReason, Group, Sample, StepReport, Verdict
+from miles_async.stored_run import StoredRun
+from miles_async.types import DropReason, Group, LearnerProgress, Sample, StepReport, Verdict
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
 
@@ -42,6 +46,27 @@ class Trace:
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+
+class DirectOutbox:
+    """Hands events to a sink as soon as they are stored."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self.received = 0
+
+    def put(self, number: int, events: Sequence[Event]) -> None:
+        self.received = number
+        for event in events:
+            self._sink.emit(event)
+
+
+class DirectJournal(Journal):
+    """Stores nothing, and passes each event on at once."""
+
+    def __init__(self, sink: EventSink) -> None:
+        super().__init__(NullStore(), DirectOutbox(sink), SystemClock())
+        self.emit = sink.emit  # type: ignore[method-assign]
 
 
 class Feed:
@@ -75,8 +100,15 @@ class Feed:
         """Prompts that wait for another attempt."""
         return {group.feed_index for group in self._returned}
 
+    def position(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        self._next = position["next"]
+        self._returned.clear()
+
     def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next, "returned": [group.feed_index for group in self._returned]}
+        return {**self.position(), "returned": [group.feed_index for group in self._returned]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next = state["next"]
@@ -108,6 +140,9 @@ class Trainer:
         if self.keeps_batches:
             self.batches.append([group.feed_index for group in groups])
         return StepReport(seconds=self.seconds, tokens=len(groups), finite=self.finite(rollout_id))
+
+    async def progress(self) -> LearnerProgress:
+        raise AssertionError("no rollout worker is lost here")
 
     async def work_seconds(self) -> float:
         return sum((self.clock.monotonic() if end is None else end) - start for start, end in self.worked)
@@ -233,7 +268,7 @@ class World:
         clock = VirtualClock()
         for at, seconds in self.wall_clock_steps.items():
             asyncio.get_running_loop().call_at(at, clock.step_wall_clock, seconds)
-        self.fleet = engines = self.engine_kind(clock, self.latency, self.engines, self.seed)
+        self.fleet = self.engine_kind(clock, self.latency, self.engines, self.seed)
         self.trainer = self.trainer_kind(
             clock,
             self.train_seconds,
@@ -242,51 +277,65 @@ class World:
             save_seconds=self.save_seconds,
             save_error=self.save_error,
         )
+        self.emit(self._run_started(clock))
+        await self._serve(clock, NullStore(), None)
+        self.service.run_state.ledger.check_conservation()
+        self.seconds = clock.monotonic()
+
+    async def _serve(self, clock: VirtualClock, store: RunStore, stored: StoredRun | None) -> None:
+        """Run one rollout worker to its end."""
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
         first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)
+        self.journal = Journal(store, self._outbox(), clock, number=0 if stored is None else stored.number)
         self.service = Service(
             self.config,
             self.bounds,
-            Ports(
-                clock=clock,
-                events=self,
-                data=self.feed,
-                generator=self._generator(clock),
-                evaluator=engines,
-                rewarder=Judge(clock, self.reward_seconds),
-                learner=self.trainer,
-                channel=engines,
-                fleet=engines,
-                dead_letters=self.dead_letters,
-                keep=self.keep,
-                text_of=lambda ids: " ".join(map(str, ids)),
-                rollout=self._rollout_function(),
-                on_rollout=self._on_rollout,
-                prepare=self._prepare,
-                problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
-                evaluate=self.evaluate,
-            ),
+            self._ports(clock),
             schedule=self.schedule,
             first_rollout=first_rollout,
+            stored=stored,
         )
         if self.window is not None:
             self.service._producer.window = self.window(self.bounds.window)
-        self.emit(
-            RunStarted(
-                time=clock.time(),
-                run="sim",
-                entry="train.py" if self.schedule is Schedule.SYNCHRONOUS else "train_async.py",
-                rollouts=self.config.rollout.num_rollout,
-                groups_per_rollout=self.config.rollout.rollout_batch_size,
-                samples_per_group=self.config.rollout.n_samples_per_prompt,
-                queue_capacity=self.config.rollout.queue_capacity,
-                window=self.bounds.window,
-                slots=self.bounds.slots,
-            )
-        )
         await self.service.run()
-        self.service.run_state.ledger.check_conservation()
-        self.seconds = clock.monotonic()
+
+    def _outbox(self) -> EventOutbox:
+        return DirectOutbox(self)
+
+    def _ports(self, clock: VirtualClock) -> Ports:
+        engines = self.fleet
+        return Ports(
+            clock=clock,
+            journal=self.journal,
+            data=self.feed,
+            generator=self._generator(clock),
+            evaluator=engines,
+            rewarder=Judge(clock, self.reward_seconds),
+            learner=self.trainer,
+            channel=engines,
+            fleet=engines,
+            dead_letters=self.dead_letters,
+            keep=self.keep,
+            text_of=lambda ids: " ".join(map(str, ids)),
+            rollout=self._rollout_function(),
+            on_rollout=self._on_rollout,
+            prepare=self._prepare,
+            problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
+            evaluate=self.evaluate,
+        )
+
+    def _run_started(self, clock: VirtualClock) -> RunStarted:
+        return RunStarted(
+            time=clock.time(),
+            run="sim",
+            entry="train.py" if self.schedule is Schedule.SYNCHRONOUS else "train_async.py",
+            rollouts=self.config.rollout.num_rollout,
+            groups_per_rollout=self.config.rollout.rollout_batch_size,
+            samples_per_group=self.config.rollout.n_samples_per_prompt,
+            queue_capacity=self.config.rollout.queue_capacity,
+            window=self.bounds.window,
+            slots=self.bounds.slots,
+        )
 
     def _generator(self, clock: VirtualClock) -> Generator:
         return self.fleet

@@ -99,14 +99,15 @@ class Stack:
         played.events.append(run_started(played.config, played.folder, entry, "a model"))
         if stopped:
             await worker.stop.remote()
-        run = asyncio.ensure_future(_finished(worker.run.remote(surroundings)))
+        run, received = asyncio.ensure_future(_finished(worker.run.remote(surroundings))), 0
         while True:
             last = run.done()
-            events = await worker.events.remote()
-            played.events += events
-            if watch is not None:
-                for event in events:
-                    watch(event)
+            for number, events in await worker.events.remote(received):
+                received = number
+                played.events += events
+                if watch is not None:
+                    for event in events:
+                        watch(event)
             if last:
                 break
         ray.kill(worker)

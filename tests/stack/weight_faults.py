@@ -29,6 +29,7 @@ from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.types import Sample, SampleStatus
+from tests.sim.world import DirectJournal
 from tests.stack.engine_stack import Stack, group_of
 from tests.stack.local_sources import LocalSources
 
@@ -134,7 +135,7 @@ async def publish_under_load(
 ) -> Outcome:
     """`kill` ends an engine, `repair` restarts it if it is dead and returns its address."""
     outcome = Outcome()
-    run_state = RunState(SystemClock(), outcome)
+    run_state = RunState(SystemClock(), DirectJournal(outcome))
     known = {engine.name: engine for engine in engines}
     sources = LocalSources(stack.named_tensors, folder, timeout=30.0)
     faulty(sources, faults, kill)

@@ -14,7 +14,7 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.sim.virtual_time import VirtualClock
-from tests.sim.world import Trace
+from tests.sim.world import DirectJournal, Trace
 
 pytestmark = pytest.mark.virtual_time
 
@@ -90,13 +90,13 @@ async def test_the_scores_name_every_weight_version_that_generated_their_tokens(
     problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
     generator = Scripted([continued_by_version(3), continued_by_version(7)])
     sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
-    scores = await Evaluator(RunState(VirtualClock(), Trace()), Judge(), sets, lambda: True).evaluate(0)
+    scores = await Evaluator(RunState(VirtualClock(), DirectJournal(Trace())), Judge(), sets, lambda: True).evaluate(0)
     assert scores["held_out"]["versions"] == [3, 7]
 
 
 async def test_an_evaluation_that_waits_for_engines_is_skipped_when_a_newer_one_is_due() -> None:
     trace, made, serving = Trace(), list[int](), list[bool]()
-    run_state = RunState(VirtualClock(), trace)
+    run_state = RunState(VirtualClock(), DirectJournal(trace))
 
     async def evaluate(rollout_id: int) -> None:
         made.append(rollout_id)
@@ -118,7 +118,7 @@ async def test_an_evaluation_that_waits_for_engines_is_skipped_when_a_newer_one_
 async def evaluated(*script: Attempt) -> tuple[list[float], list[int], list[str]]:
     """Rewards, response tokens at each call, warnings."""
     trace, generator = Trace(), Scripted(list(script))
-    run_state = RunState(VirtualClock(), trace)
+    run_state = RunState(VirtualClock(), DirectJournal(trace))
     problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
     sets = [EvalSet(name="held_out", problems=problems, generator=generator)]
     scores = await Evaluator(run_state, Judge(), sets, lambda: True).evaluate(0)

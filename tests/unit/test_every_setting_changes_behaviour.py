@@ -318,11 +318,18 @@ SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
 LOGS = "unit/test_logs_and_sinks.py"
+LOST_WORKER = (
+    "stack/test_lost_rollout_worker.py::"
+    "test_a_lost_rollout_worker_is_replaced_until_no_batch_is_trained_between_two_losses"
+)
 LEARNER = "stack/test_learner_settings.py"
 LAYOUTS = "unit/test_layouts.py"
 PARALLEL = "stack/test_learner_parallel.py"
 
 NAMED: dict[str, str] = {
+    # the rollout worker
+    "max_restarts": LOST_WORKER,
+    "store_dir": LOST_WORKER,
     # model and warm start
     "hf_checkpoint": "unit/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
     "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",

@@ -113,19 +113,22 @@ class BufferedSource:
             yield self._sample(index, problem, prompt, f"warm_start_{index}")
             index += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the buffer, as JSON values if the metadata of samples is JSON.
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data, without the buffer.
 
         The order of the rows is not stored, because it follows from the seed.
         """
         with self._lock:
-            return {
-                "epoch_id": self.epoch_id,
-                "sample_offset": self.sample_offset,
-                "sample_index": self.sample_index,
-                "order": self._order_of_data,
-                "buffer": self._buffer.state(),
-            }
+            return self._position()
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Restore the result of `position`, with an empty buffer. Raises as `load_state_dict`."""
+        self.load_state_dict({**position, "buffer": []})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data and the buffer, as JSON values if the metadata of samples is JSON."""
+        with self._lock:
+            return {**self._position(), "buffer": self._buffer.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`.
@@ -142,6 +145,14 @@ class BufferedSource:
             self.sample_index = state["sample_index"]
             self._order = self._epoch_order()
             self._buffer.restore(state["buffer"])
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "epoch_id": self.epoch_id,
+            "sample_offset": self.sample_offset,
+            "sample_index": self.sample_index,
+            "order": self._order_of_data,
+        }
 
     @property
     def _order_of_data(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from miles_async.batching.batch import rank_batches
 from miles_async.config.derived import hf_export, save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
-from miles_async.types import Group, SendOutcome, StepReport
+from miles_async.types import Group, LearnerProgress, SendOutcome, StepReport
 
 T = TypeVar("T")
 Rank = Any
@@ -47,21 +48,24 @@ class RayLearner:
         batches = await asyncio.to_thread(
             rank_batches, groups, self._config, len(self._ranks), share_prefixes=self._share_prefixes
         )
+        sequences = [group.sequence or 0 for group in groups]
         reports = await all_results(
-            rank.train.remote(rollout_id, batch) for rank, batch in zip(self._ranks, batches, strict=True)
+            rank.train.remote(rollout_id, sequences, batch) for rank, batch in zip(self._ranks, batches, strict=True)
         )
-        tokens = sum(len(sample.tokens) for group in groups for sample in group)
-        seconds = max(report.seconds for report in reports)
-        return StepReport(
-            seconds=seconds,
-            tokens=tokens,
-            finite=all(report.finite for report in reports),
-            metrics={
-                **reports[0].metrics,
-                **_device_metrics(reports),
-                "tokens_per_second": tokens / max(seconds, 1e-9),
-            },
-        )
+        return _merged(reports, sum(len(sample.tokens) for group in groups for sample in group))
+
+    async def progress(self) -> LearnerProgress:
+        ranks: list[LearnerProgress] = await all_results(rank.progress.remote() for rank in self._ranks)
+        first = ranks[0]
+        if len({(rank.rollout, rank.version, rank.changed) for rank in ranks}) > 1:
+            done = "; ".join(f"rollout {rank.rollout}, version {rank.version}" for rank in ranks)
+            raise FatalError(
+                f"the rollout worker was lost while it called the learner, and its ranks differ now ({done}): resume "
+                "from the last checkpoint"
+            )
+        reports = [rank.report for rank in ranks if rank.report is not None]
+        report = _merged(reports, sum(report.tokens for report in reports)) if reports else None
+        return replace(first, report=report)
 
     async def offload(self) -> None:
         await all_results(rank.offload.remote() for rank in self._ranks)
@@ -132,6 +136,21 @@ class RayWeightSources:
 
     async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
         return await all_results(rank.send.remote(version, engine, transport) for rank in self._ranks)
+
+
+def _merged(reports: Sequence[StepReport], tokens: int) -> StepReport:
+    """Merge the reports of all ranks on a batch of `tokens` tokens."""
+    seconds = max(report.seconds for report in reports)
+    return StepReport(
+        seconds=seconds,
+        tokens=tokens,
+        finite=all(report.finite for report in reports),
+        metrics={
+            **reports[0].metrics,
+            **_device_metrics(reports),
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+        },
+    )
 
 
 def _device_metrics(reports: Sequence[StepReport]) -> dict[str, float]:

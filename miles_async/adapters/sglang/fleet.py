@@ -226,6 +226,14 @@ class SGLangFleet:
         self._router_serves = True
         self._report_engine(engine, "routed", None)
 
+    async def take_over(self, engine: str) -> None:
+        """Abort the requests that another rollout worker has left at an engine, then let requests reach it.
+
+        Raises EngineLostError if engine or router does not answer.
+        """
+        await self._post(self._infos[engine], "/abort_request", {"abort_all": True})
+        await self.admit(engine)
+
     async def check(self, engine: str) -> None:
         """See `ports.Fleet.check`. SGLang's health check generates a token only if the engine is idle."""
         info, pauses = self._infos[engine], self._pauses

@@ -15,11 +15,8 @@ towards `save_keep`, and only these are deleted. To go back to an older checkpoi
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,15 +27,21 @@ from typing import Any, NamedTuple
 import structlog
 
 from miles_async.adapters.storage.checksum import checksum, file_chunks
-from miles_async.atomic_files import flush_folder, flush_to_disk, replace_folder, write_atomically
+from miles_async.adapters.storage.folder_lock import create_folder, lock_folder
+from miles_async.atomic_files import flush_folder, replace_folder, write_atomically
 from miles_async.errors import UserError
 
-_MARKER, _LOCK, _PROGRESS, _FILES = "latest", ".lock", "progress.json", "files.json"
+_MARKER, _PROGRESS, _FILES = "latest", "progress.json", "files.json"
 _PREFIX = "rollout_"
 CHECKSUM_THREADS = 4
 """Files whose checksums are computed at the same time."""
 
 log = structlog.get_logger(__name__)
+
+
+def checkpoint_name(rollout_id: int) -> str:
+    """The name of the folder of the checkpoint after `rollout_id`."""
+    return f"{_PREFIX}{rollout_id:07d}"
 
 
 class ResumePoint(NamedTuple):
@@ -74,21 +77,7 @@ class CheckpointFolder:
         The operating system releases the lock when the process ends, however it ends. Raises UserError that names the
         other run if there is one. On a file system without locks, a warning replaces the lock.
         """
-        _create_folder(self._root)
-        with (self._root / _LOCK).open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise UserError(
-                    f"save {self._root} is in use by another run ({file.read().strip() or 'which is starting'}): wait "
-                    "until that run has ended, or set save to another folder"
-                ) from None
-            except OSError as error:  # some network file systems have no locks
-                log.warning(f"save {self._root} cannot be locked ({error}): let no other run write to it")
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
-            file.flush()
+        with lock_folder(self._root, "save"):
             yield
 
     def begin(self, rollout_id: int) -> Path:
@@ -96,10 +85,10 @@ class CheckpointFolder:
 
         Deletes drafts of killed runs. `latest` never returns a draft.
         """
-        _create_folder(self._root)
+        create_folder(self._root)
         for leftover in self._root.glob(f".{_PREFIX}*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        draft = self._root / f".{_PREFIX}{rollout_id:07d}.tmp"
+        draft = self._root / f".{checkpoint_name(rollout_id)}.tmp"
         draft.mkdir()
         return draft
 
@@ -124,7 +113,7 @@ class CheckpointFolder:
         files = {name: {"bytes": size, "checksum": found.get(name)} for name, size in sizes.items()}
         (draft / _FILES).write_text(json.dumps(files))
         flush_folder(draft)
-        path = self._root / f"{_PREFIX}{rollout_id:07d}"
+        path = self._root / checkpoint_name(rollout_id)
         # The folder exists already if this run was resumed from an earlier checkpoint.
         replace_folder(draft, path)
         names = [path.name, *(name for name in self._names if name != path.name)]
@@ -252,11 +241,3 @@ def _sizes(folder: Path) -> dict[str, int]:
     """Size in bytes of each file below `folder`, except the list of sizes itself."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / _FILES)
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
-
-
-def _create_folder(folder: Path) -> None:
-    """Create a folder and its parents, and flush their names to disk: fsync of a folder does not flush its own name."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        flush_to_disk(path.parent)

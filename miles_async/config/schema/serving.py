@@ -85,6 +85,12 @@ class Cluster(Section):
     ray_address: str | None = None
     """Address of an existing Ray cluster, such as 10.0.0.1:6379. If unset, a cluster is started on this machine and
     shut down with the run."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a rollout worker that was lost is started again before a batch is trained. Learner, engines and all
+    finished groups are kept meanwhile. With 0, and with --colocate, a lost rollout worker ends the run."""
+    store_dir: str | None = None
+    """Folder on a local disk for the state of the run that survives the rollout worker: unfinished prompts and finished
+    groups. If unset, it is in the folder of the run."""
     colocate: bool = False
     """Run the engines on the learner's devices (train.py only). Learner and engines take turns: each releases its
     device memory while the other one works."""

@@ -22,7 +22,9 @@ from miles_async.events import (
 
 _LIFECYCLE = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 _NEXT = dict(pairwise(_LIFECYCLE))
-_RETRIED = frozenset({"stale", "failed", "engine_lost", "router_lost", "head_deadline", "aborted", "partial"})
+_RETRIED = frozenset(
+    {"stale", "failed", "engine_lost", "router_lost", "worker_lost", "head_deadline", "aborted", "partial"}
+)
 """Drop reasons after which the prompt must get another attempt or become a dead letter."""
 
 
@@ -103,6 +105,9 @@ class Audit:
             return
         elif event.after == "dropped":
             self._dropped(event, life)
+        elif (event.before, event.after) == ("leased", "queued"):
+            # A batch that was not trained returns to the queue when its rollout worker is lost.
+            life.state = event.after
         elif _NEXT.get(event.before) != event.after:
             self._violated(f"group {sequence} went from {event.before} to {event.after}")
         else:

@@ -1,0 +1,219 @@
+"""Measures what it costs to store the state of a run, and how long reading it back takes.
+
+    python -m benchmarks.run_store [--folder FOLDER]
+
+Writes groups of 8 samples with 256 response tokens: first as fast as possible, then 500 groups per second in ten
+batches per second. An event loop that wakes up every millisecond measures how late it does, with and without the store
+beside it. Then reads 1,000 groups of 8 samples with 8,192 tokens in a new process. Needs 2 GiB of disk space and 8 GiB
+of memory. Writes benchmarks/results/run-store.json. Exits with 1 if fewer than 500 groups per second are written, if
+the 99th percentile of the delays is 20 ms or more, or if reading takes 10 s or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from statistics import quantiles
+
+import psutil
+
+from benchmarks.records import machine_load, record
+from miles_async.adapters.storage.run_store import FILE, SqliteRunStore
+from miles_async.events import QueueChanged
+from miles_async.sampling_mask import SamplingMask
+from miles_async.scheduling.ledger import GroupState
+from miles_async.stored_run import Changes, GroupChange
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+
+SAMPLES, TOKENS, GROUPS_PER_SECOND, BATCHES_PER_SECOND = 8, 256, 500, 10
+GROUPS_PER_BATCH = GROUPS_PER_SECOND // BATCHES_PER_SECOND
+LIVE = 400
+"""Groups that are stored at the same time."""
+LARGE_GROUPS, LARGE_TOKENS = 1000, 8192
+LIMIT_DELAY_SECONDS, LIMIT_READ_SECONDS = 0.020, 10.0
+READ = """
+import asyncio, json, resource, sys, time
+from contextlib import closing
+from pathlib import Path
+from miles_async.adapters.storage.run_store import SqliteRunStore
+from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+async def read():
+    # Not returned, because asyncio.run formats the result of its coroutine as text.
+    global stored, seconds
+    began = time.perf_counter()
+    with closing(SqliteRunStore(Path(sys.argv[1]), "benchmark")) as store:
+        stored = await store.read()
+        seconds = time.perf_counter() - began
+
+tune_garbage_collection()  # as the rollout worker does
+before = peak()
+asyncio.run(read())
+cpu_seconds = time.process_time()
+tokens = sum(len(sample.tokens) for group in stored.groups for sample in group.content)
+print(json.dumps({"read_groups": len(stored.groups), "read_seconds": seconds,
+                  "read_process_cpu_seconds": cpu_seconds, "read_tokens": tokens,
+                  "read_peak_gib": peak(), "read_growth_gib": peak() - before}))
+"""
+
+
+def group(draw: random.Random, tokens: int) -> Group:
+    return Group(
+        Sample(
+            index=index,
+            prompt=[{"role": "user", "content": "What is 17 + 25? Think step by step."}],
+            label="42",
+            metadata={"feed_index": "sample_0_0", "difficulty": 0.25, "tags": ["addition", "two digits"]},
+            tokens=[draw.randrange(150_000) for _ in range(tokens + 20)],
+            response="word " * tokens,
+            response_length=tokens,
+            loss_mask=[1] * tokens,
+            rollout_log_probs=[-draw.random() for _ in range(tokens)],
+            sampling_mask=SamplingMask.from_rows([[draw.randrange(150_000) for _ in range(2)] for _ in range(tokens)]),
+            spans=[VersionSpan(3, 0, tokens // 2), VersionSpan(4, tokens // 2, tokens)],
+            reward=draw.random(),
+            status=SampleStatus.COMPLETED,
+        )
+        for index in range(SAMPLES)
+    )
+
+
+def changes(number: int, groups: Sequence[Group]) -> Changes:
+    """A batch in which these groups finish, the groups of the previous batch are queued, and old ones are trained."""
+    first = (number - 1) * len(groups)
+    states = {
+        GroupState.QUEUED: range(max(0, first - len(groups)), first),
+        GroupState.FINISHED: range(first, first + len(groups)),
+    }
+    ended = range(first - LIVE, first - LIVE + len(groups))
+    return Changes(
+        number=number,
+        groups={
+            sequence: GroupChange(
+                feed_index=f"sample_0_{sequence}",
+                attempt=0,
+                state=state,
+                order=sequence,
+                content=groups[sequence - first] if state is GroupState.FINISHED else None,
+            )
+            for state, sequences in states.items()
+            for sequence in sequences
+        },
+        ended=ended,
+        owed={f"sample_0_{first + position}": one.prompt_dict() for position, one in enumerate(groups)},
+        settled=[f"sample_0_{sequence}" for sequence in ended],
+        progress={"data": {"epoch": 0, "position": first}, "version": number},
+        events=[QueueChanged(time=time.time(), depth=depth, blocked=0) for depth in range(5 * len(groups))],
+        delivered=number - 1,
+    )
+
+
+def writer_seconds() -> float:
+    """CPU seconds of the thread of the store so far."""
+    [thread] = [one for one in threading.enumerate() if one.name.startswith("run store")]
+    [times] = [one for one in psutil.Process().threads() if one.id == thread.native_id]
+    return times.user_time + times.system_time
+
+
+@asynccontextmanager
+async def measured_delays(delays: list[float]) -> AsyncIterator[None]:
+    """Append how late the event loop wakes up, once per millisecond, inside the block."""
+
+    async def tick() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            delays.append(time.perf_counter() - began - 0.001)
+
+    ticking = asyncio.ensure_future(tick())
+    try:
+        yield
+    finally:
+        ticking.cancel()
+
+
+async def measure_writes(folder: Path, seconds: float) -> dict[str, float]:
+    draw = random.Random(0)
+    groups = [group(draw, TOKENS) for _ in range(GROUPS_PER_BATCH)]
+    found: dict[str, float] = {}
+    with closing(SqliteRunStore(folder, "benchmark")) as store:
+        number, began, cpu = 0, time.perf_counter(), writer_seconds()
+        while time.perf_counter() - began < seconds:
+            number += 1
+            await store.write(changes(number, groups))
+        elapsed = time.perf_counter() - began
+        found["batches_per_second"] = number / elapsed
+        found["groups_per_second"] = number * len(groups) / elapsed
+        found["writer_cpu_seconds_per_1000_groups"] = (writer_seconds() - cpu) / (number * len(groups)) * 1000
+        found["file_mib"] = (folder / FILE).stat().st_size / 2**20
+
+        delays: list[float] = []
+        async with measured_delays(delays):
+            await asyncio.sleep(seconds)
+        found["delay_p99_ms_without_store"] = quantiles(delays, n=100)[-1] * 1000
+        delays.clear()
+        slept = 0.0
+        async with measured_delays(delays):
+            for _ in range(round(seconds * BATCHES_PER_SECOND)):
+                number, due = number + 1, time.perf_counter() + 1 / BATCHES_PER_SECOND
+                await store.write(changes(number, groups))
+                pause = max(0.0, due - time.perf_counter())
+                slept += pause
+                await asyncio.sleep(pause)
+        found["delay_p99_ms"] = quantiles(delays, n=100)[-1] * 1000
+        found["delay_max_ms"] = max(delays) * 1000
+        found["writing_share"] = 1 - slept / seconds
+    return found
+
+
+async def write_large(folder: Path) -> None:
+    draw = random.Random(0)
+    groups = [group(draw, LARGE_TOKENS) for _ in range(10)]
+    with closing(SqliteRunStore(folder, "benchmark")) as store:
+        for number in range(1, LARGE_GROUPS // len(groups) + 1):
+            batch = changes(number, groups)
+            batch.ended = batch.settled = ()
+            await store.write(batch)
+
+
+def measure_read(folder: Path) -> dict[str, float]:
+    asyncio.run(write_large(folder))
+    done = subprocess.run([sys.executable, "-c", READ, str(folder)], capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to write (default: the folder for temporary files)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement (default: 10)")
+    arguments = parser.parse_args()
+    load = machine_load()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        found = asyncio.run(measure_writes(Path(scratch) / "small", arguments.seconds))
+        found |= measure_read(Path(scratch) / "large")
+    for name, value in found.items():
+        print(f"{name.replace('_', ' '):<36}{value:14.5g}")
+    record("run-store", {**found, "load_before": load})
+    reached = (
+        found["groups_per_second"] >= GROUPS_PER_SECOND
+        and found["delay_p99_ms"] < LIMIT_DELAY_SECONDS * 1000
+        and found["read_seconds"] < LIMIT_READ_SECONDS
+    )
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,512 @@
+"""The state of a run in one SQLite file, which another rollout worker continues after a crash.
+
+    <store-dir>/run.sqlite        the stored state; `run.sqlite-wal` and `run.sqlite-shm` belong to it
+    <store-dir>/.lock             locked by the process that writes
+
+Each batch is one transaction. The store of a killed process therefore holds exactly the batches up to some number.
+
+On a local disk, SQLite appends each transaction to a write-ahead log (https://sqlite.org/wal.html) without `fsync`. A
+transaction survives the death of the process at any moment. A power failure or a crash of the operating system may undo
+the last transactions, those since the previous checkpoint of the log, but never a part of one. On a network file
+system, a write-ahead log does not work, because the processes share its index through memory. SQLite then uses a
+rollback journal and calls `fsync` for each transaction.
+
+SQLite does not detect changed bytes in a file. Every row therefore carries a checksum of its values, and every
+transaction stores the sum of the checksums of all rows, so that a damaged file is refused and never read as a different
+state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+import structlog
+
+from miles_async.adapters.storage.checksum import checksum
+from miles_async.adapters.storage.folder_lock import lock_folder
+from miles_async.adapters.system.file_systems import MOUNTS, file_system, is_network_file_system
+from miles_async.atomic_files import atomic_file
+from miles_async.errors import FatalError, StoreError, UserError
+from miles_async.events import AnyEvent
+from miles_async.json_values import json_value
+from miles_async.sampling_mask import SamplingMask
+from miles_async.scheduling.ledger import GroupState
+from miles_async.stored_run import Changes, StoredGroup, StoredRun
+from miles_async.types import Group, Sample
+
+FILE = "run.sqlite"
+FORMAT = 1
+"""Version of the schema and of the encoding. SQLite keeps it as `user_version`."""
+PAGE_BYTES = 16 << 10
+"""A page of the file. Groups of many tokens are written faster than with SQLite's default of 4 KiB."""
+CACHE_BYTES = 16 << 20
+"""Changed pages that a transaction keeps in memory; it writes further ones to the log early."""
+CHECKPOINT_BYTES = 16 << 20
+"""The write-ahead log is copied into the file when it has reached this size."""
+BUSY_SECONDS = 60.0
+"""How long a transaction waits for a process that lists the store."""
+
+log = structlog.get_logger(__name__)
+
+
+class SqliteRunStore:
+    """Implements `RunStore` with SQLite.
+
+    All work with the file, including the encoding of groups, takes place in one thread, so the event loop never waits
+    for the disk. The store keeps the folder locked until `close` or the end of the process.
+    """
+
+    def __init__(self, folder: Path, run_id: str, *, read_only: bool = False, mounts: Path = MOUNTS) -> None:
+        """Open the store of run `run_id`, or create it if `folder` has none. Blocks until the file is open.
+
+        With `read_only`, the store must exist, `write` fails, and the folder is not locked: another process may write
+        meanwhile. `mounts` lists the mounted file systems (`file_system`).
+
+        Raises UserError if another process has locked the folder, if the file belongs to another run or another
+        version of the format, or if it cannot be created or opened, and FatalError if it is damaged.
+        """
+        self._path = folder / FILE
+        with ExitStack() as stack:
+            if not read_only:
+                stack.enter_context(_writable(folder))
+            self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="run store"))
+            self._file = self._thread.submit(_open, self._path, run_id, read_only, mounts).result()
+            stack.callback(lambda: self._thread.submit(self._file.close).result())
+            self._resources = stack.pop_all()
+
+    async def write(self, changes: Changes) -> None:
+        """Store one batch in one transaction; see `RunStore.write`. Batches are stored in the order of the calls.
+
+        The content of a group may be changed again as soon as this call has begun: `Sample.reset` and assignments to
+        fields do not change what is stored.
+
+        If a key is both set and removed in one batch, it is removed. A prompt that is stored again keeps its position
+        among the owed prompts.
+        """
+        # The pipeline may recycle a group while the thread works, so the thread gets the values of the fields.
+        contents = {
+            sequence: [_field_values(sample) for sample in change.content]
+            for sequence, change in changes.groups.items()
+            if change.content is not None
+        }
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._file.write, changes, contents)
+
+    async def read(self) -> StoredRun | None:
+        """Return the stored state; see `RunStore.read`. Needs memory for the result and one encoded group."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._file.read)
+
+    def close(self) -> None:
+        """Wait for the batches that are being written, close the file and unlock the folder."""
+        self._resources.close()
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Lock the folder. Raises UserError if another process has locked it or if it is not writable."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock_folder(folder, "--store-dir"))
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        yield
+
+
+def _unusable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"the run store {path} cannot be used ({error}): make the folder writable and free some disk space, or set "
+        "--store-dir to another folder"
+    )
+
+
+def _damaged(path: Path, detail: object) -> FatalError:
+    # The errors of SQLite quote bytes of the file.
+    text = "".join(character if character.isprintable() else "?" for character in str(detail)[:100])
+    return FatalError(
+        f"the run store {path} is damaged ({text}): set --store-dir to an empty folder and resume from a checkpoint"
+    )
+
+
+@contextmanager
+def _reported_for(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and of the decoders into a UserError or FatalError that names the file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        # The lowest byte is the kind of error. A file that ends too early is damaged, although it is an I/O error.
+        outer_cause = code & 0xFF in _OUTER_CAUSES and code != sqlite3.SQLITE_IOERR_SHORT_READ
+        raise (_unusable if outer_cause else _damaged)(path, error) from error
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, error) from error
+
+
+_OUTER_CAUSES = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}
+"""Errors whose cause is the disk, the permissions or another process, not the contents of the file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """A table whose rows end with a checksum of the other columns. The first column is the key."""
+
+    name: str
+    columns: Mapping[str, str]
+    """Types by name."""
+    order: str
+
+    @property
+    def key(self) -> str:
+        return next(iter(self.columns))
+
+    @property
+    def create(self) -> str:
+        columns = ", ".join(f"{name} {kind}" for name, kind in self.columns.items())
+        return f"CREATE TABLE {self.name} ({columns}, checksum TEXT)"
+
+    @property
+    def put(self) -> str:
+        return f"REPLACE INTO {self.name} VALUES ({'?, ' * len(self.columns)}?)"
+
+    @property
+    def delete(self) -> str:
+        return f"DELETE FROM {self.name} WHERE {self.key} = ?"
+
+    @property
+    def select(self) -> str:
+        return f"SELECT {', '.join(self.columns)}, checksum FROM {self.name} ORDER BY {self.order}"
+
+    @property
+    def select_checksums(self) -> str:
+        return f"SELECT {self.key}, checksum FROM {self.name}"
+
+
+_GROUPS = _Table(
+    "groups",
+    {
+        "sequence": "INTEGER PRIMARY KEY",
+        "feed_index": "TEXT",
+        "attempt": "INTEGER",
+        "state": "TEXT",
+        "position": "INTEGER",
+        "adopted": "INTEGER",
+    },
+    "position",
+)
+# A separate table, because SQLite writes a whole row again if one of its columns changes.
+_CONTENTS = _Table("contents", {"sequence": "INTEGER PRIMARY KEY", "data": "BLOB"}, "sequence")
+_OWED = _Table("owed", {"feed_index": "TEXT PRIMARY KEY", "position": "INTEGER", "data": "BLOB"}, "position")
+_PROGRESS = _Table("progress", {"name": "TEXT PRIMARY KEY", "data": "BLOB"}, "name")
+_EVENTS = _Table("events", {"number": "INTEGER PRIMARY KEY", "data": "BLOB"}, "number")
+_TABLES = (_GROUPS, _CONTENTS, _OWED, _PROGRESS, _EVENTS)
+_RUN = _Table("run", {"id": "TEXT PRIMARY KEY", "number": "INTEGER", "rows_checksum": "TEXT"}, "id")
+"""One row: the run, its last batch, and the sum of the checksums of all rows of the other tables."""
+
+
+def _open(path: Path, run_id: str, read_only: bool, mounts: Path) -> _RunFile:
+    """Open or create the file. Called in the thread of the store, because a connection belongs to one thread."""
+    if read_only and not path.exists():
+        raise UserError(f"there is no run store {path}: set --store-dir to the folder that the run writes to")
+    try:
+        if not read_only:
+            _create_if_missing(path, run_id)
+        # SQLite takes an empty file for an empty database.
+        if path.stat().st_size == 0:
+            raise _damaged(path, "the file is empty")
+    except (OSError, sqlite3.Error) as error:
+        raise _unusable(path, error) from error
+    with _reported_for(path), ExitStack() as stack:
+        # SQLite itself must not create the file.
+        uri = f"file:{quote(str(path.resolve()))}?mode={'ro' if read_only else 'rw'}"
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+        stack.callback(connection.close)
+        file = _RunFile(path, connection)
+        file.check(run_id)
+        if not read_only:
+            _set_durability(connection, path, mounts)
+            file.load_checksums()
+        stack.pop_all()
+        return file
+
+
+def _create_if_missing(path: Path, run_id: str) -> None:
+    """Create a store without batches. A process that is killed meanwhile leaves no file."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp*"):
+        leftover.unlink()
+    if path.exists():
+        return
+    if logs := [log.name for log in path.parent.glob(f"{path.name}-*")]:
+        raise _damaged(path, f"the file is missing, but {', '.join(logs)} exists")
+    with atomic_file(path) as temporary:
+        connection = sqlite3.connect(temporary, isolation_level=None)
+        try:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
+            for table in (*_TABLES, _RUN):
+                connection.execute(table.create)
+            row = (run_id, 0, _sum_text(0))
+            connection.execute(_RUN.put, (*row, _row_checksum(_RUN, row)))
+        finally:
+            connection.close()
+
+
+def _set_durability(connection: sqlite3.Connection, path: Path, mounts: Path) -> None:
+    """Choose how SQLite makes transactions durable; see the description of the module."""
+    kind = file_system(path, mounts)
+    if network := is_network_file_system(kind):
+        log.warning(
+            f"--store-dir {path.parent} is on a network file system ({kind}), where each batch waits for the disk; "
+            "a folder on a local disk is faster"
+        )
+    [mode] = connection.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
+    connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+    connection.execute(f"PRAGMA cache_size = {-CACHE_BYTES // 1024}")  # SQLite reads a negative size as KiB
+    connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}")
+    # A log that one large batch has extended is truncated afterwards.
+    connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_BYTES}")
+
+
+class _RunFile:
+    """The open file. All calls come from one thread."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self._path = path
+        self._connection = connection
+        self._run_id = ""
+        self._checksums: dict[_Table, dict[Any, int]] = {}
+        """Checksum of each row, by table and key, so that a row is replaced without being read. Empty if unknown."""
+        self._sum = 0
+        self._owed_positions: dict[str, int] = {}
+
+    def check(self, run_id: str) -> None:
+        """Raises UserError if the file has another format or belongs to another run, and FatalError for damage."""
+        [version] = self._connection.execute("PRAGMA user_version").fetchone()
+        if version != FORMAT:
+            raise UserError(
+                f"the run store {self._path} has format version {version}, and this version of miles_async reads "
+                f"format version {FORMAT}: set --store-dir to another folder, or continue the run with the version "
+                "that wrote the store"
+            )
+        stored, _, _ = self._run_row()
+        if stored != run_id:
+            raise UserError(
+                f"the run store {self._path} belongs to run {stored}, not to run {run_id}: set --store-dir to another "
+                f"folder, or continue run {stored}"
+            )
+        self._run_id = run_id
+
+    def load_checksums(self) -> None:
+        """Load what `write` needs. Raises FatalError if the checksums do not add up to the stored sum."""
+        _, _, rows_checksum = self._run_row()
+        select = self._connection.execute
+        self._checksums = {table: _as_numbers(select(table.select_checksums)) for table in _TABLES}
+        self._sum = sum(number for rows in self._checksums.values() for number in rows.values())
+        self._owed_positions = dict(select("SELECT feed_index, position FROM owed ORDER BY position"))
+        if _sum_text(self._sum) != rows_checksum:
+            self._checksums = {}
+            raise _damaged(self._path, "rows are missing or belong to different batches")
+
+    def write(self, changes: Changes, contents: Mapping[int, Sequence[tuple[Any, ...]]]) -> None:
+        """Store a batch; `contents` holds the fields of the finished groups' samples by sequence number."""
+        execute = self._connection.execute
+        try:
+            if not self._checksums:
+                self.load_checksums()
+            execute("BEGIN IMMEDIATE")
+            self._apply(changes, contents)
+            execute("COMMIT")
+        except BaseException as error:
+            self._checksums = {}  # they include rows that are not stored
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise StoreError(
+                    f"the run store {self._path} cannot be written ({error}): free some disk space"
+                ) from error
+            raise
+
+    def _apply(self, changes: Changes, contents: Mapping[int, Sequence[tuple[Any, ...]]]) -> None:
+        # `executemany` takes row by row from these generators, and SQLite releases the interpreter lock for each row.
+        groups = (
+            (sequence, change.feed_index, change.attempt, change.state.value, change.order, int(change.adopted))
+            for sequence, change in changes.groups.items()
+        )
+        self._put(_GROUPS, groups)
+        self._put(_CONTENTS, ((sequence, _encode_samples(samples)) for sequence, samples in contents.items()))
+        self._put(_OWED, ((name, self._owed_position(name), _encode(prompt)) for name, prompt in changes.owed.items()))
+        self._put(_PROGRESS, ((name, _encode(value)) for name, value in changes.progress.items()))
+        if changes.events:
+            self._put(_EVENTS, [(changes.number, _encode(changes.events))])
+        self._delete(_GROUPS, changes.ended)
+        self._delete(_CONTENTS, changes.ended)
+        self._delete(_OWED, changes.settled)
+        for name in changes.settled:
+            self._owed_positions.pop(name, None)
+        self._delete(_EVENTS, [number for number in self._checksums[_EVENTS] if number <= changes.delivered])
+        row = (self._run_id, changes.number, _sum_text(self._sum))
+        self._connection.execute(_RUN.put, (*row, _row_checksum(_RUN, row)))
+
+    def _owed_position(self, feed_index: str) -> int:
+        last = next(reversed(self._owed_positions.values()), 0)
+        return self._owed_positions.setdefault(feed_index, last + 1)
+
+    def _put(self, table: _Table, rows: Iterable[tuple[Any, ...]]) -> None:
+        known = self._checksums[table]
+
+        def with_checksum(row: tuple[Any, ...]) -> tuple[Any, ...]:
+            text = _row_checksum(table, row)
+            number = int(text, 16)
+            self._sum += number - known.get(row[0], 0)
+            known[row[0]] = number
+            return (*row, text)
+
+        self._connection.executemany(table.put, map(with_checksum, rows))
+
+    def _delete(self, table: _Table, keys: Iterable[Any]) -> None:
+        known = self._checksums[table]
+        stored = [key for key in dict.fromkeys(keys) if key in known]
+        self._connection.executemany(table.delete, ((key,) for key in stored))
+        self._sum -= sum(known.pop(key) for key in stored)
+
+    def read(self) -> StoredRun | None:
+        with _reported_for(self._path):
+            # One transaction, so that a process that lists the store reads the state of one batch.
+            self._connection.execute("BEGIN")
+            try:
+                return self._stored_run()
+            finally:
+                if self._connection.in_transaction:  # SQLite ends it itself after some errors
+                    self._connection.execute("ROLLBACK")
+
+    def _stored_run(self) -> StoredRun | None:
+        _, number, rows_checksum = self._run_row()
+        total = 0
+
+        def rows(table: _Table) -> Iterator[Any]:
+            nonlocal total
+            for row, row_sum in self._checked_rows(table):
+                total += row_sum
+                yield row
+
+        contents = {sequence: _decode_samples(data) for sequence, data in rows(_CONTENTS)}
+        groups = []
+        for sequence, feed_index, attempt, state, _, adopted in rows(_GROUPS):
+            samples = contents.pop(sequence, None)
+            content = None
+            if samples is not None:
+                content = Group(samples, feed_index=feed_index, attempt=attempt, sequence=sequence)
+            groups.append(
+                StoredGroup(
+                    sequence=sequence,
+                    feed_index=feed_index,
+                    attempt=attempt,
+                    state=GroupState(state),
+                    adopted=bool(adopted),
+                    content=content,
+                )
+            )
+        stored = StoredRun(
+            number=number,
+            groups=groups,
+            owed=[Group.from_prompt_dict(_decode(data)) for _, _, data in rows(_OWED)],
+            progress={name: _decode(data) for name, data in rows(_PROGRESS)},
+            events=[(batch, _decode_events(data)) for batch, data in rows(_EVENTS)],
+        )
+        if contents or _sum_text(total) != rows_checksum:
+            raise _damaged(self._path, "rows are missing or belong to different batches")
+        return stored if number else None
+
+    def _run_row(self) -> tuple[str, int, str]:
+        rows = [row for row, _ in self._checked_rows(_RUN)]
+        if len(rows) != 1:
+            raise _damaged(self._path, f"it has {len(rows)} rows that name its run")
+        return rows[0]
+
+    def _checked_rows(self, table: _Table) -> Iterator[tuple[tuple[Any, ...], int]]:
+        """The rows of a table without their checksums, and the checksums. Raises FatalError for a wrong one."""
+        for *values, stored in self._connection.execute(table.select):
+            row = tuple(values)
+            if _row_checksum(table, row) != stored:
+                raise _damaged(self._path, f"a row of {table.name} does not match its checksum")
+            yield row, int(stored, 16)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _row_checksum(table: _Table, row: tuple[Any, ...]) -> str:
+    *values, last = row
+    # The last value may be large, and a combined encoding would copy it.
+    return checksum([_encoder.encode((table.name, *values)), last if isinstance(last, bytes) else _encode(last)])
+
+
+def _sum_text(total: int) -> str:
+    """A sum of checksums as 32 hexadecimal digits."""
+    return f"{total % (1 << 128):032x}"
+
+
+def _as_numbers(rows: Iterable[tuple[Any, str]]) -> dict[Any, int]:
+    return {key: int(text, 16) for key, text in rows}
+
+
+_FIELDS = tuple(entry.name for entry in fields(Sample))
+_FREE_FIELDS = {"prompt", "label", "metadata", "response", "reward"}
+"""Fields that may hold any value of the user."""
+_field_values = attrgetter(*_FIELDS)
+"""The values of `_FIELDS` of a sample, as a tuple."""
+
+# MessagePack stores floats exactly. For lists of numbers, msgspec is at least twice as fast as a conversion to arrays.
+_encoder = msgspec.msgpack.Encoder(enc_hook=json_value)
+_decode = msgspec.msgpack.Decoder().decode
+_decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
+_UNENCODABLE = (OverflowError, UnicodeEncodeError, TypeError)
+"""Raised for integers of more than 64 bits, half surrogate pairs, and keys of unknown classes."""
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except _UNENCODABLE:
+        return _encoder.encode(json_value(value))
+
+
+def _encode_samples(samples: Sequence[tuple[Any, ...]]) -> bytes:
+    named = [dict(zip(_FIELDS, values, strict=True)) for values in samples]
+    for values in named:
+        if (mask := values["sampling_mask"]) is not None:
+            values["sampling_mask"] = [np.asarray(array, np.int32).tobytes() for array in (mask.counts, mask.token_ids)]
+    try:
+        return _encoder.encode(named)
+    except _UNENCODABLE:
+        for values in named:
+            values.update({name: json_value(values[name]) for name in _FREE_FIELDS})
+        return _encoder.encode(named)
+
+
+def _decode_samples(data: bytes) -> list[Sample]:
+    samples = []
+    for values in _decode(data):
+        mask = values.pop("sampling_mask")
+        sample = Sample.from_dict(values)
+        if mask is not None:
+            sample.sampling_mask = SamplingMask(*(np.frombuffer(array, np.int32) for array in mask))
+        samples.append(sample)
+    return samples

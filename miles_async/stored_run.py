@@ -1,0 +1,81 @@
+"""What a run stores outside its processes, so that another rollout worker can continue it.
+
+The pipeline collects changes and hands them over in batches (`pipeline/journal.py`). Each batch is one transaction, and
+events leave the rollout worker only after the transaction that contains them. The stored state therefore never lags
+behind anything that another process knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_async.events import Event
+from miles_async.scheduling.ledger import GroupState
+from miles_async.types import Group
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupChange:
+    """The newest state of one attempt at a group."""
+
+    feed_index: str
+    attempt: int
+    state: GroupState
+    order: int
+    """Number of the transition, counted over all groups: groups of one state are restored in this order."""
+    adopted: bool = False
+    """Whether a rollout function generated the group outside the pipeline."""
+    content: Group | None = None
+    """The finished group, if it has just finished; None leaves the stored content unchanged."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Changes:
+    """Everything that changed since the previous batch."""
+
+    number: int
+    """Counts the batches of a run, from 1."""
+    groups: Mapping[int, GroupChange] = field(default_factory=dict)
+    """Groups that are live, by sequence number."""
+    ended: Sequence[int] = ()
+    """Sequence numbers of groups that are no longer needed; unknown ones are ignored."""
+    owed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """`Group.prompt_dict` of prompts that were taken from the data, by feed index."""
+    settled: Sequence[str] = ()
+    """Feed indexes of prompts that are owed no longer; unknown ones are ignored."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """Named values that replace the stored values of the same names. JSON can express them."""
+    events: Sequence[Event] = ()
+    delivered: int = 0
+    """Events of the batches up to this number have reached the driver and are no longer needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup:
+    """A live group as it was stored."""
+
+    sequence: int
+    feed_index: str
+    attempt: int
+    state: GroupState
+    adopted: bool
+    content: Group | None
+    """The finished group; None before it has finished. Its `sequence` is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """The stored state of a run."""
+
+    number: int
+    """Number of the last batch."""
+    groups: Sequence[StoredGroup]
+    """Live groups, in the order of their last transitions."""
+    owed: Sequence[Group]
+    """Prompts that were taken from the data and are neither trained nor given up, in the order in which they were
+    stored. Prompts of `groups` are among them."""
+    progress: Mapping[str, Any]
+    events: Sequence[tuple[int, Sequence[Event]]]
+    """Events that may not have reached the driver, with the number of their batch, in order."""
