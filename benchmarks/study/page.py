@@ -22,8 +22,9 @@ INTRODUCTION = """\
 A fully asynchronous run trains on samples that older weights generated. This page shows what that costs, measured on
 the job of `make run-tiny` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real stack. Every run
 trains the same number of samples. Accuracy is greedy, on 512 held-out problems. `train.py` generates, trains and
-publishes in turns. Its samples are fresh, except for the surplus of over-sampling, which the next batch uses. `make study` repeats the measurement. It continues where it was
-interrupted, and the results are in `benchmarks/results/study/`.
+publishes in turns. Its samples are fresh, except for the surplus of over-sampling, which the next batch uses.
+`make study` repeats the measurement. It continues where it was interrupted, and the results are in
+`benchmarks/results/study/`.
 """
 
 
