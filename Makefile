@@ -12,7 +12,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run run-tiny browser test test-unit test-stack sim bench bench-peers study dashboards monitoring inspect report docs lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run run-tiny browser test test-unit test-stack sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -102,6 +102,9 @@ inspect: $(READY) ## Show a saved batch (ARGS="debug/0.safetensors", or ARGS="de
 
 report: $(READY) ## Write one HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
 	@$(PYTHON) -m miles_async.observability.page.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
+
+groups: $(READY) ## Show where the groups of a run are (RUN=runs/latest), or the life of one (GROUP=sample_0_17)
+	@$(PYTHON) -m miles_async.observability.trace.groups $(or $(RUN),runs/latest) $(if $(GROUP),--group $(GROUP))
 
 docs: $(READY) ## Build the documentation site in site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

@@ -35,6 +35,13 @@ def report(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def groups(argv: Sequence[str]) -> int:
+    """Show where the groups of a run are, or the life of one group."""
+    from miles_async.observability.trace.groups import main
+
+    return main(argv)
+
+
 def inspect(argv: Sequence[str]) -> int:
     """Show a batch that a run saved."""
     from .inspect_rollout import main
@@ -50,7 +57,7 @@ def recordings(argv: Sequence[str]) -> int:
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    command.__name__: command for command in (train, report, inspect, recordings)
+    command.__name__: command for command in (train, report, groups, inspect, recordings)
 }
 
 
