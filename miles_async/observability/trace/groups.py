@@ -17,7 +17,6 @@ from pathlib import Path
 
 from miles_async.errors import UserError
 from miles_async.events import Event, EventsMissing, GroupGenerated, GroupMoved, StepStarted
-from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.trace.event_log import read_events
 from miles_async.scheduling.ledger import LIVE
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", help="feed index (sample_0_17) or sequence number (42) of a group")
     options = parser.parse_args(argv)
     try:
-        log = partial(read_events, RunFolder(options.run).events)
+        log = partial(read_events, options.run / "events.jsonl")
         print("\n".join(by_state(log()) if options.group is None else life(log, options.group)))
     except (UserError, OSError) as error:
         print(f"groups: {error}", file=sys.stderr)
