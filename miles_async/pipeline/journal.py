@@ -27,6 +27,9 @@ WRITE_SECONDS = 0.1
 RETRY_SECONDS = 5.0
 """Interval between two attempts to write to a store that failed."""
 
+ORDER_BITS = 24
+"""A batch has fewer than 2^24 transitions."""
+
 
 class EventOutbox(Protocol):
     """Passes stored events on to the driver."""
@@ -83,7 +86,8 @@ class Journal:
             self._ended[sequence] = None
             self.settle(group.feed_index)
             return
-        self._order += 1
+        # Numbers of batches only rise, also from one rollout worker to the next.
+        self._order = max(self._order + 1, self._number << ORDER_BITS)
         before = self._groups.get(sequence)
         if state is GroupState.FINISHED and not adopted:
             content: Group | None = group

@@ -1,0 +1,136 @@
+"""The journal stores changes before their events leave the process, and survives a store that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from miles_async.errors import StoreError
+from miles_async.events import Event, WarningRaised
+from miles_async.pipeline.journal import RETRY_SECONDS, Journal
+from miles_async.pipeline.run_state import RunState
+from miles_async.scheduling.ledger import GroupState
+from miles_async.stored_run import Changes, StoredRun
+from miles_async.types import DropReason, Group, Sample
+from tests.sim.virtual_time import VirtualClock
+
+pytestmark = pytest.mark.virtual_time
+
+
+class Store:
+    """Keeps the batches; fails while `full`."""
+
+    def __init__(self) -> None:
+        self.batches: list[Changes] = []
+        self.full = False
+
+    async def write(self, changes: Changes) -> None:
+        if self.full:
+            raise StoreError("the disk is full")
+        self.batches.append(changes)
+
+    async def read(self) -> StoredRun | None:
+        raise AssertionError("only a new rollout worker reads")
+
+
+class Driver:
+    received = 0
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def put(self, number: int, events: Sequence[Event]) -> None:
+        self.received = number
+        self.events += events
+
+    @property
+    def warnings(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, WarningRaised)]
+
+
+def group(number: int) -> Group:
+    return Group([Sample(index=number, prompt="1+1=", tokens=[1, 2])], feed_index=f"sample_0_{number}")
+
+
+async def test_events_leave_only_with_what_was_stored() -> None:
+    store, driver, clock = Store(), Driver(), VirtualClock()
+    run_state = RunState(clock, Journal(store, driver, clock))
+    run_state.feed(group(0))
+    assert driver.events == []
+    await run_state.journal.flush()
+    [batch] = store.batches
+    assert batch.events == driver.events
+    assert (batch.groups[0].state, list(batch.owed), batch.settled) == (GroupState.FED, ["sample_0_0"], [])
+    await run_state.journal.flush()
+    assert len(store.batches) == 1, "nothing has changed since"
+
+
+async def test_a_group_is_stored_as_a_whole_when_it_has_finished_and_removed_when_it_has_ended() -> None:
+    store, driver, clock = Store(), Driver(), VirtualClock()
+    run_state, finished, filtered = RunState(clock, Journal(store, driver, clock)), group(0), group(1)
+    for one in (finished, filtered):
+        run_state.feed(one)
+        run_state.advance([one], GroupState.IN_FLIGHT)
+    run_state.advance([finished], GroupState.FINISHED)
+    run_state.advance([finished], GroupState.QUEUED)
+    run_state.drop(filtered, DropReason.FILTERED)
+    await run_state.journal.flush()
+    run_state.advance([finished], GroupState.LEASED)
+    await run_state.journal.flush()
+    first, second = store.batches
+    assert first.groups[0].content is finished
+    assert (list(first.groups), first.ended, first.settled) == ([0], [1], ["sample_0_1"])
+    assert (second.groups[0].state, second.groups[0].content) == (GroupState.LEASED, None), "it is stored already"
+
+
+async def test_a_prompt_that_is_fed_again_is_still_owed() -> None:
+    store, driver, clock = Store(), Driver(), VirtualClock()
+    run_state, failed = RunState(clock, Journal(store, driver, clock)), group(0)
+    run_state.feed(failed)
+    run_state.drop(failed, DropReason.FAILED)
+    run_state.owe(failed)
+    await run_state.journal.flush()
+    assert (list(store.batches[0].owed), store.batches[0].settled) == (["sample_0_0"], [])
+
+
+async def test_the_order_of_transitions_continues_from_one_rollout_worker_to_the_next() -> None:
+    orders = []
+    for number in (0, 1):
+        store, clock = Store(), VirtualClock()
+        run_state = RunState(clock, Journal(store, Driver(), clock, number=number))
+        for one in (group(0), group(1)):
+            run_state.feed(one)
+        await run_state.journal.flush()
+        orders += [change.order for change in store.batches[0].groups.values()]
+    assert orders == sorted(set(orders))
+
+
+async def test_a_store_that_fails_stops_nothing_and_gets_everything_later() -> None:
+    store, driver, clock = Store(), Driver(), VirtualClock()
+    run_state, kept, ended = RunState(clock, Journal(store, driver, clock)), group(0), group(1)
+    store.full = True
+    for one in (kept, ended):
+        run_state.feed(one)
+        run_state.advance([one], GroupState.IN_FLIGHT)
+        run_state.advance([one], GroupState.FINISHED)
+    await run_state.journal.flush()
+    assert len(driver.events) == 6, "the driver is not kept waiting"
+    run_state.advance([kept], GroupState.QUEUED)
+    run_state.drop(ended, DropReason.STALE)
+    await run_state.journal.flush()
+    assert store.batches == []
+    assert driver.warnings == [
+        "the disk is full; the run continues, but it cannot be restored until the store is written again"
+    ]
+    store.full = False
+    await clock.sleep(RETRY_SECONDS)
+    run_state.advance([kept], GroupState.LEASED)
+    await run_state.journal.flush()
+    [batch] = store.batches
+    assert list(batch.groups) == [0]
+    assert (batch.groups[0].state, batch.groups[0].content) == (GroupState.LEASED, kept)
+    assert (batch.ended, list(batch.owed), batch.settled) == ([1], ["sample_0_0"], ["sample_0_1"])
+    run_state.journal.emit(WarningRaised(time=0.0, text="later"))
+    await run_state.journal.flush()
+    assert "the store is written again" in driver.warnings
