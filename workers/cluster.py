@@ -268,20 +268,18 @@ class Cluster:
         self._worker_changed.set()
         self._worker_changed = asyncio.Event()
         self._worker.import_libraries.remote(self.surroundings.checkpoint)
-        engines = await _gather(*(self._current_address(info) for info in self.surroundings.engines))
-        self.surroundings = replace(
-            self.surroundings, engines=[info for info in engines if info.name in self._engine_actors]
-        )
-        await _call(self._worker.answers)
-        self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
+        found = await _gather(*map(self._address_of, self._engine_actors))
+        self.surroundings = replace(self.surroundings, engines=[info for info in found if info is not None])
+        with suppress(FatalError):  # `run` finds out that this one was lost, too
+            await _call(self._worker.answers)
+            self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
 
-    async def _current_address(self, info: EngineInfo) -> EngineInfo:
-        """The address of an engine, which may have been restarted since the run began."""
-        try:
-            current: EngineInfo = await _call(self._engine_actors[info.name][0].info)
-        except (KeyError, FatalError):  # removed from the run, or lost: the pipeline restarts it
+    async def _address_of(self, engine: str) -> EngineInfo | None:
+        """The current address of an engine; None if it has no server now."""
+        with suppress(FatalError):
+            info: EngineInfo = await _call(self._engine_actors[engine][0].info)
             return info
-        return current
+        return None
 
     def _start_worker(self) -> None:
         self._workers_started += 1

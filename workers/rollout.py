@@ -264,8 +264,8 @@ class RolloutWorker:
     async def _connect(self, surroundings: Surroundings, *, taking_over: bool) -> SGLangFleet:
         """Connect to the running engines and add them to the router.
 
-        With `taking_over`, the engines first drop the requests that a lost rollout worker has left. An engine that does
-        not answer then is restarted by the pipeline.
+        With `taking_over`, the engines first drop the requests that a lost rollout worker has left. The pipeline
+        restarts an engine that does not answer, or that has no server now.
         """
         engine = self._config.engine
         self._servers = RayServers(
@@ -291,6 +291,8 @@ class RolloutWorker:
                 await self._fleet.take_over(info.name)
             except EngineLostError as lost:
                 log.warning("an engine did not answer the new rollout worker", engine=info.name, reason=str(lost))
+        for name in surroundings.engine_actors.keys() - set(self._fleet.members()):
+            self._fleet.expect_engine(name)
         return self._fleet
 
     async def _leave_router(self) -> None:
