@@ -238,21 +238,27 @@ class Service:
         return restored
 
     async def _catch_up(self, rollout_id: int) -> None:
-        """Evaluate and save after `rollout_id`, which is -1 before training, if that is due and was not done.
+        """Evaluate and save after `rollout_id`, which is -1 before training, as far as that is due and was not done.
 
         That is the evaluation before training, or what a rollout worker that was lost could not do any more.
         """
-        before_training = rollout_id == self._first_rollout - 1
-        unsaved = not before_training and self._checkpointer.last_rollout != rollout_id
+        before_training = self._first_rollout - 1
+        unsaved = rollout_id > before_training and self._checkpointer.last_rollout != rollout_id
         if unsaved and checkpoint_due(self._config, rollout_id):
             await self._save(rollout_id)
-        if self._evaluated < rollout_id and (before_training or evaluation_due(self._config, rollout_id)):
-            await self._evaluate_now(rollout_id)
+        missed = [
+            rollout
+            for rollout in range(max(self._evaluated + 1, before_training), rollout_id + 1)
+            if rollout == before_training or evaluation_due(self._config, rollout)
+        ]
+        if missed:
+            await self._evaluate_now(missed[-1])
 
     async def _train(self) -> None:
         """Train batch after batch; every `update_weights_interval` batches become one weight version."""
         schedule, last = self._schedule, self._config.rollout.num_rollout - 1
-        if self._next_rollout > last:
+        if self._next_rollout > last:  # the run was restored after its last step
+            await self._finish()
             return
         batch = self._start_batch(self._next_rollout)
         for rollout_id in range(self._next_rollout, last + 1):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import RunConfig
-from miles_async.events import PublishEnded, StepEnded, StepStarted
+from miles_async.events import Evaluated, PublishEnded, StepEnded, StepStarted
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason
 from tests.configuration import run_config
@@ -47,7 +47,9 @@ def check(world: LostWorkers) -> None:
 def test_no_group_is_lost_or_trained_twice_when_the_rollout_worker_is_killed_at_any_call(
     seed: int, schedule: Schedule
 ) -> None:
-    check(LostWorkers(config=config(save="anywhere", save_interval=4), schedule=schedule, seed=seed).run())
+    world = LostWorkers(config=config(save="anywhere", save_interval=4), schedule=schedule, seed=seed).run()
+    check(world)
+    assert sorted(world.trainer.saved) == [3, 7, 11, 15, 19]
 
 
 def test_a_prompt_of_finite_data_is_trained_once_however_often_the_rollout_worker_is_killed() -> None:
@@ -79,6 +81,17 @@ def test_a_batch_that_the_learner_trained_while_no_rollout_worker_lived_is_count
 def test_a_rollout_worker_may_be_lost_again_while_it_restores_the_run(seed: int) -> None:
     # It waits for the learner, which is still taking the step that the first rollout worker asked for.
     check(LostWorkers(config=config(), train_seconds=20.0, kills=8, longest_life=400, seed=seed).run())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_evaluation_that_is_due_is_made_once_or_overtaken_by_a_newer_one(seed: int) -> None:
+    settings = config(save="anywhere", eval_interval=4)
+    world = LostWorkers(config=settings, problems=4, kills=6, longest_life=500, seed=seed).run()
+    check(world)
+    evaluated = [evaluation.rollout for evaluation in world.trace.of(Evaluated)]
+    assert evaluated == sorted(set(evaluated))
+    assert (evaluated[0], evaluated[-1]) == (-1, ROLLOUTS - 1)
+    assert list(world.trainer.saved) == [ROLLOUTS - 1]
 
 
 def test_the_store_holds_only_what_is_live() -> None:
