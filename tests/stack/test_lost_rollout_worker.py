@@ -25,7 +25,8 @@ def test_a_lost_rollout_worker_is_replaced_until_no_batch_is_trained_between_two
         for number in (signal.SIGKILL, signal.SIGSTOP):
             os.kill(running.process(WORKER), number)
             running.says_again("another rollout worker was ready", START_SECONDS)
-            running.says_again("Staleness stats", START_SECONDS)
+            for _ in range(2):  # the line of the second batch follows the step of the first one
+                running.says_again("Staleness stats", START_SECONDS)
             assert (running.process("ray::LearnerRank"), running.process("sglang::scheduler")) == kept
         os.kill(running.process(WORKER), signal.SIGKILL)
         running.says_again("another rollout worker was ready", START_SECONDS)
