@@ -24,9 +24,8 @@ import psutil
 import ray
 import structlog
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
 
-from miles_async.adapters.ray.actor_errors import actor_result, describe_death
+from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.ray.isolation import isolated_ray
 from miles_async.adapters.ray.learner import RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
@@ -40,7 +39,7 @@ from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
-from miles_async.events import ClusterReady, Event, StartupChanged, StepEnded, WarningRaised
+from miles_async.events import ClusterReady, Event, StartupChanged
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
 
@@ -50,6 +49,7 @@ from .learner import LearnerRank
 from .placement import Placement, on_driver_node, reserve
 from .preflight import Checked, check_ray
 from .rollout import RolloutWorker, Surroundings
+from .rollout_workers import RolloutWorkers
 from .router import Router
 from .specs import ENVIRONMENT, engine_spec, external_router, external_router_key, ray_arguments, router_spec
 
@@ -62,8 +62,6 @@ RAY_CHECK_SECONDS = 2.0
 OWN_RAY_LOST_SECONDS, JOINED_RAY_LOST_SECONDS = 10.0, 40.0
 """Time without an answer after which the head node of Ray is lost. After 60 seconds, Ray's native code would end this
 process. The head node of a joined cluster may be restarted in time; that of a Ray that this run started never is."""
-MAX_BACKOFF_SECONDS = 30.0
-"""Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
 
 log = structlog.get_logger(__name__)
 details = details_logger(__name__)
@@ -102,17 +100,9 @@ class Cluster:
         self._engine_devices: dict[str, EngineDevices] = {}
         self._free_devices: list[EngineDevices] = []
         """Devices of removed engines that the learner shares, for engines that are added later."""
-        self._worker: ActorHandle[Any]
-        self._worker_pid = 0
-        self._workers_started = 0
-        self._restarts = 0
-        """Rollout workers that were lost since a batch was trained."""
-        self._worker_changed = asyncio.Event()
-        """Set when a lost rollout worker was replaced, or when the run has ended without it."""
-        self._received = 0
-        """Number of the last batch of events from the rollout worker."""
-        self._has_ended = False
-        self._asked_to_stop = False
+        # A lost rollout worker would leave colocated engines and learner in an unknown state.
+        max_restarts = 0 if config.cluster.colocate else config.cluster.max_restarts
+        self.rollout = RolloutWorkers(self._create_worker, emit, max_restarts)
         self.surroundings: Surroundings
         """The processes that `start` started, for the rollout worker."""
 
@@ -195,14 +185,14 @@ class Cluster:
             # Ray executes the calls to an actor in order: no need to wait.
             actor.log_to.remote(self.logs, f"learner-{rank}")
             self.probes[f"learner-{rank}"] = actor.pid.remote
-        self._start_worker()
+        self.rollout.start()
         if started is None:
             with self._starting("warm start"):
                 started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
         details.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
         if not idle:
             # An error is raised again when the run opens its data and its tokenizer.
-            self._worker.import_libraries.remote(started.path)
+            self.rollout.current.import_libraries.remote(started.path)
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),
@@ -230,49 +220,14 @@ class Cluster:
         )
 
     async def run(self) -> None:
-        """Run the pipeline to its end, with another rollout worker if one is lost. Raises the error that ended it.
+        """Run the pipeline to its end. Raises the error that ended it."""
+        await self.rollout.run(self._current_surroundings)
 
-        Raises FatalError if rollout workers are lost `max_restarts` times more without a batch between them.
-        """
-        try:
-            while death := await self._run_worker():
-                if self._config.cluster.colocate or self._restarts == self._config.cluster.max_restarts:
-                    raise FatalError(death)
-                await self._replace_worker(death)
-        finally:
-            self._has_ended = True
-            self._worker_changed.set()
-
-    async def _run_worker(self) -> str | None:
-        """Run the pipeline in the current rollout worker. Returns how the worker died; None at the end of the run."""
-        running: Any = self._worker.run.remote(self.surroundings)
-        if self._asked_to_stop:
-            self._worker.stop.remote()
-        try:
-            self._worker_pid = await self._worker.pid.remote()
-            await running
-        except RayTaskError:
-            await actor_result(running)  # raises the error of the pipeline
-        except RayActorError as error:
-            return describe_death(error)
-        return None
-
-    async def _replace_worker(self, death: str) -> None:
-        """Start another rollout worker, which continues the run with the engines and the learner that are there."""
-        began = time.monotonic()
-        self._warn(f"{death}; another rollout worker continues the run")
-        await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 2.0**self._restarts - 1))
-        self._restarts += 1
-        self._start_worker()
-        # Calls in progress see the new worker; the next ones wait for its successor.
-        self._worker_changed.set()
-        self._worker_changed = asyncio.Event()
-        self._worker.import_libraries.remote(self.surroundings.checkpoint)
+    async def _current_surroundings(self) -> Surroundings:
+        """The surroundings, with the engines that have a server now: some may have been added or restarted."""
         found = await _gather(*map(self._address_of, self._engine_actors))
         self.surroundings = replace(self.surroundings, engines=[info for info in found if info is not None])
-        with suppress(FatalError):  # `run` finds out that this one was lost, too
-            await _call(self._worker.answers)
-            self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
+        return self.surroundings
 
     async def _address_of(self, engine: str) -> EngineInfo | None:
         """The current address of an engine; None if it has no server now."""
@@ -281,41 +236,11 @@ class Cluster:
             return info
         return None
 
-    def _start_worker(self) -> None:
-        self._workers_started += 1
-        name = "rollout" if self._workers_started == 1 else f"rollout-{self._workers_started}"
-        self._worker = self._actor(RolloutWorker, name, self._config, self._entry, self._folder, **on_driver_node())
-        self._worker.log_to.remote(self.logs, name)
-        self.probes["rollout"] = self._worker.answers.remote
-
-    def end_stopped_worker(self) -> None:
-        """Kill the rollout worker if it is stopped (SIGSTOP): it will be replaced."""
-        with suppress(psutil.NoSuchProcess):
-            worker = psutil.Process(self._worker_pid)
-            if worker.status() == psutil.STATUS_STOPPED:
-                worker.kill()
-
-    async def events(self) -> list[Event]:
-        """Return the events since the last call. Waits up to half a second for the first event.
-
-        While no rollout worker lives, this waits for another one. Returns no events if the run has ended without one.
-        """
-        while True:
-            changed = self._worker_changed
-            try:
-                batches = await self._worker.events.remote(self._received)
-            except RayActorError:
-                if self._has_ended:
-                    return []
-                await changed.wait()
-                continue
-            new = [(number, events) for number, events in batches if number > self._received]
-            if new:
-                self._received = new[-1][0]
-            found = [event for _, events in new for event in events]
-            if any(isinstance(event, StepEnded) for event in found):
-                self._restarts = 0
-            return found
+    def _create_worker(self, name: str) -> ActorHandle[Any]:
+        worker = self._actor(RolloutWorker, name, self._config, self._entry, self._folder, **on_driver_node())
+        worker.log_to.remote(self.logs, name)
+        self.probes["rollout"] = worker.answers.remote
+        return worker
 
     async def watch_ray(self) -> NoReturn:
         """Raise FatalError if the head node of Ray (its GCS process) stops answering."""
@@ -333,11 +258,6 @@ class Cluster:
             f"it; see gcs_server.out in {self.logs / 'ray'}"
         )
 
-    def stop(self) -> None:
-        """Ask the rollout worker to end the run after the current step. Does not wait, because the worker may hang."""
-        self._asked_to_stop = True
-        self._worker.stop.remote()
-
     async def resize(self, engines: int) -> None:
         """Add or remove engines until the run has `engines` of them. The run continues meanwhile.
 
@@ -348,13 +268,13 @@ class Cluster:
             devices = self._free_devices.pop() if self._free_devices else await self._reserve_engine()
             actors = self._create_engine(devices, name, self.surroundings.checkpoint)
             self._engine_actors[name] = actors
-            await _call(self._worker.add_engine, name, actors)
+            await _call(self.rollout.current.add_engine, name, actors)
             log.info("engine is being added", engine=name)
         while len(self._engine_actors) > engines:
             name, actors = self._engine_actors.popitem()
             for rank in range(len(actors)):
                 del self.probes[_actor_name(name, rank)]
-            await _call(self._worker.remove_engine, name)
+            await _call(self.rollout.current.remove_engine, name)
             for actor in actors:
                 with suppress(FatalError):  # the actor may have died already
                     await _call(actor.stop)
@@ -378,9 +298,6 @@ class Cluster:
             self._free_devices.append(devices)
         else:
             devices.placement.release_engine(devices.bundles)
-
-    def _warn(self, text: str) -> None:
-        self._emit(WarningRaised(time=time.time(), text=text))
 
     @contextmanager
     def _starting(self, part: str) -> Iterator[None]:

@@ -220,20 +220,20 @@ async def _follow(
     resizer = _Resizer(cluster, reload)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resizer.start)
     stop_was_sent = False
-    events: asyncio.Future[Any] = asyncio.ensure_future(cluster.events())
+    events: asyncio.Future[Any] = asyncio.ensure_future(cluster.rollout.events())
     try:
         while True:
             await asyncio.wait([run, events], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if events.done():
                 subscribers.emit(*events.result())
-                events = asyncio.ensure_future(cluster.events())
+                events = asyncio.ensure_future(cluster.rollout.events())
             if run.done():
                 # The last events may be in the call in progress, or not requested yet: one more call gets all of them.
-                subscribers.emit(*await events, *await cluster.events())
+                subscribers.emit(*await events, *await cluster.rollout.events())
                 return run.result()
             if stop.requested and not stop_was_sent:
                 stop_was_sent = True
-                cluster.stop()
+                cluster.rollout.stop()
             watchdog.look(time.monotonic())
     finally:
         _ignore_hangup()

@@ -79,7 +79,7 @@ class Watchdog:
             self._dump = asyncio.ensure_future(self._dump_stacks())
         silent = self._heartbeats.silence("rollout", now)
         if silent >= STOPPED_SECONDS:
-            self._cluster.end_stopped_worker()
+            self._cluster.rollout.end_if_stopped()
         if silent >= SILENCE_SECONDS or (silent and stalled >= self._settings.no_progress_abort_seconds):
             raise FatalError(
                 f"the rollout worker has not answered for {silent:.0f}s, and the run made no progress for "

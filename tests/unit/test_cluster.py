@@ -52,7 +52,7 @@ def started(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     made = Cluster(config, RunFolder(folder), "train_async.py", lambda event: None)
     created: Any = Placement()
     handles: Any = made
-    handles._worker = Actor()
+    handles.rollout.current = Actor()
     handles.surroundings = SimpleNamespace(checkpoint="")
     probes: Any = made.probes
     monkeypatch.setattr(made, "_server", lambda kind, name, *rest: probes.setdefault(name, Actor()))

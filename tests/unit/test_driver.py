@@ -21,6 +21,7 @@ class Hung:
     probes: dict[str, Any] = {}
 
     def __init__(self) -> None:
+        self.rollout = self
         self.asked_to_stop = 0
 
     async def run(self) -> None:
@@ -72,6 +73,7 @@ class Ended:
     probes: dict[str, Any] = {}
 
     def __init__(self) -> None:
+        self.rollout = self
         self.answers = [["the last event"], []]
 
     async def run(self) -> None: ...

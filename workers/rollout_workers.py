@@ -1,0 +1,136 @@
+"""The rollout workers of a run, one after the other: each one that is lost is replaced by another one.
+
+Learner and engines belong to the driver, so they outlive a rollout worker. The next one restores the run from the store
+(`miles_async/pipeline/restore.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import psutil
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from miles_async.adapters.ray.actor_errors import actor_result, describe_death
+from miles_async.errors import FatalError
+from miles_async.events import Event, StepEnded, WarningRaised
+
+from .rollout import Surroundings
+
+MAX_BACKOFF_SECONDS = 30.0
+"""Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
+
+
+class RolloutWorkers:
+    """Starts a rollout worker, runs the pipeline in it, and starts another one if it is lost."""
+
+    def __init__(
+        self, create: Callable[[str], ActorHandle[Any]], emit: Callable[[Event], None], max_restarts: int
+    ) -> None:
+        """`create` starts an actor with a given name. `max_restarts` are the restarts without a batch between them."""
+        self._create = create
+        self._emit = emit
+        self._max_restarts = max_restarts
+        self.current: ActorHandle[Any]
+        """The rollout worker that was started last."""
+        self._pid = 0
+        self._started = 0
+        self._restarts = 0
+        """Rollout workers that were lost since a batch was trained."""
+        self._changed = asyncio.Event()
+        """Set when a lost rollout worker was replaced, or when the run has ended without it."""
+        self._received = 0
+        """Number of the last batch of events."""
+        self._has_ended = False
+        self._asked_to_stop = False
+
+    def start(self) -> None:
+        """Start the first or another rollout worker."""
+        self._started += 1
+        self.current = self._create("rollout" if self._started == 1 else f"rollout-{self._started}")
+        # Calls that wait see the new worker; the next ones wait for its successor.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def run(self, surroundings: Callable[[], Awaitable[Surroundings]]) -> None:
+        """Run the pipeline to its end. `surroundings` is called for each rollout worker.
+
+        Raises the error that ended the pipeline, and FatalError if another rollout worker is lost after `max_restarts`
+        restarts without a batch between them.
+        """
+        try:
+            while death := await self._run(await surroundings()):
+                if self._restarts == self._max_restarts:
+                    raise FatalError(death)
+                await self._replace(death)
+        finally:
+            self._has_ended = True
+            self._changed.set()
+
+    async def _run(self, surroundings: Surroundings) -> str | None:
+        """Run the pipeline in the current rollout worker. Returns how it died; None at the end of the run."""
+        running: Any = self.current.run.remote(surroundings)
+        if self._asked_to_stop:
+            self.current.stop.remote()
+        try:
+            self._pid = await self.current.pid.remote()
+            await running
+        except RayTaskError:
+            await actor_result(running)  # raises the error of the pipeline
+        except RayActorError as error:
+            return describe_death(error)
+        return None
+
+    async def _replace(self, death: str) -> None:
+        began = time.monotonic()
+        self._warn(f"{death}; another rollout worker continues the run")
+        await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 2.0**self._restarts - 1))
+        self._restarts += 1
+        self.start()
+        with suppress(FatalError):  # `run` finds out that this one was lost, too
+            await actor_result(self.current.answers.remote())
+            self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
+
+    async def events(self) -> list[Event]:
+        """Return the events since the last call. Waits up to half a second for the first event.
+
+        While no rollout worker lives, this waits for another one. Returns no events if the run has ended without one.
+        """
+        while True:
+            changed = self._changed
+            try:
+                batches = await self.current.events.remote(self._received)
+            except RayActorError:
+                if self._has_ended:
+                    return []
+                await changed.wait()
+                continue
+            found: list[Event] = []
+            for number, events in batches:
+                # A new rollout worker also returns batches that its predecessor has delivered.
+                if number > self._received:
+                    self._received = number
+                    found += events
+            if any(isinstance(event, StepEnded) for event in found):
+                self._restarts = 0
+            return found
+
+    def stop(self) -> None:
+        """Ask the rollout worker to end the run after the current step. Does not wait, because the worker may hang."""
+        self._asked_to_stop = True
+        self.current.stop.remote()
+
+    def end_if_stopped(self) -> None:
+        """Kill the rollout worker if it is stopped (SIGSTOP): it will be replaced."""
+        with suppress(psutil.NoSuchProcess):
+            worker = psutil.Process(self._pid)
+            if worker.status() == psutil.STATUS_STOPPED:
+                worker.kill()
+
+    def _warn(self, text: str) -> None:
+        self._emit(WarningRaised(time=time.time(), text=text))
