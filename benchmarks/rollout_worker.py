@@ -91,6 +91,9 @@ class EndlessPrompts:
     def seek(self, position: Mapping[str, Any]) -> None:
         raise NotImplementedError("this benchmark cannot be resumed")
 
+    def returned(self) -> Sequence[Group]:
+        return self._returned
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -63,6 +63,10 @@ class SeekableSource(DataSource, Protocol):
         """Continue from a `position`, without returned groups."""
         ...
 
+    def returned(self) -> Sequence[Group]:
+        """The groups that were returned and not taken again yet, in the state in which they were returned."""
+        ...
+
 
 class Generator(Protocol):
     """Generates the responses of a group, in place."""

@@ -184,7 +184,7 @@ class RolloutWorker:
             first_rollout = 0
             if checkpoint is not None:
                 progress = read_progress(checkpoint)
-                first_rollout = progress["rollout"] + 1 if stored is not None else resume(progress, data)
+                first_rollout = progress["rollout"] + 1 if stored is not None else resume(progress, data, self._journal)
             rewarder = open_rewarder(config, args)
             cleanup.push_async_callback(rewarder.close)
             dead_letters = DeadLetterFile(self._folder.dead_letters, self._journal)

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_async.errors import UserError
+from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
-from miles_async.ports import DataSource, Learner
+from miles_async.ports import DataSource, Learner, SeekableSource
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group
 
@@ -68,16 +69,20 @@ def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[
         return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.prompt_dict() for group in owed]}
 
 
-def resume(progress: Mapping[str, Any], data: DataSource) -> int:
+def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) -> int:
     """Restore the position in the data, put owed prompts first in line, and return the next rollout id.
 
-    Raises UserError if the progress is incomplete, or if it belongs to other data.
+    The store of this run is new, so all prompts that wait are recorded in the journal. Raises UserError if the progress
+    is incomplete, or if it belongs to other data.
     """
     try:
         data.load_state_dict(progress["data"])
         data.add_samples([Group.from_prompt_dict(values) for values in progress["owed"]])
-        return int(progress["rollout"]) + 1
+        next_rollout = int(progress["rollout"]) + 1
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the progress of the checkpoint is not valid ({type(error).__name__}: {error}): load another checkpoint"
         ) from error
+    for group in data.returned():
+        journal.owe(group)
+    return next_rollout

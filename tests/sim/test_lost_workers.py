@@ -14,6 +14,7 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason
 from tests.configuration import run_config
 from tests.sim.lost_workers import LostWorkers
+from tests.sim.world import World
 
 # The tasks of a worker that is killed do not end in an orderly way.
 pytestmark = [
@@ -81,6 +82,19 @@ def test_a_batch_that_the_learner_trained_while_no_rollout_worker_lived_is_count
 def test_a_rollout_worker_may_be_lost_again_while_it_restores_the_run(seed: int) -> None:
     # It waits for the learner, which is still taking the step that the first rollout worker asked for.
     check(LostWorkers(config=config(), train_seconds=20.0, kills=8, longest_life=400, seed=seed).run())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_resumed_run_whose_rollout_worker_is_lost_trains_every_prompt_of_its_checkpoint_once(seed: int) -> None:
+    prompts = ROLLOUTS * BATCH
+    first = World(config=config(save="anywhere", save_interval=7), prompts=prompts, seed=seed).run()
+    resumed = LostWorkers(
+        config=config(), prompts=prompts, resume_from=first.trainer.saved[6], kills=6, longest_life=120, seed=seed
+    ).run()
+    assert resumed.lives > 1
+    assert resumed.audit.violations == []
+    trained = Counter(chain.from_iterable(first.trainer.batches[:7] + resumed.trainer.batches))
+    assert trained == Counter(f"sample_0_{number}" for number in range(prompts))
 
 
 @pytest.mark.parametrize("seed", range(10))

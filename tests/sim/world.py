@@ -95,10 +95,8 @@ class Feed:
     def add_samples(self, samples: Sequence[Group]) -> None:
         self._returned.extend(samples)
 
-    @property
-    def returned(self) -> set[str]:
-        """Prompts that wait for another attempt."""
-        return {group.feed_index for group in self._returned}
+    def returned(self) -> list[Group]:
+        return list(self._returned)
 
     def position(self) -> dict[str, Any]:
         return {"next": self._next}
@@ -112,7 +110,10 @@ class Feed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next = state["next"]
-        self._returned = deque(Group([Sample(prompt="?")], feed_index=name) for name in state["returned"])
+        self._returned = deque(
+            Group([Sample(prompt="?") for _ in range(self._samples_per_group)], feed_index=name)
+            for name in state["returned"]
+        )
 
 
 @dataclass
@@ -253,7 +254,8 @@ class World:
     @property
     def returned(self) -> set[str]:
         """Prompts that wait for another attempt, in the feed or in quarantine."""
-        return self.feed.returned | {group.feed_index for group in self.service.run_state.quarantine.waiting}
+        waiting = [*self.feed.returned(), *self.service.run_state.quarantine.waiting]
+        return {group.feed_index for group in waiting}
 
     def emit(self, event: Event) -> None:
         for sink in (self.trace, *self.sinks):
@@ -285,8 +287,12 @@ class World:
     async def _serve(self, clock: VirtualClock, store: RunStore, stored: StoredRun | None) -> None:
         """Run one rollout worker to its end."""
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
-        first_rollout = 0 if self.resume_from is None else resume(self.resume_from, self.feed)
         self.journal = Journal(store, self._outbox(), clock, number=0 if stored is None else stored.number)
+        first_rollout = 0
+        if self.resume_from is not None:
+            first_rollout = self.resume_from["rollout"] + 1
+            if stored is None:
+                resume(self.resume_from, self.feed, self.journal)
         self.service = Service(
             self.config,
             self.bounds,

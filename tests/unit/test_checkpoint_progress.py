@@ -78,7 +78,7 @@ def test_a_buffered_group_is_saved_without_its_generated_tokens() -> None:
 
 def test_a_group_in_the_progress_keeps_prompt_attempts_and_metadata() -> None:
     feed = Feed()
-    assert resume(json.loads(json.dumps(progress_with_owed_groups())), feed) == 8
+    assert resume(json.loads(json.dumps(progress_with_owed_groups())), feed, DirectJournal(Trace())) == 8
     [group, *_] = feed.get_samples(GROUPS)
     assert (group.feed_index, group.attempt) == ("sample_0_0", 2)
     assert group[0] == Sample(
@@ -103,4 +103,4 @@ def test_no_call_of_the_encoder_covers_more_than_one_group() -> None:
 )
 def test_progress_with_missing_fields_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"the progress of the checkpoint is not valid .*: load another checkpoint"):
-        resume({**progress_with_owed_groups(), **change}, Feed())
+        resume({**progress_with_owed_groups(), **change}, Feed(), DirectJournal(Trace()))

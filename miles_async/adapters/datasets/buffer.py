@@ -75,6 +75,10 @@ class Buffer:
         self._groups = [group for key, group in before.items() if key in kept]
         return [before[key] for key in chosen[:num_samples]]
 
+    def groups(self) -> list[Group]:
+        """The waiting groups, in order."""
+        return list(self._groups)
+
     def state(self) -> list[dict[str, Any]]:
         """The waiting groups as plain data, without tokens.
 

@@ -125,6 +125,11 @@ class BufferedSource:
         """Restore the result of `position`, with an empty buffer. Raises as `load_state_dict`."""
         self.load_state_dict({**position, "buffer": []})
 
+    def returned(self) -> list[Group]:
+        """Return the groups in the buffer, which stay there."""
+        with self._lock:
+            return self._buffer.groups()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data and the buffer, as JSON values if the metadata of samples is JSON."""
         with self._lock:
