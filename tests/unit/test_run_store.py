@@ -66,6 +66,12 @@ def test_another_process_reads_the_state_of_the_last_batch(tmp_path: Path) -> No
     assert check_state(stored_in(tmp_path)) == 10
 
 
+def test_other_users_cannot_read_the_store(tmp_path: Path) -> None:
+    folder = tmp_path / "stores" / "a"
+    SqliteRunStore(folder, "a").close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 async def test_groups_return_in_the_order_of_their_last_transitions(store: SqliteRunStore) -> None:
     group = finished_group(5)
     fed = GroupChange(feed_index="sample_0_6", attempt=1, state=GroupState.FED, order=3, adopted=True)

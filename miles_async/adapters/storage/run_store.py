@@ -117,6 +117,7 @@ def _writable(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             stack.enter_context(lock_folder(folder, "--store-dir"))
+            folder.chmod(0o700)  # prompts and samples are for the user alone
         except OSError as error:
             raise _unusable(folder, error) from error
         yield
