@@ -22,8 +22,6 @@ import asyncio
 import io
 import multiprocessing
 import pickle
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -40,9 +38,8 @@ from statistics import median
 import uvloop
 
 from benchmarks.records import record
-from benchmarks.rollout_worker import measure, wait_until_healthy
+from benchmarks.rollout_worker import fake_engine, measure, wait_until_healthy
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
-from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.events import Event
 from miles_async.observability.console.logging import configure_logging
@@ -164,13 +161,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement (default: 3)")
     parser.add_argument("--rounds", type=int, default=12, help="measurements per destination (default: 12)")
     arguments = parser.parse_args()
-    port = free_port()
-    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])
-    try:
-        rates = uvloop.run(play(f"http://127.0.0.1:{port}", arguments.seconds, arguments.rounds))
-    finally:
-        engine.terminate()
-        engine.wait()
+    with fake_engine() as url:
+        rates = uvloop.run(play(url, arguments.seconds, arguments.rounds))
     rows = {
         name: {
             "groups_per_second": median(each),

@@ -21,7 +21,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -274,17 +275,24 @@ async def play(url: str, seconds: float) -> dict[str, Load]:
     return {"512 in flight, 50 ms engine": capacity, "5,000 in flight, 70% of that": wide}
 
 
+@contextmanager
+def fake_engine() -> Iterator[str]:
+    """Start an engine that answers without a model, and yield its URL."""
+    port = free_port()
+    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        engine.terminate()
+        engine.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement (default: 10)")
     arguments = parser.parse_args()
-    port = free_port()
-    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])
-    try:
-        loads = uvloop.run(play(f"http://127.0.0.1:{port}", arguments.seconds))
-    finally:
-        engine.terminate()
-        engine.wait()
+    with fake_engine() as url:
+        loads = uvloop.run(play(url, arguments.seconds))
     print(f"{'':30}{'groups/s':>10}{'CPU ms/sample':>15}{'lag p99 ms':>12}{'in flight':>11}")
     for name, load in loads.items():
         figures = f"{load.groups_per_second:10.0f}{load.cpu_ms_per_sample:15.3f}{load.lag_p99_ms:12.1f}"

@@ -21,8 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -30,10 +30,9 @@ import psutil
 import uvloop
 
 from benchmarks.records import machine_load, record
-from benchmarks.rollout_worker import measure, wait_until_healthy
+from benchmarks.rollout_worker import fake_engine, measure, wait_until_healthy
 from miles_async.adapters.storage.run_store import FILE, SqliteRunStore
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
-from miles_async.adapters.system.network_ports import free_port
 from miles_async.events import QueueChanged
 from miles_async.sampling_mask import SamplingMask
 from miles_async.scheduling.ledger import GroupState
@@ -217,18 +216,6 @@ async def measure_worker(url: str, scratch: Path, seconds: float) -> dict[str, f
         found[f"{name}_groups_per_second"] = median(stored)
         found[f"{name}_cost"] = median(1 - after / before for before, after in zip(without, stored, strict=True))
     return found
-
-
-@contextmanager
-def fake_engine() -> Iterator[str]:
-    """The URL of an engine that answers without a model."""
-    port = free_port()
-    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        engine.terminate()
-        engine.wait()
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ WRITE_SECONDS = 0.1
 """Interval between two writes. It is also the time that events wait, so that the driver receives them in batches."""
 RETRY_SECONDS = 5.0
 """Interval between two attempts to write to a store that failed."""
-
 ORDER_BITS = 24
 """A batch has fewer than 2^24 transitions."""
 
@@ -65,7 +64,6 @@ class Journal:
         self._owed: dict[str, Mapping[str, Any]] = {}
         self._settled: dict[str, None] = {}
         self._events: list[Event] = []
-        self._failure: str | None = None
         self._failed_at: float | None = None
         """When the last write failed; None if it did not fail."""
         self.data_lock = Lock()
@@ -130,12 +128,7 @@ class Journal:
             changes = self._take()
             now = self._clock.monotonic()
             if self._failed_at is None or now - self._failed_at >= RETRY_SECONDS:
-                try:
-                    await self._store.write(changes)
-                    self._report(None)
-                except StoreError as error:
-                    self._failed_at = now
-                    self._report(str(error))
+                await self._write(changes, now)
             if self._failed_at is not None:
                 self._keep(changes)
             self._outbox.put(changes.number, changes.events)
@@ -170,12 +163,18 @@ class Journal:
         settled = dict.fromkeys(name for name in changes.settled if name not in self._owed)
         self._owed, self._settled = owed | self._owed, settled | self._settled
 
-    def _report(self, failure: str | None) -> None:
-        """Warn when the store begins to fail, and when it works again."""
-        if failure is not None and self._failure is None:
-            text = f"{failure}; the run continues, but it cannot be restored until the store is written again"
-            self.emit(WarningRaised(time=self._clock.time(), text=text))
-        elif failure is None and self._failure is not None:
+    async def _write(self, changes: Changes, now: float) -> None:
+        """Write one batch. Warn when the store begins to fail, and when it works again."""
+        try:
+            await self._store.write(changes)
+        except StoreError as error:
+            if self._failed_at is None:
+                self._warn(f"{error}; the run continues, but it cannot be restored until the store is written again")
+            self._failed_at = now
+        else:
+            if self._failed_at is not None:
+                self._warn("the store is written again")
             self._failed_at = None
-            self.emit(WarningRaised(time=self._clock.time(), text="the store is written again"))
-        self._failure = failure
+
+    def _warn(self, text: str) -> None:
+        self.emit(WarningRaised(time=self._clock.time(), text=text))

@@ -1,4 +1,4 @@
-"""Continues a run whose rollout worker was lost, from the store and from the learner, which kept what it has.
+"""Continues a run whose rollout worker was lost, from the store and from the learner, which is still alive.
 
     stored state           what becomes of the group
     fed, in flight         its attempt ends; its prompt is first in line
@@ -99,7 +99,7 @@ def restore(
     unfinished = [
         group
         for group, before in zip(groups, stored.groups, strict=True)
-        if before.content is None and run_state.state_of(group) in _UNTRAINED
+        if before.content is None and run_state.state_of(group) not in (None, GroupState.TRAINED)
     ]
     for group in sorted(unfinished, key=sequence_of):
         if group:
@@ -123,11 +123,6 @@ def restore(
     version = announced if announced > learner.version else learner.version + learner.changed
     run_state.announced_version = max(announced, version)
     return RestoredRun(next_rollout, version, trained)
-
-
-_UNTRAINED = frozenset(
-    {GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED, GroupState.LEASED}
-)
 
 
 def _group_of(stored: StoredGroup, prompts: dict[str, Group]) -> Group:

@@ -44,7 +44,7 @@ from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.repair import Repair
-from miles_async.pipeline.restore import RestoredRun, progress_values, restore
+from miles_async.pipeline.restore import progress_values, restore
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.run_state import RunState
@@ -80,7 +80,7 @@ class Service:
     ) -> None:
         """`first_rollout` is above 0 if the run resumes from a checkpoint.
 
-        `stored` is what a rollout worker that was lost has stored: this service continues in its place.
+        `stored` is the state that a lost rollout worker left in the store; this service continues from it.
         """
         if ports.rollout is None and schedule is not Schedule.FULLY_ASYNC:
             raise ValueError(f"schedule {schedule} needs a rollout function: set Ports.rollout")
@@ -104,9 +104,7 @@ class Service:
         self._admission = Admission(
             max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
         )
-        self._recycler = recycler = Recycler(
-            self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts
-        )
+        self._recycler = Recycler(self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts)
         self._producer = Producer(
             run_state=self.run_state,
             tasks=self._tasks,
@@ -115,7 +113,7 @@ class Service:
             rewarder=ports.rewarder,
             keep=ports.keep,
             limits=ports.limits,
-            recycler=recycler,
+            recycler=self._recycler,
             window_size=bounds.window,
             head_policy=HeadPolicy(
                 config.rollout.head_deadline_seconds, HeadAction(config.rollout.head_deadline_action)
@@ -129,7 +127,11 @@ class Service:
             ),
         )
         self._collector = BatchCollector(
-            run_state=self.run_state, producer=self._producer, recycler=recycler, gate=gate, adaptive=self._adaptive
+            run_state=self.run_state,
+            producer=self._producer,
+            recycler=self._recycler,
+            gate=gate,
+            adaptive=self._adaptive,
         )
         self._devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
         self._publisher = Publisher(
@@ -205,12 +207,9 @@ class Service:
             if self._adaptive is not None:
                 self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
             # Until the state is restored, the stored values must stay as they are.
-            restored = None if self._stored is None else await self._restore(self._stored)
+            version, trained = (0, []) if self._stored is None else await self._restore(self._stored)
             self._ports.journal.progress = self._progress
-            if restored is None:
-                await self._publisher.stage(0, [])
-            else:
-                await self._publisher.stage(restored.version, restored.trained)
+            await self._publisher.stage(version, trained)
             await self._devices.release_learner()
             self._tasks.forever("repair", self._repair.run())
             await self._publisher.publish()
@@ -222,8 +221,8 @@ class Service:
             if not self.stopped:
                 await self._evaluate_now(self._config.rollout.num_rollout - 1)
 
-    async def _restore(self, stored: StoredRun) -> RestoredRun:
-        """Continue the run of a rollout worker that was lost."""
+    async def _restore(self, stored: StoredRun) -> tuple[int, list[Group]]:
+        """Continue the run of a lost rollout worker. Returns the version to publish, and the groups that made it."""
         restored = restore(
             stored,
             await self._ports.learner.progress(),
@@ -235,7 +234,7 @@ class Service:
         )
         self._next_rollout, self._evaluated = restored.next_rollout, stored.progress["evaluated"]
         self._checkpointer.last_rollout = self._checkpointer.last_saved = stored.progress["saved"]
-        return restored
+        return restored.version, restored.trained
 
     async def _catch_up(self, rollout_id: int) -> None:
         """Evaluate and save after `rollout_id`, which is -1 before training, as far as that is due and was not done.

@@ -55,7 +55,7 @@ class Training:
                 groups=[group.sequence or 0 for group in groups],
             )
         )
-        # The learner may train the batch although this process is lost meanwhile, so it has to be known before.
+        # The learner finishes the batch even if this process dies, so the store must hold the batch before.
         await run_state.journal.flush()
         report = await self._learner.train(rollout_id, groups)
         self.conclude(rollout_id, groups, report)
