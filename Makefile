@@ -12,7 +12,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run run-tiny browser test test-unit test-stack sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean skip-ls skip-rm
+.PHONY: help setup setup-gpu run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -39,17 +39,23 @@ run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## Run all tests (about 14 minutes on two cores)
-	@$(PYTHON) -m pytest tests/stack tests/sim tests/processes tests/unit $(BOTH_CORES) $(ARGS)
+test: $(READY) browser ## Run all tests (about 15 minutes on two cores)
+	@$(PYTHON) -m pytest tests/stack tests/sim tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
 
-test-unit: $(READY) ## Run the unit tests (about 12 seconds on two cores)
-	@$(PYTHON) -m pytest tests/unit $(BOTH_CORES) $(ARGS)
+test-unit: $(READY) ## Run the unit tests and the tests of guides (about 20 seconds on two cores)
+	@$(PYTHON) -m pytest tests/unit tests/guides $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) browser ## Run the tests on the real engines
 	@$(PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
 sim: $(READY) ## Simulate scenarios with a virtual clock; write tables, JSON and plots (ARGS="filtered ladder")
 	@$(PYTHON) -m tests.sim.run --figures docs/explanation $(ARGS)
+
+chaos: $(READY) ## Kill and stop processes of real runs at drawn times, one to three minutes each (ARGS="--runs 50 --seed 3")
+	@$(PYTHON) -m tests.chaos $(ARGS)
+
+chaos-sim: $(READY) ## Lose rollout workers and learners in 20,000 simulated runs, about an hour (ARGS="--runs 500 --seed 3")
+	@$(PYTHON) -m tests.chaos.simulated $(ARGS)
 
 bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmarks/results/
 	@$(PYTHON) -m benchmarks.core_cost
@@ -105,6 +111,12 @@ report: $(READY) ## Write one HTML file about a run (RUN=runs/latest), or about 
 
 groups: $(READY) ## Show where the groups of a run are (RUN=runs/latest), or the life of one (GROUP=sample_0_17)
 	@$(PYTHON) -m miles_async.observability.trace.groups $(or $(RUN),runs/latest) $(if $(GROUP),--group $(GROUP))
+
+cluster-up: $(READY) ## Start a Ray cluster of three nodes in network namespaces of this machine; needs root (ARGS="--engines 2")
+	@$(PYTHON) -m tests.cluster up $(ARGS)
+
+cluster-down: $(READY) ## End that cluster, and the jobs that run on it
+	@$(PYTHON) -m tests.cluster down
 
 docs: $(READY) ## Build the documentation site in site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

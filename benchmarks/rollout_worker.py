@@ -74,6 +74,7 @@ class EndlessPrompts:
     def __init__(self) -> None:
         self._fed = 0
         self._returned: list[Group] = []
+        self.metadata: dict[str, Any] = {}
 
     def get_samples(self, num_samples: int) -> list[Group]:
         return [self._returned.pop() if self._returned else self._next() for _ in range(num_samples)]

@@ -233,6 +233,13 @@ QUEUE_AND_STALENESS = Dashboard(
                     {"{{outcome}} {{reason}}": f"sum by (run, outcome, reason) ({rate('ended_groups_total')})"},
                     "stack",
                 ),
+                Panel(
+                    "Discarded tokens",
+                    "Response tokens of dropped groups per second, by reason. For worker_lost, an upper bound.",
+                    "short",
+                    {"{{reason}}": f"sum by (run, reason) ({rate('discarded_tokens_total')})"},
+                    "stack",
+                ),
             ),
         ),
     ),

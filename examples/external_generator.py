@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,30 @@ class Endpoint:
     def __init__(self, http: aiohttp.ClientSession, url: str, key_file: Path) -> None:
         self._http, self._url, self._key_file = http, url, key_file
 
-    async def post(self, path: str, body: Any, *, retry_when_full: bool = False) -> Any:
+    async def post(self, path: str, body: Any, **headers: str) -> Any:
         """Return the answer to a request; `path` may also be a whole URL."""
         url = path if path.startswith("http:") else self._url + path
-        headers = {"Authorization": f"Bearer {self._key_file.read_text()}"}
+        headers["Authorization"] = f"Bearer {self._key_file.read_text()}"
+        async with self._http.post(url, json=body, headers=headers) as response:
+            response.raise_for_status()
+            return await response.json()
+
+    async def post_group(self, samples: list[dict[str, Any]]) -> str:
+        """Post a group until it is acknowledged, and return its name.
+
+        The key ensures that the group is trained once if an answer is lost.
+        """
+        key = uuid.uuid4().hex
         while True:
-            async with self._http.post(url, json=body, headers=headers) as response:
-                if response.status == 429 and retry_when_full:
-                    await asyncio.sleep(PAUSE_SECONDS)
-                    continue
-                response.raise_for_status()
-                return await response.json()
+            try:
+                answer = await self.post("/trajectories", {"samples": samples}, **{"Idempotency-Key": key})
+                return str(answer["group"])
+            except aiohttp.ClientResponseError as error:
+                if error.status not in (429, 503):  # the buffer is full, or the run has just been restored
+                    raise
+            except (aiohttp.ClientError, OSError):
+                pass  # the rollout worker was lost, and another one will answer
+            await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def play(endpoint: Endpoint, question: str, answer: str) -> dict[str, Any]:
@@ -63,7 +77,7 @@ async def _generate_groups(endpoint: Endpoint, group_size: int) -> None:
         left, right = random.randint(1, 9), random.randint(1, 9)
         try:
             samples = [play(endpoint, f"{left}+{right}=", str(left + right)) for _ in range(group_size)]
-            await endpoint.post("/trajectories", {"samples": await asyncio.gather(*samples)}, retry_when_full=True)
+            await endpoint.post_group(await asyncio.gather(*samples))
         except (aiohttp.ClientError, OSError):
             # The run has not started yet, is publishing weights, or has ended. Try again until this program is stopped.
             await asyncio.sleep(PAUSE_SECONDS)

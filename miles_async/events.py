@@ -43,10 +43,17 @@ class RunStarted(Event, frozen=True):
     """B, in groups; None without a staleness limit."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
+    longest_response: int = 0
+    """`--rollout-max-response-len`; 0 in event logs of earlier versions."""
     model: str = ""
     """Name of the model, for people; empty in event logs of earlier versions."""
     configuration: str = ""
     """Identifies the configuration without its seeds and names (`observability/page/earlier.py`)."""
+
+    @property
+    def longest_group(self) -> int:
+        """The most response tokens that a group can have."""
+        return self.samples_per_group * self.longest_response
 
 
 class StartupChanged(Event, frozen=True):
@@ -81,6 +88,14 @@ class GroupMoved(Event, frozen=True):
     """A `DropReason` if the group was dropped."""
     counts: dict[str, int]
     """Number of groups in each live state after the transition (fed, in_flight, finished, queued, leased, trained)."""
+    discarded_tokens: int = 0
+    """Response tokens of a dropped group; 0 if another attempt continues them, or if they were lost with a rollout
+    worker and are not known."""
+
+    @property
+    def was_lost_in_flight(self) -> bool:
+        """Whether the group was lost with a rollout worker, together with an unknown number of tokens."""
+        return self.reason == "worker_lost" and self.before == "in_flight"
 
 
 class GroupGenerated(Event, frozen=True):
@@ -99,6 +114,10 @@ class GroupGenerated(Event, frozen=True):
     """Mean over the samples."""
     truncated: int
     """Number of samples that reached the length limit."""
+    by_worker: bool = False
+    """Whether the worker of a rollout function generated the group, which is then admitted when it is returned.
+
+    The seconds of generation begin when the worker took the prompt, and include its reward."""
 
     @property
     def generated(self) -> float:
@@ -470,6 +489,28 @@ class CollapseRiskChanged(Event, frozen=True):
     """The setting to change; empty if the signs are gone."""
 
 
+class EventsReceived(Event, frozen=True):
+    """The driver has received the events of the rollout worker up to batch `number`; they come before this event."""
+
+    number: int
+
+
+class LearnerRestored(Event, frozen=True):
+    """Another learner continues with the weights of a checkpoint (`scheduling/lineage.py`)."""
+
+    rollout: int
+    """The last rollout that the weights were trained on."""
+    kept_version: int
+    """The weight version of the checkpoint. The versions between it and `version` are rolled back."""
+    version: int
+    """The next weight version."""
+    updates: int
+    """Weight updates between `kept_version` and `version`: 0, or 1 if the checkpoint was written between two
+    versions."""
+    groups: int
+    """Number of groups of later rollouts, which return to the queue or are generated again."""
+
+
 class WarningRaised(Event, frozen=True):
     """A problem that the user should know about; the run continues."""
 
@@ -492,6 +533,23 @@ class EventsMissing(Event, frozen=True):
 
     parts: int
     """Number of deleted parts."""
+
+
+class RunDrained(Event, frozen=True):
+    """The run ends early, as requested. What did not end in time is in the store, and a resumed run continues it."""
+
+    seconds: float
+    """Time from the request to this event."""
+    finished: int
+    """Groups in flight at the request that finished."""
+    interrupted: int
+    """Groups in flight at the request that did not finish; they have to be generated again."""
+    abandoned: int
+    """Groups of the training step that did not end in time; 0 if no step was abandoned."""
+    kept: int
+    """Finished groups that are not trained, including those of an abandoned step."""
+    unsaved: int
+    """Trained batches that no checkpoint contains."""
 
 
 class RunEnded(Event, frozen=True):
@@ -533,9 +591,12 @@ AnyEvent = (
     | ProcessSilent
     | VerdictChanged
     | CollapseRiskChanged
+    | EventsReceived
+    | LearnerRestored
     | WarningRaised
     | DeadLettersUnwritten
     | EventsMissing
+    | RunDrained
     | RunEnded
 )
 

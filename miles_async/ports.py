@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from miles_async.stored_run import Changes, StoredRun
-from miles_async.types import DropReason, EngineLoad, Group, LearnerProgress, SendOutcome, StepReport
+from miles_async.types import DropReason, EngineLoad, Group, LearnerProgress, Sample, SendOutcome, StepReport
 
 
 class Clock(Protocol):
@@ -54,6 +54,11 @@ class DataSource(Protocol):
 
 class SeekableSource(DataSource, Protocol):
     """A data source whose position can be stored apart from the groups that were returned to it."""
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Values that a rollout function keeps, which are part of the position."""
+        ...
 
     def position(self) -> dict[str, Any]:
         """The position in the data without the returned groups, ready for JSON."""
@@ -123,6 +128,14 @@ class RunStore(Protocol):
 
     async def read(self) -> StoredRun | None:
         """Return the stored state; None if nothing has been stored. Raises FatalError if the store is damaged."""
+        ...
+
+    async def load(self, sequence: int) -> list[Sample]:
+        """Return the samples of a finished group that is stored. Raises FatalError if the store is damaged."""
+        ...
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
+        """Return the samples of a posted group that is stored. Raises FatalError if the store is damaged."""
         ...
 
 

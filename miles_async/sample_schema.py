@@ -52,6 +52,8 @@ class FinishReason(Struct):
     """The reason why a response ended."""
 
     type: str
+    matched: Any = None
+    """The string or token that ended the response, if one did."""
 
 
 class ReportedSpan(Struct):

@@ -27,6 +27,8 @@ class GroupChange:
     """Number of the transition, counted over all groups: groups of one state are restored in this order."""
     adopted: bool = False
     """Whether a rollout function generated the group outside the pipeline."""
+    rollout: int | None = None
+    """The rollout in which the group was trained; None before that."""
     content: Group | None = None
     """The finished group, if it has just finished; None leaves the stored content unchanged."""
 
@@ -38,13 +40,19 @@ class Changes:
     number: int
     """Counts the batches of a run, from 1."""
     groups: Mapping[int, GroupChange] = field(default_factory=dict)
-    """Groups that are live, by sequence number."""
+    """Groups that are live, or trained since the newest checkpoint, by sequence number."""
     ended: Sequence[int] = ()
     """Sequence numbers of groups that are no longer needed; unknown ones are ignored."""
     owed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """`Group.prompt_dict` of prompts that were taken from the data, by feed index."""
+    posted: Mapping[str, Group] = field(default_factory=dict)
+    """Groups that external generators have posted, by feed index."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Feed indexes of posted groups by idempotency key."""
+    forgotten_keys: Sequence[str] = ()
+    """Idempotency keys that are no longer needed."""
     settled: Sequence[str] = ()
-    """Feed indexes of prompts that are owed no longer; unknown ones are ignored."""
+    """Feed indexes of prompts and posted groups that are owed no longer; unknown ones are ignored."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     """Named values that replace the stored values of the same names. JSON can express them."""
     events: Sequence[Event] = ()
@@ -52,17 +60,29 @@ class Changes:
     """Events of the batches up to this number have reached the driver and are no longer needed."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredContent:
+    """What is known of a finished group before its samples are loaded (`RunStore.load`)."""
+
+    versions: Sequence[int]
+    """The weight versions that sampled its tokens; empty if a sample has no version."""
+    response_tokens: int
+    """Response tokens of all samples."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """A live group as it was stored."""
+    """A live group, or one that was trained since the newest checkpoint, as it was stored."""
 
     sequence: int
     feed_index: str
     attempt: int
     state: GroupState
     adopted: bool
-    content: Group | None
-    """The finished group; None before it has finished. Its `sequence` is set."""
+    rollout: int | None
+    """The rollout in which the group was trained; None before that."""
+    content: StoredContent | None
+    """None if the store does not have the samples of the group, for example because it has not finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +92,15 @@ class StoredRun:
     number: int
     """Number of the last batch."""
     groups: Sequence[StoredGroup]
-    """Live groups, in the order of their last transitions."""
+    """Groups that are live or were trained since the newest checkpoint, in the order of their last transitions."""
     owed: Sequence[Group]
-    """Prompts that were taken from the data and are neither trained nor given up, in the order in which they were
-    stored. Prompts of `groups` are among them."""
+    """Prompts that were taken from the data and are neither trained for good nor given up, in the order in which they
+    were stored. Prompts of `groups` are among them."""
+    posted: Sequence[str]
+    """Feed indexes of posted groups that are neither trained nor given up, in the order in which they were posted.
+    `RunStore.load_posted` returns their samples."""
+    keys: Mapping[str, str]
+    """Feed indexes of posted groups by idempotency key, in the order in which they were posted."""
     progress: Mapping[str, Any]
     events: Sequence[tuple[int, Sequence[Event]]]
     """Events that may not have reached the driver, with the number of their batch, in order."""

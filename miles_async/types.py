@@ -181,8 +181,12 @@ class Sample:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Sample:
-        """The inverse of `to_dict`. Raises KeyError or TypeError for a missing or an unknown field."""
-        arguments = dict(values)
+        """The inverse of `to_dict`; dictionaries of slime's `Sample.to_dict`, which have no `spans`, are read too.
+
+        Raises KeyError or TypeError for a missing or an unknown field, and TrajectoryError for a sample of slime with
+        images or other multimodal inputs.
+        """
+        arguments = dict(values) if "spans" in values else _without_slime_fields(values)
         arguments["status"] = SampleStatus(arguments["status"])
         arguments["spans"] = [VersionSpan(**span) for span in arguments["spans"]]
         # Dictionaries of older versions have no sampling mask.
@@ -191,6 +195,51 @@ class Sample:
 
             arguments["sampling_mask"] = SamplingMask.from_dict(mask)
         return Sample(**arguments)
+
+
+_SLIME_ONLY = frozenset(
+    (
+        "apply_chat_template_kwargs",
+        "custom_rm_path",
+        "generate_function_path",
+        "group_index",
+        "non_generation_time",
+        "prefix_cache_info",
+        "rollout_id",
+        "rollout_routed_experts",
+        "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
+        "session_id",
+        "spec_info",
+        "teacher_log_probs",
+        "train_metadata",
+        "weight_versions",
+    )
+)
+"""Fields of slime's `Sample` that have no counterpart here. The token sets of top-p are among them, because slime's
+log-probabilities are those of the whole distribution."""
+
+
+def _without_slime_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a dictionary of slime's `Sample.to_dict` to the fields of `Sample`, with `spans` as in `Sample.to_dict`.
+
+    slime records one weight version per request, without the tokens that it sampled. All tokens get the oldest version,
+    so that no token counts as fresher than it is. Attributes that a user's code has added become metadata.
+    """
+    known = {entry.name for entry in fields(Sample)}
+    own = {name: value for name, value in values.items() if name in known}
+    multimodal = {name: value for name, value in values.items() if name.startswith("multimodal_")}
+    if used := [name for name, value in multimodal.items() if value]:
+        raise TrajectoryError(
+            f"sample {values.get('index')} has {' and '.join(used)}: only text can be trained; leave such samples out"
+        )
+    added = {name: value for name, value in values.items() if name not in known | set(multimodal) | _SLIME_ONLY}
+    own["metadata"] = {**values.get("metadata", {}), **added}
+    own["rollout_log_probs"] = values.get("rollout_log_probs") or []
+    versions = [int(version) for version in values.get("weight_versions", ()) if str(version).isdecimal()]
+    length = values.get("response_length", 0)
+    own["spans"] = [{"version": min(versions), "start": 0, "end": length}] if versions and length else []
+    return own
 
 
 class Group(list[Sample]):
@@ -258,19 +307,22 @@ class Group(list[Sample]):
         return Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
 
     @property
-    def oldest_version(self) -> int:
-        """The oldest weight version that sampled any token of the group.
+    def versions(self) -> set[int]:
+        """The weight versions that sampled tokens of the group.
 
         Raises TrajectoryError if a sample has no span, because a group of unknown age must not pass as a fresh one.
         """
-        versions = [sample.oldest_version for sample in self]
-        known = [version for version in versions if version is not None]
-        if not known or len(known) != len(versions):
+        if not self or not all(sample.spans for sample in self):
             raise TrajectoryError(
                 f"group {self.feed_index}: a sample has no weight-version span; "
                 "the generator must record the version that sampled each token"
             )
-        return min(known)
+        return {span.version for sample in self for span in sample.spans}
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest of `versions`. Raises TrajectoryError as `versions`."""
+        return min(self.versions)
 
     @property
     def response_tokens(self) -> int:
@@ -311,6 +363,8 @@ class DropReason(StrEnum):
     """Its requests reached no engine, because the router did not answer. Its prompt is fed again."""
     WORKER_LOST = "worker_lost"
     """The rollout worker was lost before the group had finished. Its prompt is fed again."""
+    ROLLED_BACK = "rolled_back"
+    """Weights that were rolled back sampled some of its tokens (`--off-lineage`). Its prompt is fed again."""
     HEAD_DEADLINE = "head_deadline"
     """It was the head of the window for too long (`scheduling/window.py`)."""
     NONFINITE = "nonfinite"
@@ -340,15 +394,17 @@ class LearnerProgress:
     """What a learner has done, for a rollout worker that takes over."""
 
     rollout: int | None
-    """The last batch that was trained; None before the first."""
+    """The last batch that the weights were trained on, -1 before the first; None if there are no weights to train."""
     groups: Sequence[int]
-    """The sequence numbers of its groups."""
+    """The sequence numbers of its groups. Empty if the weights come from a checkpoint."""
     report: StepReport | None
-    """The report on it; None before the first batch."""
+    """The report on it; None if the weights come from a checkpoint, or before the first batch."""
     version: int
-    """The version that was staged last; 0 before the first."""
+    """The version that was staged last, or that the weights had when they were saved."""
+    staged: bool
+    """Whether this learner has staged `version` itself. If not, its weights have to be staged as the next version."""
     changed: bool
-    """Whether the weights have changed since then."""
+    """Whether the weights have changed since `version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,8 @@ install_prometheus() {
 }
 
 [ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || create_venv
+# Building a wheel leaves this folder, and Python would read the entry points in it instead of the installed ones.
+rm -rf miles_async.egg-info
 if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     echo "Installing for CUDA; this downloads many gigabytes"
     pip uninstall --yes mooncake-transfer-engine-non-cuda # it provides the same module as the RDMA build

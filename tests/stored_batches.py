@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from miles_async.events import QueueChanged
+from miles_async.ports import RunStore
 from miles_async.scheduling.ledger import GroupState
-from miles_async.stored_run import Changes, GroupChange, StoredRun
+from miles_async.stored_run import Changes, GroupChange, StoredContent
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 LIVE = 3
@@ -55,8 +56,9 @@ def batch(number: int, tokens: int = 20) -> Changes:
     )
 
 
-def check_state(stored: StoredRun | None, tokens: int = 20) -> int:
-    """Return the number of the batch that led to the state `stored`; 0 for no batch. Fails for any other state."""
+async def check_state(store: RunStore, tokens: int = 20) -> int:
+    """Return the number of the batch that led to the state of `store`; 0 for no batch. Fails for any other state."""
+    stored = await store.read()
     if stored is None:
         return 0
     number = stored.number
@@ -65,9 +67,9 @@ def check_state(stored: StoredRun | None, tokens: int = 20) -> int:
     states = [GroupState.QUEUED] * (len(live) - 1) + [GroupState.FINISHED]
     assert [group.state for group in stored.groups] == states
     for group in stored.groups:
-        assert group.content is not None
-        assert group.content == finished_group(group.sequence, tokens)
-        assert (group.content.feed_index, group.content.sequence) == (group.feed_index, group.sequence)
+        assert group.feed_index == f"sample_0_{group.sequence}"
+        assert group.content == StoredContent([group.sequence], 2 * tokens)
+        assert await store.load(group.sequence) == finished_group(group.sequence, tokens)
     assert [prompt.feed_index for prompt in stored.owed] == [f"sample_0_{sequence}" for sequence in live]
     assert stored.progress == batch(number).progress
     undelivered = range(max(1, number - 1), number + 1)

@@ -18,7 +18,7 @@ from miles_async.events import EventSink, SamplesRemoved, WarningRaised
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
 from miles_async.sample_schema import SampleLimits, check_stored
-from miles_async.types import Group
+from miles_async.types import Group, VersionSpan
 
 
 class BatchPreparation:
@@ -86,7 +86,11 @@ class SavedBatches:
     async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         """Load the batch of `rollout_id`. Raises UserError if it is missing or has another size."""
         groups = await asyncio.to_thread(saved_batch, self._config, rollout_id, self._limits)
-        limit_versions(groups, source.trainer_version)
+        version = source.trainer_version
+        for sample in (sample for group in groups for sample in group if not sample.spans):
+            # Older versions of slime saved no weight version.
+            sample.spans = [VersionSpan(version, 0, sample.response_length)]
+        limit_versions(groups, version)
         return groups
 
 
@@ -105,9 +109,19 @@ def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> lis
     try:
         for group in groups:
             check_stored(group, limits, None)
+            _check_log_probs(group)
     except TrajectoryError as error:
         raise UserError(f"rollout data {path} cannot be trained: {error}") from error
     return as_groups(groups, rollout.n_samples_per_prompt)
+
+
+def _check_log_probs(group: Group) -> None:
+    for sample in group:
+        if sample.response_length and not sample.rollout_log_probs:
+            raise TrajectoryError(
+                f"sample {sample.index} has no rollout_log_probs, which the loss needs: save the batch with a version "
+                "of slime that records them"
+            )
 
 
 def limit_versions(groups: list[Group], version: int) -> None:

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +34,9 @@ from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.sglang.server_key import new_key
+from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.adapters.storage.warm_starts import find_warm_start
+from miles_async.adapters.system.run_processes import has_ended, is_stopped, of_part
 from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
@@ -46,6 +50,7 @@ from miles_async.observability.run_folder import RunFolder
 from .engine import Engine
 from .heartbeats import Probe
 from .learner import LearnerRank
+from .learner_ranks import LearnerRanks
 from .placement import Placement, on_driver_node, reserve
 from .preflight import Checked, check_ray
 from .rollout import RolloutWorker, Surroundings
@@ -78,8 +83,10 @@ class EngineDevices:
 class Cluster:
     """The processes of one run. Use it as `async with Cluster(...) as cluster`, then call `start` and `run`."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, entry: str, emit: Callable[[Event], None]) -> None:
-        """`emit` receives the events of the start."""
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, entry: str, emit: Callable[[Event], None], received: int = 0
+    ) -> None:
+        """`emit` receives the events of the start. `received` is the last batch of events in the event log."""
         self._config = config
         self._folder = folder
         self._entry = entry
@@ -102,7 +109,8 @@ class Cluster:
         """Devices of removed engines that the learner shares, for engines that are added later."""
         # A lost rollout worker would leave colocated engines and learner in an unknown state.
         max_restarts = 0 if config.cluster.colocate else config.cluster.max_restarts
-        self.rollout = RolloutWorkers(self._create_worker, emit, max_restarts)
+        self.rollout = RolloutWorkers(self._create_worker, emit, max_restarts, received)
+        self.learner: LearnerRanks
         self.surroundings: Surroundings
         """The processes that `start` started, for the rollout worker."""
 
@@ -151,10 +159,10 @@ class Cluster:
                     await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
         finally:  # a second Ctrl-C interrupts only the orderly shutdown of the servers
             # A lost head node would block the release until Ray's native code ends this process.
-            if not self._ray_is_lost:
+            if not self._ray_is_lost and _head_node_answers():
                 for placement in self._placements:
                     placement.release()
-            ray.shutdown()
+            _disconnect()
             # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
             self._reaper.close(SHUTDOWN_SECONDS)
 
@@ -168,27 +176,24 @@ class Cluster:
         # seconds on imports. Otherwise the first learner rank runs the warm start first.
         started = find_warm_start(self._config, sft_examples.problems, sft_examples.check)
         # A run without a learner needs one rank for a warm start, and none if the checkpoint exists.
-        needed = self._world_size if not debug.debug_rollout_only else 0 if started else 1
-        ranks = [
-            self._actor(
-                LearnerRank,
-                f"learner-{rank}",
-                self._config,
-                rank,
-                self._world_size,
-                self._folder.path,
-                **_learner_options(placement, rank),
-            )
-            for rank in range(needed)
-        ]
-        for rank, actor in enumerate(ranks):
+        needed = None if not debug.debug_rollout_only else 0 if started else 1
+
+        def create_rank(rank: int, name: str) -> ActorHandle[Any]:
+            options = _learner_options(placement, rank)
+            world_size = derived.learner_ranks(self._config)
+            actor = self._actor(LearnerRank, name, self._config, rank, world_size, self._folder.path, **options)
             # Ray executes the calls to an actor in order: no need to wait.
-            actor.log_to.remote(self.logs, f"learner-{rank}")
+            actor.log_to.remote(self.logs, name)
             self.probes[f"learner-{rank}"] = actor.pid.remote
+            return actor
+
+        first = placement.plan.learner[0] if placement.plan.learner else placement.plan.engines[0][0]
+        self.learner = LearnerRanks(self._config, self._folder.path.name, create_rank, placement.host(first))
+        self.learner.create(needed)
         self.rollout.start()
         if started is None:
             with self._starting("warm start"):
-                started = await _call(ranks[0].warm_start, sft_examples.problems, sft_examples.check)
+                started = await _call(self.learner.actors[0].warm_start, sft_examples.problems, sft_examples.check)
         details.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
         if not idle:
             # An error is raised again when the run opens its data and its tokenizer.
@@ -196,11 +201,10 @@ class Cluster:
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),
-            _constant(None)
-            if debug.debug_rollout_only
-            else self._start_learner(placement, ranks, started.path, checked),
+            _constant(None) if debug.debug_rollout_only else self._start_learner(started.path, checked.starts_from),
         )
-        transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(ranks, engines)
+        transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(engines)
+        await self.learner.begin()
         self.surroundings = Surroundings(
             checkpoint=started.path,
             router_url=router_url,
@@ -208,9 +212,10 @@ class Cluster:
             engines=engines,
             engine_actors=self._engine_actors,
             router_actor=self._router_actor,
-            learner_ranks=ranks,
+            learner_ranks=self.learner.actors,
             weight_transports=transports,
-            resume_from=checked.resume_from,
+            began_with=checked.began_with,
+            learner_checkpoint=checked.starts_from,
         )
         return ClusterReady(
             time=time.time(),
@@ -221,7 +226,32 @@ class Cluster:
 
     async def run(self) -> None:
         """Run the pipeline to its end. Raises the error that ended it."""
-        await self.rollout.run(self._current_surroundings)
+        await self.rollout.run(self._current_surroundings, self.learner.death, self._replace_learner)
+
+    async def _replace_learner(self) -> None:
+        """Start another learner from the last checkpoint. Raises FatalError if the run writes no checkpoints."""
+        if not derived.restarts_learner(self._config):
+            raise FatalError(
+                f"{await self.learner.death()}. The run cannot continue without its learner. With --save and "
+                "--save-interval, a run that is not colocated continues from its last checkpoint"
+            )
+        before, limit = self.surroundings, self._config.observability.no_progress_abort_seconds
+        try:
+            async with asyncio.timeout(limit):
+                checkpoint = await self.learner.replace(before.checkpoint, before.began_with)
+        except TimeoutError:
+            raise FatalError(
+                f"another learner did not start within {limit:.0f} s (--no-progress-abort-seconds): its node or its "
+                f"devices may be gone; see `ray status` and {self.logs}"
+            ) from None
+        self.surroundings = replace(before, learner_ranks=self.learner.actors, learner_checkpoint=checkpoint)
+
+    def end_if_stopped(self, process: str) -> None:
+        """Kill a process that is stopped (SIGSTOP), so that another one takes its place."""
+        if process == "rollout":
+            self.rollout.end_if_stopped()
+        else:
+            self.learner.end_if_stopped(process)
 
     async def _current_surroundings(self) -> Surroundings:
         """The surroundings, with the engines that have a server now: some may have been added or restarted."""
@@ -243,12 +273,31 @@ class Cluster:
         return worker
 
     async def watch_ray(self) -> NoReturn:
-        """Raise FatalError if the head node of Ray (its GCS process) stops answering."""
+        """Raise FatalError if the head node of Ray (its GCS process) does not answer, or the run's raylet is lost.
+
+        A raylet is lost if its process has ended, or is stopped (SIGSTOP) for some time.
+        """
         address = ray.get_runtime_context().gcs_address
         limit = OWN_RAY_LOST_SECONDS if self._config.cluster.ray_address is None else JOINED_RAY_LOST_SECONDS
-        answered = time.monotonic()
+        # Only the raylet of a Ray that this run started is a child of this process.
+        raylets = of_part("raylet", psutil.Process().children())
+        answered = ran = time.monotonic()
         while (silence := time.monotonic() - answered) < limit:
             await asyncio.sleep(RAY_CHECK_SECONDS)
+            if any(map(has_ended, raylets)):
+                self._ray_is_lost = True
+                raise FatalError(
+                    "the raylet of Ray was killed (out of memory?) or crashed, and the processes of the run ended; "
+                    f"see raylet.out in {self.logs / 'ray'}"
+                )
+            if not any(map(is_stopped, raylets)):
+                ran = time.monotonic()
+            elif time.monotonic() - ran >= limit:
+                self._ray_is_lost = True
+                raise FatalError(
+                    f"the raylet of Ray has been stopped (SIGSTOP) for {limit:.0f} s, and no process of the run can be "
+                    "replaced without it: resume the run, and find out what stopped the process"
+                )
             with suppress(UserError):
                 await asyncio.to_thread(check_ray, address, RAY_CHECK_SECONDS)
                 answered = time.monotonic()
@@ -307,10 +356,6 @@ class Cluster:
         yield
         self._emit(StartupChanged(time=time.time(), part=part, seconds=time.monotonic() - began))
 
-    @property
-    def _world_size(self) -> int:
-        return derived.learner_ranks(self._config)
-
     def _actor(self, kind: type[Any], name: str, *arguments: Any, **options: Any) -> ActorHandle[Any]:
         """Create an actor. `options` are those of Ray, for example from `Placement.actor_options`."""
         return ray.remote(kind).options(name=name, **options).remote(*arguments)
@@ -325,18 +370,10 @@ class Cluster:
         self.probes[name] = server.answers.remote
         return server
 
-    async def _start_learner(
-        self, placement: Placement, ranks: Sequence[ActorHandle[Any]], checkpoint: str, checked: Checked
-    ) -> None:
+    async def _start_learner(self, model: str, checkpoint: LoadedCheckpoint | None) -> None:
         with self._starting("learner"):
-            # torch.distributed connects all ranks through a port on the node of the first rank.
-            host = placement.host(placement.plan.learner[0])
-            port = await _call(ranks[0].claim_port, host)
-            await _gather(*(_call(rank.start, checkpoint, host, port) for rank in ranks))
-        if checked.resume_from is not None:
-            await _gather(*(_call(rank.load_state, str(checked.resume_from)) for rank in ranks))
-            log.info("learner resumes", checkpoint=str(checked.resume_from))
-        details.info("learner is up", ranks=len(ranks))
+            await self.learner.start(model, checkpoint)
+        details.info("learner is up", ranks=len(self.learner.actors))
 
     async def _start_router(self) -> str:
         if (url := external_router(self._config)) is not None:
@@ -384,8 +421,9 @@ class Cluster:
         details.info("engine is up", engine=name, url=info.url, seconds=round(time.monotonic() - began, 1))
         return info
 
-    async def _connect(self, ranks: Sequence[ActorHandle[Any]], engines: Sequence[EngineInfo]) -> Sequence[str]:
-        transports = await find_transports(RayWeightSources(ranks), self._config.weights.weight_transfer, engines)
+    async def _connect(self, engines: Sequence[EngineInfo]) -> Sequence[str]:
+        sources = RayWeightSources(self.learner.actors)
+        transports = await find_transports(sources, self._config.weights.weight_transfer, engines)
         details.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports
 
@@ -397,6 +435,27 @@ def _learner_options(placement: Placement, rank: int) -> dict[str, Any]:
     """
     plan = placement.plan
     return placement.actor_options(plan.learner[rank] if plan.learner else plan.engines[0][0], LEARNER_GPU_FRACTION)
+
+
+def _head_node_answers() -> bool:
+    """Return whether the head node of Ray answers. It may be lost, or stopped, only since the last check of it."""
+    with suppress(UserError):
+        check_ray(ray.get_runtime_context().gcs_address, RAY_CHECK_SECONDS)
+        return True
+    return False
+
+
+def _disconnect() -> None:
+    """Disconnect from Ray. Gives up after `SHUTDOWN_SECONDS`.
+
+    Without an answer of the raylet, for example if it is stopped (SIGSTOP), `ray.shutdown` would block forever.
+    """
+    disconnecting = threading.Thread(target=ray.shutdown, name="disconnect-from-ray", daemon=True)
+    disconnecting.start()
+    disconnecting.join(SHUTDOWN_SECONDS)
+    if disconnecting.is_alive():
+        log.warning("Ray does not answer, so the run ends without disconnecting from it")
+        atexit.unregister(ray.shutdown)
 
 
 def _token_hint() -> str:

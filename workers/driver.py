@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import structlog
 
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
+from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
 from miles_async.config.derived import bounds_of, engines, model_name, schedule_of, table
 from miles_async.config.load import load_config
@@ -26,13 +27,15 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging, details_logger, log_file
-from miles_async.observability.console.lossy_output import survive_lost_output
 from miles_async.observability.console.terminal import is_interactive
+from miles_async.observability.lossy_output import survive_lost_output
 from miles_async.observability.page.earlier import configuration_id
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
+from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
 from miles_async.scheduling.bounds import Schedule
 
+from .continuation import write_beginning
 from .preflight import Checked, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ DONE, FAILED, REFUSED = 0, 1, 2
 the exit code of `StopRequest`."""
 TICK_SECONDS = 0.25
 """Longest time between two updates of console, metrics and heartbeats."""
+END_SECONDS = 4.0
+"""Time that the rollout worker has after a drain, to write the store and to report how the run ended."""
 
 log = structlog.get_logger(__name__)
 details = details_logger(__name__)
@@ -64,16 +69,23 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     configure_logging(config.observability.log_format)
     try:
         model = model_name(config.model)
-        converted = with_converted_checkpoint(config)
-        # Before its conversion the shape of the model was unknown.
-        if converted is not config and (found := problems(converted, entry)):
+        converted = with_converted_checkpoint(with_downloads(config))
+        # Before its download or its conversion the shape of the model was unknown.
+        if converted != config and (found := problems(converted, entry)):
             raise UserError("; ".join(found))
         config = converted
-        checked = preflight(config, entry)
+        # The lock comes first: until another run has ended, it is not known from where to continue it.
         with lock_checkpoints(config):
-            folder = RunFolder.create(config)
+            checked = preflight(config, entry)
+            if (folder := checked.continues) is None:
+                folder, received = RunFolder.create(config), 0
+                if checked.began_with is not None:
+                    write_beginning(folder, checked.began_with)
+            else:
+                folder.reopen(config)
+                received = cut_incomplete_batch(folder.events)
             with log_file(folder.driver_log):
-                return asyncio.run(_drive(config, argv, folder, entry, checked, model))
+                return asyncio.run(_drive(config, argv, folder, entry, checked, model, received))
     except (MilesError, OSError) as error:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
@@ -81,13 +93,20 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
 
 
 async def _drive(
-    config: RunConfig, argv: Sequence[str], folder: RunFolder, entry: str, checked: Checked, model: str
+    config: RunConfig,
+    argv: Sequence[str],
+    folder: RunFolder,
+    entry: str,
+    checked: Checked,
+    model: str,
+    received: int,
 ) -> int:
+    """`received` is the last batch of events that an earlier driver of this run has received."""
     _ignore_hangup()
     if not is_interactive(config):
         print(table(config, entry), flush=True)
     with EventSubscribers(config, folder) as subscribers:
-        stop = StopRequest(subscribers, config.learner.termination_grace_seconds)
+        stop = StopRequest(subscribers, config.cluster.drain_seconds)
         stop.handle_signals()
         # Importing Ray takes seconds, so it is imported after all fast checks have passed.
         from .cluster import Cluster
@@ -95,10 +114,12 @@ async def _drive(
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
         details.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
+        if checked.continues is not None:
+            subscribers.replay(read_events(folder.events))
         subscribers.emit(run_started(config, folder, entry, model))
         reason = "done"
         try:
-            async with Cluster(config, folder, entry, subscribers.emit) as cluster:
+            async with Cluster(config, folder, entry, subscribers.emit, received) as cluster:
                 # The native code of Ray has installed its own handler of SIGTERM.
                 stop.handle_signals()
                 ready = await _guard(cluster.start(checked), stop.wait(), cluster.watch_ray(), _tick(subscribers))
@@ -122,18 +143,18 @@ async def _drive(
 class StopRequest:
     """The user's request to end the run: Ctrl-C (SIGINT) or SIGTERM.
 
-    The first signal ends the run after the current step, the second one immediately. Batch systems send SIGKILL some
-    time after SIGTERM, so the time of the current step and of its checkpoint is limited after a SIGTERM.
+    The first signal drains the run (`miles_async/pipeline/service.py`), the second one ends it immediately. Batch
+    systems send SIGKILL some time after SIGTERM, so the time of a drain is limited.
     """
 
-    def __init__(self, subscribers: EventSubscribers, termination_grace_seconds: float) -> None:
+    def __init__(self, subscribers: EventSubscribers, drain_seconds: float) -> None:
         """Create it in the task that the second signal cancels."""
         task = asyncio.current_task()
         assert task is not None, "created in a coroutine"
         self._task = task
         self._subscribers = subscribers
-        self._termination_grace_seconds = termination_grace_seconds
-        self._arrived, self._terminated = asyncio.Event(), asyncio.Event()
+        self._drain_seconds = drain_seconds
+        self._arrived = asyncio.Event()
         self._signal = signal.SIGINT
 
     @property
@@ -159,10 +180,12 @@ class StopRequest:
             self._task.cancel()
             return
         again = "press Ctrl-C" if number == signal.SIGINT else "send SIGTERM"
-        print(f"\nstopping after this step; {again} again to stop immediately", file=sys.stderr)
+        print(
+            f"\nstopping: groups in flight, the current step and its checkpoint have {self._drain_seconds:g} s; "
+            f"{again} again to stop immediately",
+            file=sys.stderr,
+        )
         self._arrived.set()
-        if number == signal.SIGTERM:
-            self._terminated.set()
         # `ray job stop` sends SIGKILL three seconds after SIGTERM, perhaps before the run has ended.
         self._subscribers.write_early_summary(RunEnded(time=time.time(), reason="interrupted"))
 
@@ -172,13 +195,10 @@ class StopRequest:
         raise RunInterruptedError
 
     async def wait_until_overdue(self) -> NoReturn:
-        """Raise RunInterruptedError when the step and its checkpoint have used up their time after a SIGTERM."""
-        await self._terminated.wait()
-        await asyncio.sleep(self._termination_grace_seconds)
-        log.warning(
-            "the current step or its checkpoint was abandoned: if they need more time, raise termination_grace_seconds",
-            seconds_after_sigterm=self._termination_grace_seconds,
-        )
+        """Raise RunInterruptedError when the rollout worker should have ended the run, but has not."""
+        await self._arrived.wait()
+        await asyncio.sleep(self._drain_seconds + END_SECONDS)
+        log.warning("the rollout worker did not end the run in time; a resumed run continues from the store")
         raise RunInterruptedError
 
 
@@ -226,6 +246,8 @@ async def _follow(
             await asyncio.wait([run, events], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if events.done():
                 subscribers.emit(*events.result())
+                # The next call confirms these events, and the rollout worker forgets them.
+                subscribers.flush()
                 events = asyncio.ensure_future(cluster.rollout.events())
             if run.done():
                 # The last events may be in the call in progress, or not requested yet: one more call gets all of them.
@@ -288,6 +310,7 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) ->
         window=bounds.window,
         slots=bounds.slots,
         staleness_limit=config.rollout.max_weight_staleness,
+        longest_response=config.rollout.rollout_max_response_len,
         model=model,
         configuration=configuration_id(config, entry),
     )

@@ -21,11 +21,11 @@ from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_concurrency, trains_on_sampling_masks
 from miles_async.config.schema import RunConfig
-from miles_async.events import EventSink
-from miles_async.ports import Generator
+from miles_async.pipeline.journal import Journal
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
 from miles_async.sample_schema import SampleLimits
+from miles_async.stored_run import StoredRun
 
 from .specs import greedy_of, sampling_of
 
@@ -45,27 +45,34 @@ class Generators:
         tokenizer: CheckpointTokenizer,
         args: Arguments,
         *,
-        events: EventSink,
+        journal: Journal,
+        stored: StoredRun | None,
         live_version: Callable[[], int],
         limits: SampleLimits,
         agent_key_file: Path,
     ) -> None:
-        """External generators read the key of the endpoint from `agent_key_file`."""
+        """External generators read the key of the endpoint from `agent_key_file`.
+
+        `stored` is the state of the run that a lost rollout worker has left.
+        """
         self._config = config
         self._limits = limits
         self._fleet = fleet
         self._tokenizer = tokenizer
         self._live_version = live_version
-        trajectories = TrajectoryBuffer(
+        self.trajectories = TrajectoryBuffer(
             config.rollout.queue_capacity,
             config.rollout.n_samples_per_prompt,
+            log=journal,
             limits=limits,
             newest_version=live_version,
+            stored=stored,
         )
+        """The groups that external generators have posted."""
         self._external = config.rollout.rollout_function_path == EXTERNAL_FUNCTION
-        self._endpoint = AgentEndpoint(trajectories if self._external else None)
+        self._endpoint = AgentEndpoint(self.trajectories if self._external else None)
         self._agent_key_file = agent_key_file
-        self.args = args.with_values(tokenizer=tokenizer, trajectories=trajectories)
+        self.args = args.with_values(tokenizer=tokenizer, trajectories=self.trajectories)
         """The arguments of user functions."""
         engines = partial(
             SGLangGenerator,
@@ -75,7 +82,7 @@ class Generators:
             engines=fleet.engines,
             router_key=router_key,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
-            on_request=events.emit if config.observability.trace else None,
+            on_request=journal.emit if config.observability.trace else None,
         )
         self.frontend = engines(
             sampling_of(config),
@@ -95,8 +102,12 @@ class Generators:
         if self._external or self._config.rollout.custom_generate_function_path is not None:
             await self._endpoint.start(self._config.rollout.agent_port)
         if self._external:
-            self._agent_key_file.touch(mode=0o600)
-            self._agent_key_file.write_text(self._endpoint.key)
+            # Generators use the same key after the rollout worker was replaced.
+            if self._agent_key_file.exists() and (key := self._agent_key_file.read_text()):
+                self._endpoint.key = key
+            else:
+                self._agent_key_file.touch(mode=0o600)
+                self._agent_key_file.write_text(self._endpoint.key)
             sampling = self.frontend.sampling
             turns = MultiTurnSampler(self.frontend, self._tokenizer)
             self._endpoint.accept_external(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
@@ -105,16 +116,18 @@ class Generators:
     async def __aexit__(self, *error: object) -> None:
         await self._endpoint.close()
 
-    def training(self) -> Generator:
+    def training(self) -> GeneratorWithSampling | FunctionGenerator:
         """The generator of the training data."""
         return self._with_user_function(self.frontend, sampling_of(self._config), self._limits)
 
-    def evaluation(self, sampling: SamplingParams) -> Generator:
+    def evaluation(self, sampling: SamplingParams) -> GeneratorWithSampling | FunctionGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks.
         return self._with_user_function(self._evaluation, sampling, replace(self._limits, sampling_masks=None))
 
-    def _with_user_function(self, engine: SGLangGenerator, sampling: SamplingParams, limits: SampleLimits) -> Generator:
+    def _with_user_function(
+        self, engine: SGLangGenerator, sampling: SamplingParams, limits: SampleLimits
+    ) -> GeneratorWithSampling | FunctionGenerator:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import ray
 import structlog
 
 from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
@@ -74,7 +75,7 @@ class LearnerRank:
         self._port: ClaimedPort
         self._source: WeightSource | None = None
         self._copy: CheckpointCopy
-        self._progress = LearnerProgress(rollout=None, groups=(), report=None, version=0, changed=False)
+        self._progress = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=False)
         self._running: set[asyncio.Future[Any]] = set()
         """Calls that occupy a thread now, or wait for one."""
 
@@ -144,17 +145,20 @@ class LearnerRank:
             named = await self._run(
                 self._model_thread, lambda: [(name, tuple(tensor.shape)) for name, tensor in self._learner.weights()]
             )
-            self._source = weight_source(self._config, named, self._folder, self._rank, self._world_size)
+            offsets = self._learner.engine_offsets(name for name, _ in named)
+            self._source = weight_source(self._config, named, offsets, self._folder, self._rank, self._world_size)
         source = self._source
         await self._run(self._send_threads, lambda: source.connect(engines, transports))
 
     async def stage(self, version: int, transports: Sequence[str]) -> None:
         """Copy this rank's part of the weights as `version` and prepare it for `transports`. All ranks."""
+        if not self._progress.staged and version > self._progress.version:
+            self._learner.lineage.roll_back(self._progress.version, version, int(self._progress.changed))
         self._learner.version = version
         structlog.contextvars.bind_contextvars(version=version)
         source = self._connected_source
         await self._run(self._model_thread, lambda: source.stage(version, self._learner.weights(), transports))
-        self._progress = replace(self._progress, version=version, changed=False)
+        self._progress = replace(self._progress, version=version, staged=True, changed=False)
 
     async def send(self, version: int, engine: str, transport: str) -> SendOutcome:
         """Send this rank's part of the staged version to one engine; several engines may be sent to at once."""
@@ -191,8 +195,18 @@ class LearnerRank:
         """Resume from this rank's part of a checkpoint, after `start` and before `connect`. All ranks."""
         await self._run(self._model_thread, lambda: self._learner.load_state(folder))
 
+    async def begin(self, rollout: int, version: int, changed: bool) -> None:
+        """Count batches and versions from here on; see `LearnerProgress`."""
+        self._progress = LearnerProgress(
+            rollout=rollout, groups=(), report=None, version=version, staged=False, changed=changed
+        )
+
     async def pid(self) -> int:
         return os.getpid()
+
+    async def location(self) -> tuple[str, int]:
+        """Return the id of the node in Ray, and the process id there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def _train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         from miles_async.adapters.megatron.training.performance import profiled
@@ -246,9 +260,17 @@ class WorkTime:
 
 
 def weight_source(
-    config: RunConfig, named: Sequence[tuple[str, tuple[int, ...]]], folder: Path, rank: int, sources: int
+    config: RunConfig,
+    named: Sequence[tuple[str, tuple[int, ...]]],
+    offsets: Mapping[str, float],
+    folder: Path,
+    rank: int,
+    sources: int,
 ) -> WeightSource:
-    """Create the weight source of one rank. `named` are the Hugging Face names and full shapes of all weights."""
+    """Create the weight source of one rank. `named` are the Hugging Face names and full shapes of all weights.
+
+    `offsets` are what SGLang adds to weights that it loads.
+    """
     from miles_async.adapters.weights.source import WeightSource
 
     return WeightSource(
@@ -259,6 +281,7 @@ def weight_source(
         bucket=config.weights.update_weight_buffer_size,
         verify_all=config.weights.check_weight_update_equal,
         timeout=config.weights.update_weight_timeout_seconds,
+        offsets=offsets,
     )
 
 

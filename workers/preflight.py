@@ -6,6 +6,7 @@ resume from takes longer, because its checksums are compared.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
-from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import (
     FULLY_ASYNC_FUNCTION,
@@ -31,8 +32,9 @@ from miles_async.config.derived import (
     trains_only,
 )
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import load_function
+from miles_async.config.user_functions import install_slime_imports, load_function
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import load_generate_function
@@ -42,6 +44,7 @@ from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Verdict
 
 from .batches import saved_batch
+from .continuation import unfinished_run
 from .specs import external_router_key
 
 WARM_START_EXAMPLES = 8192
@@ -70,16 +73,26 @@ class Checked:
     """What the checks have read and the run needs again."""
 
     sft_examples: SftExamples
-    resume_from: Path | None
-    """The newest intact checkpoint in the folder `load`."""
+    continues: RunFolder | None
+    """The folder of the run that `--resume auto` continues."""
+    began_with: LoadedCheckpoint | None
+    """The checkpoint of another run that this one begins with, or began with; None if that is the model."""
+    starts_from: LoadedCheckpoint | None
+    """The checkpoint that the learner starts from: `began_with`, or a later one of this run."""
 
 
 def preflight(config: RunConfig, entry: str) -> Checked:
     """Open all files and import all functions that the run will use. Raises UserError for the first problem."""
+    if config.rollout.slime_imports:
+        install_slime_imports()
     args = flat_args(config)
     if config.model.hf_checkpoint is not None:
         check_weights(Path(config.model.hf_checkpoint).expanduser())
-    resume_from = checkpoint_to_resume(config)
+    began_with = checkpoint_to_resume(config)
+    continuation = None if config.learner.resume is None else unfinished_run(config)
+    for setting, directory in (("store_dir", config.cluster.store_dir), ("run_dir", config.observability.run_dir)):
+        if directory is not None:
+            check_writable(setting, Path(directory).expanduser().absolute())
     check_ray(config.cluster.ray_address)
     external_router_key(config)
     check_port("agent_port", config.rollout.agent_port)
@@ -106,10 +119,22 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         eval_groups(config, name, dataset, checkpoint=config.model.hf_checkpoint)
     # Data before rewards: for an unknown reasoning-gym task, the error of the data source suggests a similar name.
     data = open_data(config, checkpoint=config.model.hf_checkpoint)
+    if continuation is not None:
+        data.seek(continuation.position)
+    elif began_with is not None:
+        data.seek(read_progress(began_with.folder)["data"])
     open_rewarder(config, args)
     # Last, because the user modules imported above may register skip roles.
-    SkipManager(SkipContext(config=config))
-    return Checked(sft_examples=_sft_examples(config, data), resume_from=resume_from)
+    SkipManager(config, SkipContext())
+    sft_examples = _sft_examples(config, data)
+    if continuation is None:
+        return Checked(sft_examples=sft_examples, continues=None, began_with=began_with, starts_from=began_with)
+    return Checked(
+        sft_examples=sft_examples,
+        continues=continuation.folder,
+        began_with=continuation.began_with,
+        starts_from=continuation.starts_from,
+    )
 
 
 def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
@@ -173,18 +198,31 @@ def check_port(setting: str, port: int) -> None:
         ) from error
 
 
+def check_writable(setting: str, folder: Path) -> None:
+    """Raises UserError if files cannot be created in the folder, or the folder itself cannot be created."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        flag = setting.replace("_", "-")
+        raise UserError(
+            f"{setting} {folder} is not writable: set --{flag} to a folder that is, or change the permissions of "
+            f"{existing}"
+        )
+
+
 def lock_checkpoints(config: RunConfig) -> AbstractContextManager[None]:
     """Return a block inside which no other run writes to the folder `save`.
 
-    Entering it raises UserError if another run writes to the folder. A run without a learner writes no checkpoints.
+    Entering it raises UserError if another run writes to the folder. Raises UserError if the folder is not writable. A
+    run without a learner writes no checkpoints.
     """
     folder = save_folder(config)
     if folder is None or config.debug.debug_rollout_only:
         return nullcontext()
+    check_writable("save", folder)
     return CheckpointFolder(folder).lock()
 
 
-def checkpoint_to_resume(config: RunConfig) -> Path | None:
+def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
     """Return the newest intact checkpoint in the folder `load`, or None if `load` is unset.
 
     Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged. Raises
@@ -193,20 +231,20 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
     if config.learner.load is None:
         return None
     folder = Path(config.learner.load).expanduser().absolute()
-    checkpoint, damage = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums).latest()
-    for sentence in damage:
-        log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.name)
-    done = read_progress(checkpoint)["rollout"] + 1
+    checkpoint = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums).latest()
+    for sentence in checkpoint.damage:
+        log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
+    done = checkpoint.rollout + 1
     if done >= config.rollout.num_rollout:
         raise UserError(
-            f"checkpoint {checkpoint} was written after {done} rollouts, and num_rollout is "
+            f"checkpoint {checkpoint.folder} was written after {done} rollouts, and num_rollout is "
             f"{config.rollout.num_rollout}: raise num_rollout to continue"
         )
     return checkpoint
 
 
 def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
-    """Import the rollout function. Raises UserError if that fails.
+    """Import the rollout function. Raises UserError if that fails, or if the function has another signature.
 
     Without the fully asynchronous schedule there is no stream to drain, so the batch function replaces
     `fully_async_rollout`.
@@ -214,7 +252,23 @@ def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
     path = config.rollout.rollout_function_path
     if schedule_of(config, entry) is not Schedule.FULLY_ASYNC and path == FULLY_ASYNC_FUNCTION:
         path = GREEDY_FUNCTION
-    return load_function(path, setting="rollout_function_path")
+    function = load_function(path, setting="rollout_function_path")
+    check_signature(function, f"rollout_function_path {path!r}")
+    return function
+
+
+def check_signature(function: Callable[..., Any], name: str) -> None:
+    """Raises UserError if a rollout function cannot be called as the run calls it. `name` begins the sentence."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
+        return
+    try:
+        signature.bind("args", 0, "data_source", evaluation=False)
+    except TypeError as error:
+        raise UserError(
+            f"{name} has the signature {signature} ({error}): write fn(args, rollout_id, data_source, evaluation=False)"
+        ) from None
 
 
 def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool | Verdict]:

@@ -21,15 +21,23 @@ from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.storage.checkpoints import checkpoint_name, read_progress
+from miles_async.adapters.storage.checkpoints import LoadedCheckpoint, checkpoint_name, read_progress
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.weights.channel import Channel
-from miles_async.config.derived import bounds_of, save_folder, schedule_of, takes_from_queue, trains_only
+from miles_async.config.derived import (
+    bounds_of,
+    has_worker,
+    restarts_learner,
+    save_folder,
+    schedule_of,
+    takes_from_queue,
+    trains_only,
+)
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import load_function
+from miles_async.config.user_functions import install_slime_imports, load_function
 from miles_async.errors import EngineLostError
 from miles_async.events import DataSkipped, Event, WarningRaised
 from miles_async.observability.console.logging import configure_worker_logging
@@ -37,12 +45,13 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.checkpoint import resume
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
-from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource, WorkerFunction
 from miles_async.pipeline.run_ports import EvaluationFunction, Ports, leave_unchanged
 from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
+from miles_async.rollout.sample_service import SampleService
 from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
@@ -52,9 +61,10 @@ from miles_async.stored_run import StoredRun
 
 from .batches import BatchPreparation, SavedBatches
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
+from .faults import FaultInjector
 from .generators import Generators
 from .preflight import dynamic_filter, rollout_function
-from .specs import eval_sampling_of, greedy_of, sample_limits
+from .specs import eval_sampling_of, greedy_of, sample_limits, sampling_of, store_folder
 
 log = structlog.get_logger(__name__)
 
@@ -78,8 +88,10 @@ class Surroundings:
     """Handles of the learner's actors, by rank."""
     weight_transports: Sequence[str]
     """The usable weight transports, best first."""
-    resume_from: Path | None
-    """The checkpoint that the learner was resumed from, if any."""
+    began_with: LoadedCheckpoint | None
+    """The checkpoint of another run that this run began with; None if it began with the model."""
+    learner_checkpoint: LoadedCheckpoint | None
+    """The checkpoint that the current learner was started from: `began_with`, or a later one of this run."""
 
 
 EventBatch = tuple[int, Sequence[Event]]
@@ -113,12 +125,6 @@ class Outbox:
         return list(self._batches)
 
 
-def store_folder(config: RunConfig, folder: RunFolder) -> Path:
-    """The folder of the store: that of `--store-dir`, with one folder per run, or one in the folder of the run."""
-    store_dir = config.cluster.store_dir
-    return folder.store if store_dir is None else Path(store_dir).expanduser().absolute() / folder.path.name
-
-
 class RolloutWorker:
     """Hosts the service. `run` returns at the end of the run; the other methods are served meanwhile."""
 
@@ -144,17 +150,31 @@ class RolloutWorker:
             await asyncio.to_thread(importlib.import_module, "reasoning_gym")
         await asyncio.to_thread(CheckpointTokenizer, checkpoint)
 
-    async def run(self, surroundings: Surroundings) -> None:
+    async def run(self, surroundings: Surroundings, received: int) -> None:
         """Run to the end, from the start or from where another rollout worker of this run was lost.
+
+        `received` is the number of the last batch of events that the driver has received. It may exceed the number of
+        the last batch in the store if the store could not be written.
 
         Raises UserError, FatalError or an error of a user's function.
         """
-        config, clock = self._config, SystemClock()
+        config = self._config
+        if config.rollout.slime_imports:
+            install_slime_imports()
+        faults = FaultInjector(config.faults, self._folder.faults, SystemClock())
+        clock = faults.clock
         async with AsyncExitStack() as cleanup:
-            store = SqliteRunStore(store_folder(config, self._folder), self._folder.path.name)
-            cleanup.callback(store.close)
+            file = SqliteRunStore(store_folder(config, self._folder), self._folder.path.name)
+            cleanup.callback(file.close)
+            store, outbox = faults.port("store", file), faults.port("outbox", self._outbox)
             stored = await store.read()
-            self._journal = Journal(store, self._outbox, clock, number=0 if stored is None else stored.number)
+            self._journal = Journal(
+                store,
+                outbox,
+                clock,
+                number=max(received, 0 if stored is None else stored.number),
+                retains_trained=restarts_learner(config),
+            )
             # Whatever fails below is explained by events.
             cleanup.push_async_callback(self._journal.flush)
             for number, events in stored.events if stored is not None else ():
@@ -164,6 +184,7 @@ class RolloutWorker:
                 cleanup.push_async_callback(self._leave_router)
             limits = sample_limits(config, surroundings.checkpoint)
             tokenizer = CheckpointTokenizer(surroundings.checkpoint)
+            service = SampleService(sampling_of(config))
             generators = await cleanup.enter_async_context(
                 Generators(
                     config,
@@ -171,20 +192,26 @@ class RolloutWorker:
                     surroundings.router_key,
                     fleet,
                     tokenizer,
-                    self._arguments(surroundings.router_url, surroundings.router_key),
-                    events=self._journal,
+                    self._arguments(surroundings.router_url, surroundings.router_key).with_values(
+                        sample_service=service
+                    ),
+                    journal=self._journal,
+                    stored=stored,
                     live_version=self._live_version,
                     limits=limits,
                     agent_key_file=self._folder.agent_key,
                 )
             )
+            channel = Channel(
+                surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
+            )
+            if stored is not None:
+                await self._reconnect(channel)
             args = generators.args
             data = open_data(config, checkpoint=surroundings.checkpoint, args=args, report=self._reporter())
-            checkpoint = surroundings.resume_from
-            first_rollout = 0
-            if checkpoint is not None:
-                progress = read_progress(checkpoint)
-                first_rollout = progress["rollout"] + 1 if stored is not None else resume(progress, data, self._journal)
+            began_with = surroundings.began_with
+            if began_with is not None and stored is None:
+                resume(read_progress(began_with.folder), data, self._journal)
             rewarder = open_rewarder(config, args)
             cleanup.push_async_callback(rewarder.close)
             dead_letters = DeadLetterFile(self._folder.dead_letters, self._journal)
@@ -192,6 +219,7 @@ class RolloutWorker:
             cleanup.callback(dead_letters.retry)
             cleanup.callback(retries.cancel)
             live = generators.training()
+            service.connect(generator=live, evaluator=generators.evaluation(greedy_of(config)), rewarder=rewarder)
             skipping = await self._skipping(live, surroundings.checkpoint, limits)
             ports = Ports(
                 clock=clock,
@@ -200,18 +228,23 @@ class RolloutWorker:
                 generator=skipping or live,
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
-                learner=RayLearner(config, surroundings.learner_ranks, self._newest_checkpoint(checkpoint, stored)),
-                channel=Channel(
-                    surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
+                learner=RayLearner(
+                    config,
+                    surroundings.learner_ranks,
+                    self._folder.path.name,
+                    self._newest_checkpoint(surroundings.learner_checkpoint, stored),
                 ),
+                channel=channel,
                 fleet=fleet,
                 dead_letters=dead_letters,
                 keep=dynamic_filter(config, args),
                 text_of=tokenizer.text_of,
                 limits=limits,
-                rollout=self._rollout(args, generators, skipping, limits),
+                rollout=None if has_worker(config) else self._rollout(args, generators, skipping, limits),
+                worker_function=self._worker_function(args, generators, limits) if has_worker(config) else None,
                 prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
                 on_rollout=SkipManager.set_step,
+                restore_posted=generators.trajectories.restore,
                 problems=data.eval_problems(),
                 eval_sets=[
                     EvalSet(
@@ -226,9 +259,9 @@ class RolloutWorker:
             self._service = Service(
                 without_staleness_limit(config),
                 bounds_of(config, self._entry),
-                replace_unused_ports(config, ports),
+                faults.ports(replace_unused_ports(config, ports)),
                 schedule=self._schedule,
-                first_rollout=first_rollout,
+                first_rollout=0 if began_with is None else began_with.rollout + 1,
                 stored=stored,
             )
             if self._asked_to_stop:
@@ -256,10 +289,23 @@ class RolloutWorker:
             limits=limits,
         )
 
-    def _newest_checkpoint(self, resumed_from: Path | None, stored: StoredRun | None) -> Path | None:
-        """The checkpoint that the next one follows: the newest of this run, or the one that the run resumed from."""
+    def _worker_function(self, args: Arguments, generators: Generators, limits: SampleLimits) -> WorkerFunction:
+        """The rollout function, which has a worker that generates between calls."""
+        return RolloutFunctionAdapter(
+            rollout_function(self._config, self._entry),
+            args,
+            self._config,
+            score_tokens=generators.frontend.score_logprobs,
+            limits=limits,
+            has_worker=True,
+        ).from_worker
+
+    def _newest_checkpoint(self, loaded: LoadedCheckpoint | None, stored: StoredRun | None) -> Path | None:
+        """The checkpoint that the next one follows: the newest of this run, or the one that the learner has loaded."""
         folder, saved = save_folder(self._config), None if stored is None else stored.progress["saved"]
-        return resumed_from if folder is None or saved is None else folder / checkpoint_name(saved)
+        if folder is not None and saved is not None and (loaded is None or loaded.rollout <= saved):
+            return folder / checkpoint_name(saved)
+        return None if loaded is None else loaded.folder
 
     async def _connect(self, surroundings: Surroundings, *, taking_over: bool) -> SGLangFleet:
         """Connect to the running engines and add them to the router.
@@ -294,6 +340,22 @@ class RolloutWorker:
         for name in surroundings.engine_actors.keys() - set(self._fleet.members()):
             self._fleet.expect_engine(name)
         return self._fleet
+
+    async def _reconnect(self, channel: Channel) -> None:
+        """Connect the learner, which may be another one than before, to the engines that answer.
+
+        A learner learns the layout of its weights from an engine, so one engine is restarted if none answers.
+        """
+        connected: list[str] = []
+        for engine in self._fleet.routed():
+            try:
+                await channel.connect([*connected, engine])
+                connected.append(engine)
+            except EngineLostError as lost:
+                await self._fleet.fence(engine, str(lost))
+        if not connected and (members := self._fleet.members()):
+            await self._fleet.restart(members[0])
+            await channel.connect(members[:1])
 
     async def _leave_router(self) -> None:
         """Remove the engines from an external router, which would otherwise keep them after the run."""
@@ -343,7 +405,7 @@ class RolloutWorker:
         await self._service.remove_engine(name)
 
     async def stop(self) -> None:
-        """End the run after the current step, or before the first step if the run is still starting."""
+        """Drain the run; see `Service.stop`."""
         self._asked_to_stop = True
         if self._service is not None:
             self._service.stop()
@@ -358,7 +420,7 @@ class RolloutWorker:
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
-        manager = SkipManager.init(config, SkipContext(config=config, identity=identity, limits=limits, warn=warn))
+        manager = SkipManager.init(config, SkipContext(identity=identity, limits=limits, warn=warn))
         if not manager.any_enabled:
             return None
         return SkippingGenerator(

@@ -1,7 +1,7 @@
 """The rollout workers of a run, one after the other: each one that is lost is replaced by another one.
 
 Learner and engines belong to the driver, so they outlive a rollout worker. The next one restores the run from the store
-(`miles_async/pipeline/restore.py`).
+(`miles_async/pipeline/restore.py`). If the learner is lost, the rollout worker is replaced together with it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-import psutil
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from miles_async.adapters.ray.actor_errors import actor_result, describe_death
+from miles_async.adapters.system.run_processes import kill_if_stopped
 from miles_async.errors import FatalError
-from miles_async.events import Event, StepEnded, WarningRaised
+from miles_async.events import Event, EventsReceived, StepEnded, WarningRaised
 
 from .rollout import Surroundings
 
@@ -30,9 +31,16 @@ class RolloutWorkers:
     """Starts a rollout worker, runs the pipeline in it, and starts another one if it is lost."""
 
     def __init__(
-        self, create: Callable[[str], ActorHandle[Any]], emit: Callable[[Event], None], max_restarts: int
+        self,
+        create: Callable[[str], ActorHandle[Any]],
+        emit: Callable[[Event], None],
+        max_restarts: int,
+        received: int = 0,
     ) -> None:
-        """`create` starts an actor with a given name. `max_restarts` are the restarts without a batch between them."""
+        """`create` starts an actor with a given name. `max_restarts` are the restarts without a batch between them.
+
+        `received` is the number of the last batch of events that an earlier driver of this run has received.
+        """
         self._create = create
         self._emit = emit
         self._max_restarts = max_restarts
@@ -41,11 +49,11 @@ class RolloutWorkers:
         self._pid = 0
         self._started = 0
         self._restarts = 0
-        """Rollout workers that were lost since a batch was trained."""
+        """Restarts since a batch was trained."""
         self._changed = asyncio.Event()
         """Set when a lost rollout worker was replaced, or when the run has ended without it."""
-        self._received = 0
-        """Number of the last batch of events."""
+        self._received = received
+        """Number of the last batch of events that was received."""
         self._has_ended = False
         self._asked_to_stop = False
 
@@ -57,41 +65,73 @@ class RolloutWorkers:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def run(self, surroundings: Callable[[], Awaitable[Surroundings]]) -> None:
+    async def run(
+        self,
+        surroundings: Callable[[], Awaitable[Surroundings]],
+        learner_death: Callable[[], Awaitable[str | None]],
+        replace_learner: Callable[[], Awaitable[None]],
+    ) -> None:
         """Run the pipeline to its end. `surroundings` is called for each rollout worker.
 
-        Raises the error that ended the pipeline, and FatalError if another rollout worker is lost after `max_restarts`
-        restarts without a batch between them.
+        `learner_death` returns how a rank of the learner died, or None if all ranks live. Then `replace_learner` is
+        called, and another rollout worker continues with the weights of the last checkpoint. Nothing is replaced after
+        `stop`: what was in progress is in the store.
+
+        Raises the error that ended the pipeline, and FatalError if processes are lost after `max_restarts` restarts
+        without a batch between them, or if the run cannot continue with another learner.
         """
         try:
-            while death := await self._run(await surroundings()):
+            while death := await self._run(await surroundings(), learner_death):
+                if self._asked_to_stop:
+                    self._warn(f"{death}; it is not replaced, because the run ends")
+                    return
                 if self._restarts == self._max_restarts:
                     raise FatalError(death)
-                await self._replace(death)
+                await self._restart(death, learner_death, replace_learner)
         finally:
             self._has_ended = True
             self._changed.set()
 
-    async def _run(self, surroundings: Surroundings) -> str | None:
-        """Run the pipeline in the current rollout worker. Returns how it died; None at the end of the run."""
-        running: Any = self.current.run.remote(surroundings)
+    async def _run(self, surroundings: Surroundings, learner_death: Callable[[], Awaitable[str | None]]) -> str | None:
+        """Run the pipeline in the current rollout worker. Returns how a process died; None at the end of the run."""
+        running: Any = self.current.run.remote(surroundings, self._received)
         if self._asked_to_stop:
             self.current.stop.remote()
         try:
             self._pid = await self.current.pid.remote()
             await running
         except RayTaskError:
-            await actor_result(running)  # raises the error of the pipeline
+            try:
+                await actor_result(running)  # raises the error of the pipeline
+            except FatalError:
+                # Another rank may have reported the loss first, as an error of its connection.
+                if death := await learner_death():
+                    return death
+                raise
         except RayActorError as error:
             return describe_death(error)
         return None
 
-    async def _replace(self, death: str) -> None:
+    async def _restart(
+        self,
+        death: str,
+        learner_death: Callable[[], Awaitable[str | None]],
+        replace_learner: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Start another rollout worker, and another learner if it was lost, too."""
         began = time.monotonic()
-        self._warn(f"{death}; another rollout worker continues the run")
+        ray.kill(self.current)
+        learner_is_lost = await learner_death() is not None
+        self._warn(
+            f"{death}; another learner and another rollout worker continue from the last checkpoint"
+            if learner_is_lost
+            else f"{death}; another rollout worker continues the run"
+        )
         await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 2.0**self._restarts - 1))
         self._restarts += 1
         self.start()
+        if learner_is_lost:
+            await replace_learner()
         with suppress(FatalError):  # `run` finds out that this one was lost, too
             await actor_result(self.current.answers.remote())
             self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
@@ -115,22 +155,19 @@ class RolloutWorkers:
                 # A new rollout worker also returns batches that its predecessor has delivered.
                 if number > self._received:
                     self._received = number
-                    found += events
+                    found += [*events, EventsReceived(time=time.time(), number=number)]
             if any(isinstance(event, StepEnded) for event in found):
                 self._restarts = 0
             return found
 
     def stop(self) -> None:
-        """Ask the rollout worker to end the run after the current step. Does not wait, because the worker may hang."""
+        """Ask the rollout worker to drain the run. Does not wait, because the worker may hang."""
         self._asked_to_stop = True
         self.current.stop.remote()
 
     def end_if_stopped(self) -> None:
         """Kill the rollout worker if it is stopped (SIGSTOP): it will be replaced."""
-        with suppress(psutil.NoSuchProcess):
-            worker = psutil.Process(self._pid)
-            if worker.status() == psutil.STATUS_STOPPED:
-                worker.kill()
+        kill_if_stopped(self._pid)
 
     def _warn(self, text: str) -> None:
         self._emit(WarningRaised(time=time.time(), text=text))

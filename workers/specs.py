@@ -21,12 +21,14 @@ from miles_async.config.derived import (
     evaluation_concurrency,
     keeps_reference,
     reference_batching,
+    router_arguments,
     sampling_top_k,
     trains_on_sampling_masks,
 )
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.errors import UserError
+from miles_async.observability.run_folder import RunFolder
 from miles_async.sample_schema import SampleLimits
 
 ENVIRONMENT = {
@@ -155,6 +157,7 @@ def router_spec(config: RunConfig, logs: Path, key: str | None = None) -> Router
         key=key or new_key(),
         log_path=logs / "router.log",
         policy=config.engine.sglang_router_policy,
+        further=router_arguments(config),
         # The router answers a request that it gives up as if the engine had failed, so the client must give up first.
         request_timeout=config.engine.sglang_router_request_timeout_secs + ROUTER_GRACE_SECONDS,
     )
@@ -188,3 +191,9 @@ def eval_sampling_of(config: RunConfig, dataset: EvalDataset) -> SamplingParams:
         top_p=dataset.top_p,
         top_k=dataset.top_k,
     )
+
+
+def store_folder(config: RunConfig, folder: RunFolder) -> Path:
+    """The folder of the store: that of `--store-dir`, with one folder per run, or one in the folder of the run."""
+    store_dir = config.cluster.store_dir
+    return folder.store if store_dir is None else Path(store_dir).expanduser().absolute() / folder.path.name

@@ -33,7 +33,7 @@ SILENCE_SECONDS = 120.0
 """A rollout worker that has not answered for so long is considered stuck."""
 
 STOPPED_SECONDS = 10.0
-"""A rollout worker that is stopped (SIGSTOP) and has not answered for so long is replaced."""
+"""A rollout worker or learner that is stopped (SIGSTOP) and has not answered for so long is replaced."""
 PY_SPY_SECONDS = 10.0
 """Time limit for reading the stack of one process."""
 PY_SPY = Path(sys.executable).with_name("py-spy")
@@ -77,9 +77,10 @@ class Watchdog:
         elif not self._dumped_in_stall and dumps_stacks(stalled, *self._limits):
             self._dumped_in_stall = True
             self._dump = asyncio.ensure_future(self._dump_stacks())
+        for process in self._cluster.probes:
+            if self._heartbeats.silence(process, now) >= STOPPED_SECONDS:
+                self._cluster.end_if_stopped(process)
         silent = self._heartbeats.silence("rollout", now)
-        if silent >= STOPPED_SECONDS:
-            self._cluster.rollout.end_if_stopped()
         if silent >= SILENCE_SECONDS or (silent and stalled >= self._settings.no_progress_abort_seconds):
             raise FatalError(
                 f"the rollout worker has not answered for {silent:.0f}s, and the run made no progress for "

@@ -12,7 +12,7 @@ from typing import Any
 
 from miles_async.errors import FatalError
 from miles_async.stored_run import Changes, StoredRun
-from miles_async.types import EngineLoad, Group, LearnerProgress, SendOutcome, StepReport
+from miles_async.types import EngineLoad, Group, LearnerProgress, Sample, SendOutcome, StepReport
 
 
 class NullLearner:
@@ -24,7 +24,7 @@ class NullLearner:
         return StepReport(seconds=0.0, tokens=0, finite=True)
 
     async def progress(self) -> LearnerProgress:
-        return LearnerProgress(rollout=None, groups=(), report=None, version=0, changed=False)
+        return LearnerProgress(rollout=None, groups=(), report=None, version=0, staged=True, changed=False)
 
     async def work_seconds(self) -> float:
         return 0.0
@@ -109,3 +109,9 @@ class NullStore:
 
     async def read(self) -> StoredRun | None:
         return None
+
+    async def load(self, sequence: int) -> list[Sample]:
+        raise FatalError(f"group {sequence} is not stored, because this run has no store; report this bug")
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
+        raise FatalError(f"group {feed_index} is not stored, because this run has no store; report this bug")

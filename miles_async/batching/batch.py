@@ -24,6 +24,7 @@ from miles_async.config.derived import (
     micro_batch_tokens,
     shares_prefixes,
     skips_zero_advantages,
+    steps_per_rollout,
 )
 from miles_async.config.model_shape import balances_experts_by_bias, shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
@@ -133,7 +134,7 @@ def policy_steps(
     one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or the samples cannot be
     divided into equal steps.
     """
-    steps = config.learner.num_steps_per_rollout
+    steps = steps_per_rollout(config)
     max_response_len = config.rollout.rollout_max_response_len
     scored = score_samples(groups, config.algorithm, max_response_len)
     _check_masks(scored)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles_async.config.model_shape import ModelShape
+from miles_async.models.plugin import ModelShape
 
 
 def layer_weights(shape: ModelShape) -> float:

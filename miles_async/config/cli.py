@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from miles_async.config.checks import notes
 from miles_async.config.derived import table
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import load_config
+from miles_async.config.load import load_config, translation_table
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions
 from miles_async.errors import UserError
@@ -52,7 +53,8 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
     for note in notes(config, entry):
         print(f"{program}: note: {note}", file=sys.stderr)
     if flags.check:
-        _print_and_exit(table(config, entry))
+        translations = [text for path in flags.config_files if (text := translation_table(Path(path))) is not None]
+        _print_and_exit("\n".join([*translations, table(config, entry)]))
     return config
 
 
@@ -69,6 +71,8 @@ def help_text(command: str) -> str:
         "  --check-config          check settings and user functions, print derived values, and exit",
         "  --help                  print this help and exit",
         "  --sglang-NAME VALUE     set any SGLang server argument without a flag below",
+        "  --sglang-router-NAME VALUE",
+        "                          set any sglang-router argument without a flag below; also --router-NAME",
     ]
     for section, about in SECTIONS.items():
         lines += ["", f"{section}:", *_wrapped(about, width, indent=2), ""]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles_async.config.asynchrony import Asynchrony, asynchrony_of
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
 from miles_async.config.schema import Algorithm, Learner, Model, RunConfig
@@ -21,6 +23,8 @@ GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
 """The only shipped function that ignores the window: it collects the groups that finish first, as slime does."""
 GGUF_PACKAGE_PREFIX = "package:"
 """Begins an `hf_checkpoint` that is a file in an installed Python package."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
+_DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
 SAMPLING_MASK_MAX_TOKENS = 4096
 """SGLang's default of its argument `--sampling-mask-max-tokens`."""
 
@@ -28,6 +32,15 @@ SAMPLING_MASK_MAX_TOKENS = 4096
 def is_gguf(checkpoint: str) -> bool:
     """Whether an `hf_checkpoint` is a GGUF file, which is converted before the run starts."""
     return checkpoint.startswith(GGUF_PACKAGE_PREFIX) or checkpoint.endswith(".gguf")
+
+
+def hub_name(text: str) -> str | None:
+    """The name of a checkpoint or a data set on the Hugging Face Hub, such as `Qwen/Qwen3-4B`; None for anything else.
+
+    A name of a data set may end with a split: `owner/name:test`. A path that exists is not a name.
+    """
+    named = _HUB_NAME.fullmatch(text) is not None and not text.endswith(_DATA_SUFFIXES) and not is_gguf(text)
+    return text if named and not Path(text).exists() else None
 
 
 def model_name(model: Model) -> str:
@@ -41,9 +54,9 @@ def model_name(model: Model) -> str:
 def schedule_of(config: RunConfig, entry: str) -> Schedule:
     """The schedule of a run: the setting `schedule`, else the one that entry script and rollout function imply.
 
-    `entry` is `train_async.py` or `train.py`. Under `train_async.py`, all rollout functions except the fully
-    asynchronous one, including user-defined functions, return one batch per call; the next batch is then generated
-    while the learner trains. A run that trains on saved batches is always synchronous.
+    `entry` is `train_async.py` or `train.py`. Under `train_async.py`, a rollout function that drains the stream or has
+    a worker is fully asynchronous (`config/asynchrony.py`). All others return one batch per call; the next batch is
+    then generated while the learner trains. A run that trains on saved batches is always synchronous.
     """
     if trains_only(config):
         return Schedule.SYNCHRONOUS
@@ -51,9 +64,14 @@ def schedule_of(config: RunConfig, entry: str) -> Schedule:
         return Schedule(config.rollout.schedule)
     if entry == "train.py":
         return Schedule.SYNCHRONOUS
-    if config.rollout.rollout_function_path == FULLY_ASYNC_FUNCTION:
-        return Schedule.FULLY_ASYNC
-    return Schedule.ONE_STEP_OFF
+    if asynchrony_of(config.rollout.rollout_function_path) is Asynchrony.BATCH:
+        return Schedule.ONE_STEP_OFF
+    return Schedule.FULLY_ASYNC
+
+
+def has_worker(config: RunConfig) -> bool:
+    """Whether the rollout function generates in the background by itself, so that the producer does not run."""
+    return not trains_only(config) and asynchrony_of(config.rollout.rollout_function_path) is Asynchrony.WORKER
 
 
 def takes_from_queue(config: RunConfig, entry: str) -> bool:
@@ -144,6 +162,11 @@ def server_arguments(config: RunConfig) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in config.engine.sglang_server_args.items()}
 
 
+def router_arguments(config: RunConfig) -> dict[str, Any]:
+    """The further arguments of sglang-router, by their names in Python. Users may write names with hyphens too."""
+    return {name.replace("-", "_"): value for name, value in config.engine.sglang_router_args.items()}
+
+
 def sampling_mask_limit(config: RunConfig) -> int:
     """The most kept tokens that an engine can return for a token."""
     return int(server_arguments(config).get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS))
@@ -179,7 +202,7 @@ def critic_learning_rate(config: RunConfig) -> LearningRate:
 def learning_rate(config: RunConfig) -> LearningRate:
     """The policy's learning rate. It decays until the end of the run unless `lr_decay_steps` is set."""
     learner = config.learner
-    decay_steps = learner.lr_decay_steps or config.rollout.num_rollout * learner.num_steps_per_rollout
+    decay_steps = learner.lr_decay_steps or config.rollout.num_rollout * steps_per_rollout(config)
     return LearningRate(
         peak=learner.lr,
         floor=learner.min_lr,
@@ -197,6 +220,13 @@ def checkpoint_due(config: RunConfig, rollout_id: int) -> bool:
     if learner.save is None and learner.save_hf is None:
         return False
     return done == config.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
+
+
+def restarts_learner(config: RunConfig) -> bool:
+    """Whether a lost learner is replaced. Every batch since the last checkpoint is kept until the next one, so
+    checkpoints must be written at intervals. A colocated run ends, because its engines share the learner's devices."""
+    learner, cluster = config.learner, config.cluster
+    return learner.save is not None and learner.save_interval is not None and not cluster.colocate
 
 
 def publish_due(config: RunConfig, rollout_id: int) -> bool:
@@ -224,10 +254,11 @@ def hf_export(template: str, rollout_id: int) -> Path:
 def bounds_of(config: RunConfig, entry: str) -> Bounds:
     """Window, slots and staleness bound of a run started by `entry`."""
     rollout = config.rollout
+    has_window = rollout.rollout_function_path != GREEDY_FUNCTION and not has_worker(config)
     return Bounds.derive(
         rollout_batch_size=rollout.rollout_batch_size,
         over_sampling_batch_size=rollout.over_sampling_batch_size,
-        windowed_fifo_ratio=(None if rollout.rollout_function_path == GREEDY_FUNCTION else rollout.windowed_fifo_ratio),
+        windowed_fifo_ratio=rollout.windowed_fifo_ratio if has_window else None,
         max_weight_staleness=rollout.max_weight_staleness,
         update_weights_interval=config.weights.update_weights_interval,
         queue_capacity=rollout.queue_capacity,
@@ -242,7 +273,17 @@ def samples_per_rollout(config: RunConfig) -> int:
 
 def samples_per_step(config: RunConfig) -> int:
     """Samples per optimizer step: `global_batch_size`, or the training batch divided by its steps."""
-    return config.learner.global_batch_size or samples_per_rollout(config) // config.learner.num_steps_per_rollout
+    return config.learner.global_batch_size or samples_per_rollout(config) // steps_per_rollout(config)
+
+
+def steps_per_rollout(config: RunConfig) -> int:
+    """Optimizer steps per training batch: `num_steps_per_rollout`, or the training batch divided by
+    `global_batch_size`, or 1 if both are unset."""
+    learner = config.learner
+    if learner.num_steps_per_rollout is not None:
+        return learner.num_steps_per_rollout
+    samples = samples_per_rollout(config)
+    return max(1, samples // (learner.global_batch_size or samples))
 
 
 def learner_ranks(config: RunConfig) -> int:
@@ -330,14 +371,22 @@ def table(config: RunConfig, entry: str) -> str:
     schedule = schedule_of(config, entry)
     reduced = bounds.window < bounds.requested_window
     reason = f"; reduced from {bounds.requested_window} to leave enough slots for a publish" if reduced else ""
-    rows: list[tuple[str, object, str]] = [
-        ("schedule", schedule.replace("_", " "), entry),
-        ("N", bounds.generation_batch, "maximum number of groups in flight"),
-        ("W", bounds.window, f"window size in groups{reason}"),
-        ("P", bounds.publish_groups, "groups trained per publish"),
-        ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),
-    ]
-    if schedule is Schedule.FULLY_ASYNC:
+    rows: list[tuple[str, object, str]] = [("schedule", schedule.replace("_", " "), _reason_of_schedule(config, entry))]
+    if has_worker(config):
+        limit = _or_no_limit(rollout.max_weight_staleness)
+        rows += [
+            ("P", bounds.publish_groups, "groups trained per publish"),
+            ("staleness", limit, "maximum age of a trained group, in weight versions; older groups are recycled"),
+            ("held", bounds.room, "maximum of groups that the worker holds and that are being trained"),
+        ]
+    else:
+        rows += [
+            ("N", bounds.generation_batch, "maximum number of groups in flight"),
+            ("W", bounds.window, f"window size in groups{reason}"),
+            ("P", bounds.publish_groups, "groups trained per publish"),
+            ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),
+        ]
+    if schedule is Schedule.FULLY_ASYNC and not has_worker(config):
         rows += [
             ("B", _or_no_limit(bounds.slots), "slots for groups between admission and live weights"),
             (
@@ -347,7 +396,7 @@ def table(config: RunConfig, entry: str) -> str:
             ),
         ]
     groups = f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"
-    steps = f"{learner.num_steps_per_rollout} optimizer step(s) of {samples_per_step(config)}"
+    steps = f"{steps_per_rollout(config)} optimizer step(s) of {samples_per_step(config)}"
     rows += [
         ("batch", samples_per_rollout(config), f"samples: {groups}, trained in {steps}"),
         ("learner", learner_ranks(config), f"rank(s): {_layout(learner)}"),
@@ -356,6 +405,16 @@ def table(config: RunConfig, entry: str) -> str:
         else ("engines", 0, "the run generates nothing"),
     ]
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
+
+
+def _reason_of_schedule(config: RunConfig, entry: str) -> str:
+    if trains_only(config):
+        return "the run trains on saved batches"
+    if config.rollout.schedule is not None:
+        return f"{entry} with --schedule"
+    if entry == "train.py":
+        return entry
+    return f"{entry}; the rollout function {asynchrony_of(config.rollout.rollout_function_path)}"
 
 
 def _layout(learner: Learner) -> str:

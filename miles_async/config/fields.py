@@ -94,6 +94,14 @@ BY_PATH: Mapping[tuple[str, ...], Setting] = {setting.path: setting for setting 
 SECTIONS: Mapping[str, str] = dict(_sections(RunConfig, ()))
 """What each section is about, by its dotted path, such as `model.tiny_model`."""
 
+SKIP_ROLES = ("skip", "roles")
+"""Path of the setting that holds the settings of user-defined skip roles."""
+
+
+def is_skip_role(path: tuple[str, ...]) -> bool:
+    """Whether `path` begins with a user-defined role, such as `skip.reward`, which is short for `skip.roles.reward`."""
+    return path[0] == "skip" and path[:2] not in BY_PATH and ".".join(path[:2]) not in SECTIONS
+
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A hint such as `; did you mean rollout_batch_size?`, or an empty string if no known name is similar."""

@@ -4,7 +4,9 @@
     --shuffle-rewards, --no-shuffle-rewards   turn a switch on and off
     --rollout-stop END STOP                   a list; YAML such as "[END, STOP]" works too
     --sglang-mem-fraction-static 0.8          any SGLang server argument without a flag here
+    --sglang-router-queue-size 200            any sglang-router argument without a flag here; also --router-queue-size
     rollout.rollout_batch_size=32             a setting by its YAML path; also reaches keys of a dict
+    skip.reward.enable=true                   a setting of a user-defined skip role
 
 argparse is not used because `parse_known_args` returns unknown flags and stray words in one list without their
 positions, so a stray word would silently become the value of an unrelated `--sglang-…` flag.
@@ -21,12 +23,16 @@ from typing import Any
 
 import yaml
 
-from miles_async.config.fields import SETTINGS, Setting, nearest
+from miles_async.config.fields import SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
+from miles_async.config.translators import verl
 from miles_async.config.yaml_text import parse_yaml
 from miles_async.errors import UserError
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 _SERVER_ARGS = SETTINGS["sglang_server_args"]
+_ROUTER_ARGS = SETTINGS["sglang_router_args"]
+_PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
+"""Prefixes of flags whose names SGLang or sglang-router define, and the settings that collect these arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             if not equals:
                 del words[:used]
         elif _OVERRIDE.match(word):
-            overrides.append(_parse_override(word))
+            overrides += _parse_override(word)
         else:
             raise UserError(f"unexpected argument {word!r}: write --flag value, or section.setting=value")
     flags.assignments += overrides
@@ -89,12 +95,15 @@ def parse_flags(argv: Sequence[str]) -> Flags:
 def _is_value(word: str) -> bool:
     """Whether a word after a flag belongs to the flag, rather than being the next flag or an override.
 
-    A text that merely contains `=`, such as a prompt template, is a value: an override starts with a section's name.
+    A text that merely contains `=`, such as a prompt template, is a value: an override starts with the name of a
+    section, or with a key of verl.
     """
     if word.startswith("--"):
         return False
-    section = word.partition("=")[0].partition(".")[0]
-    return not (_OVERRIDE.match(word) and any(section == setting.path[0] for setting in SETTINGS.values()))
+    key = word.partition("=")[0]
+    section = key.partition(".")[0]
+    is_setting = key in verl.TABLE or any(section == setting.path[0] for setting in SETTINGS.values())
+    return not (_OVERRIDE.match(word) and is_setting)
 
 
 def _parse_flag(flag: str, values: list[str]) -> tuple[Assignment, int]:
@@ -121,26 +130,31 @@ def _setting_value(setting: Setting, flag: str, values: list[str]) -> tuple[Any,
 
 
 def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignment:
-    argument = name.removeprefix("sglang_")
+    prefix = next((prefix for prefix in _PASSED_ON if name.startswith(prefix)), None)
     own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
     # A misspelt flag of this program must not be passed on to SGLang unread.
-    misspelt = name.startswith("sglang_router") or nearest(name, own_flags, cutoff=0.85)
-    if argument == name or misspelt:
+    if prefix is None or nearest(name, own_flags, cutoff=0.85):
         raise UserError(f"unknown flag {flag}{nearest(flag, [setting.flag for setting in SETTINGS.values()])}")
     parsed = [_yaml(text, flag) for text in values]
     value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-    return Assignment((*_SERVER_ARGS.path, argument), value, flag)
+    return Assignment((*_PASSED_ON[prefix].path, name.removeprefix(prefix)), value, flag)
 
 
-def _parse_override(word: str) -> Assignment:
+def _parse_override(word: str) -> list[Assignment]:
+    """The assignments of `section.setting=value`; verl's keys are translated."""
     dotted, _, text = word.partition("=")
     path = tuple(dotted.split("."))
     for setting in SETTINGS.values():
         if setting.path == path:
             value = _yaml(text, dotted) if list in setting.kinds else _scalar(setting, dotted, text)
-            return Assignment(path, value, dotted)
+            return [Assignment(path, value, dotted)]
         if dict in setting.kinds and path[: len(setting.path)] == setting.path:
-            return Assignment(path, _yaml(text, dotted), dotted)
+            return [Assignment(path, _yaml(text, dotted), dotted)]
+    if dotted in verl.TABLE:
+        translation = verl.translate({dotted: _yaml(text, dotted)})
+        return [Assignment(tuple(name.split(".")), ours.value, dotted) for name, ours in translation.items()]
+    if len(path) == 3 and is_skip_role(path):
+        return [Assignment((*SKIP_ROLES, *path[1:]), _yaml(text, dotted), dotted)]
     if (misplaced := SETTINGS.get(path[-1])) is not None:
         raise UserError(f"unknown setting {dotted}; write it as {misplaced.dotted}=")
     raise UserError(f"unknown setting {dotted}{nearest(dotted, [setting.dotted for setting in SETTINGS.values()])}")

@@ -15,16 +15,21 @@ import yaml
 from pydantic import ValidationError
 
 from miles_async.config.checks import problems
-from miles_async.config.derived import WINDOWED_FUNCTION
-from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, nearest
+from miles_async.config.derived import WINDOWED_FUNCTION, learner_ranks
+from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest
 from miles_async.config.flags import Assignment, parse_flags
-from miles_async.config.redaction import contains_redacted, redacted_values
+from miles_async.config.redaction import contains_redacted, redacted, redacted_values
 from miles_async.config.schema import RunConfig
+from miles_async.config.translators import Project, project_of, translate
+from miles_async.config.translators.rules import Translation
 from miles_async.config.yaml_text import parse_yaml
 from miles_async.errors import UserError
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
+_ROLLOUT_NUM_GPUS = ("engine", "rollout_num_gpus")
+DAPO_REWARD_KEY = "score"
+"""The entry of the reward `dapo` that is trained on by default: 1 for a correct answer, -1 for any other."""
 
 
 def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
@@ -64,11 +69,16 @@ def build(assignments: Sequence[Assignment]) -> RunConfig:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise UserError("\n".join(_describe(detail, sources) for detail in error.errors())) from None
-    return _resolve_skip(_resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources))
+    config = _resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources)
+    config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
+    return _resolve_skip(_resolve_reward_key(config))
 
 
 def read_yaml(path: Path) -> list[Assignment]:
-    """The assignments in one YAML file. Raises UserError with the file and the key if the file is invalid."""
+    """The assignments in one YAML file, which may be a file of ROLL or verl.
+
+    Raises UserError with the file and the key if the file is invalid.
+    """
     try:
         content = parse_yaml(path.read_text())
     except FileNotFoundError:
@@ -79,7 +89,33 @@ def read_yaml(path: Path) -> list[Assignment]:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{path}: expected sections such as `rollout:`, got {type(content).__name__}")
-    return _flatten(content or {}, (), path)
+    content = content or {}
+    if (project := project_of(content)) is None:
+        return _flatten(content, (), path)
+    return [
+        Assignment(tuple(setting.split(".")), translated.value, f"{path}: {translated.key}")
+        for setting, translated in _translated(content, project, path).items()
+    ]
+
+
+def translation_table(path: Path) -> str | None:
+    """What the file of another project means here, one setting per line and without secrets; None for our own sections.
+
+    `path` is a file that `read_yaml` accepts.
+    """
+    content = parse_yaml(path.read_text()) or {}
+    if (project := project_of(content)) is None:
+        return None
+    settings = _translated(content, project, path)
+    lines = [f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in settings.items()]
+    return "\n".join([f"{path} has the keys of {project}, which mean:", *lines])
+
+
+def _translated(content: Mapping[str, Any], project: Project, path: Path) -> Translation:
+    try:
+        return translate(content, project)
+    except UserError as error:
+        raise UserError("\n".join(f"{path}: {sentence}" for sentence in str(error).splitlines())) from None
 
 
 def write_config(config: RunConfig, path: Path) -> None:
@@ -101,6 +137,8 @@ def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path) ->
             assignments += _flatten(value or {}, path, file)
         elif path in BY_PATH:
             assignments.append(Assignment(path, value, f"{file}: {dotted}"))
+        elif isinstance(value, Mapping) and is_skip_role(path):
+            assignments.append(Assignment((*SKIP_ROLES, *path[1:]), value, f"{file}: {dotted}"))
         else:
             raise UserError(f"{file}: unknown key {dotted}{_hint(path)}")
     return assignments
@@ -140,6 +178,23 @@ def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
     else:
         return config
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_function_path": resolved})})
+
+
+def _resolve_engines(config: RunConfig, *, named: bool) -> RunConfig:
+    """The configuration with engines on all devices of the learner if they share devices, unless their number is set
+    (`named`)."""
+    if not config.cluster.colocate or named:
+        return config
+    engine = config.engine.model_copy(update={"rollout_num_gpus": learner_ranks(config)})
+    return config.model_copy(update={"engine": engine})
+
+
+def _resolve_reward_key(config: RunConfig) -> RunConfig:
+    """The configuration with the key of the reward that is trained on, if the built-in reward is a dictionary."""
+    rollout = config.rollout
+    if rollout.reward_key is not None or (rollout.rm_type or "").removeprefix("boxed_") != "dapo":
+        return config
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"reward_key": DAPO_REWARD_KEY})})
 
 
 def _resolve_skip(config: RunConfig) -> RunConfig:

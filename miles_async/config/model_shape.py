@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miles_async.config.schema import Model
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Dimensions of a decoder-only transformer."""
-
-    layers: int
-    hidden: int
-    heads: int
-    """Number of query heads."""
-    query_groups: int
-    """Number of key/value heads; several query heads share one (grouped-query attention)."""
-    head_width: int
-    feed_forward: int
-    """Width of the feed-forward layers, or of one expert in a mixture-of-experts model."""
-    experts: int | None
-    """Number of experts per mixture-of-experts layer; None for a dense model."""
-    active_experts: int
-    """Number of experts that each token is routed to; 1 for a dense model."""
-    vocabulary: int
-    """Vocabulary size before padding for tensor parallelism; 0 if `config.json` does not define it."""
+from miles_async.models.plugin import ModelPlugin, ModelShape, plugin_errors
+from miles_async.models.registry import find_plugin, has_plugin
 
 
 def shape_of(model: Model) -> ModelShape | None:
     """The dimensions of `hf_checkpoint` or of the tiny model; None if the checkpoint has no readable `config.json`.
 
-    A broken checkpoint is reported elsewhere, by the checks and when the model is loaded.
+    A broken checkpoint is reported elsewhere, by the checks and when the model is loaded. A model type without a
+    plug-in, which engines may serve although the learner cannot train it, is read like Llama's. Raises UserError if the
+    plug-in fails.
     """
     if model.hf_checkpoint is None:
         tiny = model.tiny_model
@@ -50,21 +32,19 @@ def shape_of(model: Model) -> ModelShape | None:
             vocabulary=0,
         )
     config = _read_config(model.hf_checkpoint)
-    if "num_hidden_layers" not in config:
+    if has_plugin(config.get("model_type", "")):
+        plugin = find_plugin(config["model_type"])
+    elif "num_hidden_layers" in config:
+        plugin = ModelPlugin()
+    else:
         return None
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    return ModelShape(
-        layers=config["num_hidden_layers"],
-        hidden=hidden,
-        heads=heads,
-        query_groups=config.get("num_key_value_heads") or heads,
-        head_width=config.get("head_dim") or hidden // heads,
-        feed_forward=(config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"],
-        experts=experts,
-        active_experts=config["num_experts_per_tok"] if experts else 1,
-        vocabulary=config.get("vocab_size", 0),
-    )
+    with plugin_errors(plugin, f"read the shape of the model from {model.hf_checkpoint}/config.json"):
+        return plugin.shape(config)
+
+
+def model_type_of(hf_checkpoint: str) -> str | None:
+    """The `model_type` of a checkpoint, which selects its plug-in; None if its `config.json` does not define it."""
+    return _read_config(hf_checkpoint).get("model_type")
 
 
 def balances_experts_by_bias(model: Model) -> bool:

@@ -73,24 +73,26 @@ def contains_redacted(value: Any) -> bool:
 def _redact_section(section: Section) -> dict[str, Any]:
     """The settings of one section. Few of their own names mark a secret: `input_key`, for example, does not."""
     values = section.model_dump(mode="json")
-    redacted = {
-        name: _redact_section(value) if isinstance(value, Section) else _redact(values[name]) for name, value in section
+    shown = {
+        name: _redact_section(value) if isinstance(value, Section) else redacted(values[name])
+        for name, value in section
     }
-    for name in _SECRET_SETTINGS & redacted.keys():
-        if redacted[name] is not None and not str(redacted[name]).startswith(_SECRET_SOURCES):
-            redacted[name] = REDACTED
-    return redacted
+    for name in _SECRET_SETTINGS & shown.keys():
+        if shown[name] is not None and not str(shown[name]).startswith(_SECRET_SOURCES):
+            shown[name] = REDACTED
+    return shown
 
 
-def _redact(value: Any) -> Any:
+def redacted(value: Any) -> Any:
+    """A JSON value without the secrets in it: entries of a dict whose names mark a secret, and credentials in texts."""
     match value:
         case dict():
             return {
-                name: REDACTED if isinstance(entry, str) and is_secret(str(name)) else _redact(entry)
+                name: REDACTED if isinstance(entry, str) and is_secret(str(name)) else redacted(entry)
                 for name, entry in value.items()
             }
         case list():
-            return [_redact(entry) for entry in value]
+            return [redacted(entry) for entry in value]
         case str():
             return redact_text(value)
         case _:

@@ -1,7 +1,7 @@
-"""The argument names of the SGLang server, so that a misspelt `--sglang-…` flag is reported before anything starts.
+"""The argument names of SGLang's server and of sglang-router, so that a misspelt flag is reported before a run starts.
 
-The names are read from SGLang's source text because importing SGLang takes ten seconds. SGLang itself checks the values
-when an engine starts.
+The names are read from the source text because importing SGLang takes ten seconds. SGLang and the router check the
+values themselves when they start.
 """
 
 from __future__ import annotations
@@ -37,30 +37,104 @@ _SET_BY_THE_RUN = {
 }
 """Arguments that users cannot set, each with an explanation or the setting to use instead."""
 
+_ROUTER_SET_BY_THE_RUN = {
+    "policy": "set sglang_router_policy",
+    "request_timeout_secs": "set sglang_router_request_timeout_secs",
+    "api_key": "the run makes a random key",
+    "host": "the router listens on the loopback address",
+    "port": "the run picks free ports",
+    "prometheus_host": "the router listens on the loopback address",
+    "prometheus_port": "the run picks free ports",
+    "worker_urls": "the run adds its engines",
+    "cors_allowed_origins": "no web page may read the answers",
+    "disable_retries": "the run itself tries groups again, set max_attempts",
+    "disable_circuit_breaker": "the run itself takes engines out of service",
+}
+"""Arguments of the router that users cannot set, each with an explanation or the setting to use instead."""
+_ROUTER_BALANCING = (
+    "cache_threshold",
+    "balance_",
+    "eviction_",
+    "max_tree_size",
+    "max_idle_secs",
+    "max_payload_size",
+    "max_concurrent_requests",
+    "queue_",
+    "rate_limit_",
+    "health_",
+    "worker_startup_",
+    "shutdown_grace_period_secs",
+    "request_id_headers",
+    "log_",
+    "prometheus_duration_buckets",
+)
+"""Beginnings of the arguments that fit a router in front of the engines of a run."""
+
 # SGLang declares arguments as annotated dataclass fields; their aliases appear only as quoted flags.
 _DATACLASS_FIELD = re.compile(r"^    ([a-z]\w*): A\[", re.MULTILINE)
+_ROUTER_FIELD = re.compile(r"^    ([a-z]\w*): ", re.MULTILINE)
 _QUOTED_FLAG = re.compile(r"\"--([a-z][\w-]*)\"")
 
 
 def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
     """One sentence for each argument that SGLang does not have or that users cannot set."""
-    known = known_arguments()
     for name in arguments:
-        argument = name.replace("-", "_")
-        flag = f"--sglang-{argument.replace('_', '-')}"
-        if argument in _SET_BY_THE_RUN:
-            yield f"{flag} is set by the run itself: {_SET_BY_THE_RUN[argument]}"
-        elif known and argument not in known:
-            yield f"{flag}: SGLang's server has no such argument{nearest(argument, sorted(known))}"
+        flag, argument = _spelled("sglang", name)
+        if problem := _set_or_unknown(argument, _SET_BY_THE_RUN, known_arguments(), "SGLang's server"):
+            yield f"{flag}{problem}"
+
+
+def invalid_router_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence for each argument that sglang-router does not have or that users cannot set."""
+    for name in arguments:
+        flag, argument = _spelled("sglang-router", name)
+        if problem := _set_or_unknown(argument, _ROUTER_SET_BY_THE_RUN, known_router_arguments(), "sglang-router"):
+            yield f"{flag}{problem}"
+        elif not argument.startswith(_ROUTER_BALANCING):
+            yield (
+                f"{flag} does not fit the router that the run starts: start a router of your own, and set "
+                "sglang_router_ip and sglang_router_port to its address"
+            )
+
+
+def _spelled(program: str, name: str) -> tuple[str, str]:
+    """An argument as the flag that passes it to a program, and as the program's own name for it."""
+    return f"--{program}-{name.replace('_', '-')}", name.replace("-", "_")
+
+
+def _set_or_unknown(
+    argument: str, set_by_the_run: Mapping[str, str], known: frozenset[str], program: str
+) -> str | None:
+    """The rest of a sentence that begins with the flag; None if users may set the argument. No `known` means all."""
+    if argument in set_by_the_run:
+        return f" is set by the run itself: {set_by_the_run[argument]}"
+    if known and argument not in known:
+        return f": {program} has no such argument{nearest(argument, sorted(known))}"
+    return None
+
+
+@cache
+def known_router_arguments() -> frozenset[str]:
+    """The argument names of sglang-router, with underscores; empty if sglang-router is not installed."""
+    folder = _package("sglang_router")
+    return frozenset() if folder is None else frozenset(_ROUTER_FIELD.findall((folder / "router_args.py").read_text()))
 
 
 @cache
 def known_arguments() -> frozenset[str]:
     """The argument names of the SGLang server, with underscores; empty if SGLang is not installed."""
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    folder = _package("sglang")
+    if folder is None:
         return frozenset()
-    source = Path(found.submodule_search_locations[0]) / "srt"
+    source = folder / "srt"
     files = [source / "server_args.py", *sorted(source.glob("arg_groups/fields/*.py"))]
     text = "".join(file.read_text() for file in files if file.is_file())
     return frozenset(_DATACLASS_FIELD.findall(text)) | {flag.replace("-", "_") for flag in _QUOTED_FLAG.findall(text)}
+
+
+def _package(name: str) -> Path | None:
+    """The folder of an installed package, which is found without importing the package."""
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        return None
+    return Path(found.submodule_search_locations[0])

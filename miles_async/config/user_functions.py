@@ -26,11 +26,22 @@ PLAIN_FUNCTIONS = (
 """Settings whose functions are not awaited."""
 
 
+SLIME_IMPORTS = "miles_async.rollout.slime_imports.install_slime_imports"
+"""Lets users' modules import slime's names. Loaded by its path, because configuration does not import the library."""
+
+
+def install_slime_imports() -> None:
+    """Apply `--slime-imports` in this process. Call it before users' modules are imported."""
+    load_function(SLIME_IMPORTS, setting="slime_imports")()
+
+
 def check_functions(config: RunConfig) -> None:
     """Import every function that a setting names. Raises UserError for the first one that cannot be imported.
 
     The modules of this project are only read: importing them would load NumPy and other libraries, which takes seconds.
     """
+    if config.rollout.slime_imports:
+        install_slime_imports()
     for setting in SETTINGS.values():
         if not setting.name.endswith("_path"):
             continue

@@ -25,15 +25,17 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig) -> Self:
-        """Create `<run_dir>/<time>-<data>/` with the resolved `config.yaml`, and make `latest` point to it.
+        """Create `<run_dir>/<run_name>/` with the resolved `config.yaml`, and make `latest` point to it.
 
-        Two runs that start in the same second get different folders. Raises UserError if the folder cannot be written.
+        Without `run_name`, the name is `<time>-<data>`. Two runs with the same name get different folders. Raises
+        UserError if the folder cannot be written.
         """
         root = Path(config.observability.run_dir).expanduser().absolute()
         data = config.data.reasoning_gym_task or Path(config.data.prompt_data or "run").stem
+        name = config.observability.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{data}"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            folder = cls(_create_unused(root, f"{time.strftime('%Y%m%d-%H%M%S')}-{data}"))
+            folder = cls(_create_unused(root, name))
             folder.logs.mkdir(mode=0o700)
             write_config(config, folder.path / "config.yaml")
             _point_latest(root, folder.path)
@@ -43,6 +45,20 @@ class RunFolder:
                 "set --run-dir to a folder that can be written"
             ) from error
         return folder
+
+    def reopen(self, config: RunConfig) -> None:
+        """Prepare the folder of a run that did not end for a driver that continues it, with the settings `config`.
+
+        Raises UserError if the folder cannot be written.
+        """
+        try:
+            (self.logs / "ray").unlink(missing_ok=True)
+            write_config(config, self.path / "config.yaml")
+            _point_latest(self.path.parent, self.path)
+        except OSError as error:
+            raise UserError(
+                f"the folder {self.path} of the run cannot be used ({error.strerror}): make it writable"
+            ) from error
 
     @property
     def events(self) -> Path:
@@ -63,6 +79,16 @@ class RunFolder:
     def store(self) -> Path:
         """The state of the run that survives the rollout worker, see `adapters/storage/run_store.py`."""
         return self.path / "store"
+
+    @property
+    def began_with(self) -> Path:
+        """The checkpoint of another run that this run began with; exists only if there is one."""
+        return self.path / "began_with.json"
+
+    @property
+    def faults(self) -> Path:
+        """The faults that were injected, one per line, see `adapters/system/faults.py`."""
+        return self.path / "faults.jsonl"
 
     @property
     def report(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from miles_async.events import (
     EvaluationSkipped,
     Event,
     RouterChanged,
+    RunDrained,
     RunEnded,
     Stalled,
     VerdictChanged,
@@ -129,15 +130,28 @@ class EventSubscribers:
         for event in events:
             self._dispatch(event)
 
-    def _dispatch(self, event: Event) -> None:
-        # The event log comes first: whatever a later subscriber does with the event, it is on disk.
-        self._event_log.observe(event)
+    def flush(self) -> None:
+        """Write all events to the event log, so that they survive this process."""
+        self._event_log.flush()
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Take in the events of an earlier driver of this run, which are in the event log already."""
+        for event in events:
+            self._record(event)
+
+    def _record(self, event: Event) -> None:
+        """Pass an event to the subscribers that describe the run as a whole."""
         self._view.observe(event)
         if self._perfetto is not None:
             self._perfetto.observe(event)
         self._metrics.observe(event)
         self._summary.observe(event)
         self._verdicts.observe(event)
+
+    def _dispatch(self, event: Event) -> None:
+        # The event log comes first: whatever a later subscriber does with the event, it is on disk.
+        self._event_log.observe(event)
+        self._record(event)
         self._stall.observe(event, time.monotonic())
         self._step_log.observe(event)
         self._trackers.observe(event)
@@ -184,6 +198,8 @@ class EventSubscribers:
                 log.info("evaluation skipped", rollout=event.rollout, overtaken_by=event.overtaken_by)
             case RouterChanged():
                 self._log_router(event)
+            case RunDrained():
+                self._log_drain(event)
             case _:
                 pass
 
@@ -200,6 +216,20 @@ class EventSubscribers:
             write("router answers", engines=event.engines, healthy=event.healthy)
         else:
             log.warning("router does not answer", engines=event.engines, healthy=event.healthy)
+
+    def _log_drain(self, event: RunDrained) -> None:
+        facts = {
+            "seconds": round(event.seconds, 1),
+            "finished": event.finished,
+            "interrupted": event.interrupted,
+            "abandoned": event.abandoned,
+            "kept": event.kept,
+            "unsaved": event.unsaved,
+        }
+        if event.abandoned or (event.unsaved and self._config.learner.save is not None):
+            log.warning("the run was drained, but its step or checkpoint needed more than --drain-seconds", **facts)
+        else:
+            log.info("the run was drained", **facts)
 
     def _log_unwritten(self, event: DeadLettersUnwritten) -> None:
         before, self._unwritten = self._unwritten, event.letters

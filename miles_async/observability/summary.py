@@ -21,6 +21,7 @@ from miles_async.events import (
     Evaluated,
     Event,
     GroupMoved,
+    LearnerRestored,
     PublishEnded,
     RunEnded,
     RunStarted,
@@ -69,15 +70,21 @@ class _Steps:
 
     first: StepEnded
     last: StepEnded
-    count: int = 0
+    newest: int = -1
+    """The newest batch that the current weights were trained on."""
     seconds: float = 0.0
     tokens: int = 0
 
     def add(self, step: StepEnded) -> None:
         self.last = step
-        self.count += 1
+        self.newest = step.rollout
         self.seconds += step.seconds
         self.tokens += step.tokens
+
+    @property
+    def count(self) -> int:
+        """Batches that the current weights were trained on in this run, without those that a lost learner undid."""
+        return self.newest - self.first.rollout + 1
 
 
 class _EngineSeconds:
@@ -126,6 +133,8 @@ class RunSummary:
 
     - `wall_seconds` covers the whole run. Rates and idle shares cover the training phase, which lasts from the start of
       the first optimizer step to the end of the last one.
+    - `discarded_tokens` are the response tokens of dropped groups, by reason. The tokens of groups that were being
+      generated when a rollout worker was lost are not known; `lost_tokens_at_most` is an upper bound.
     - `publish_ms_*` lasts from the start of staging until every engine decodes again. `pause_ms_*` is the part of it in
       which the engines were paused. Version 0, the initial weights, is not counted as a publish.
     """
@@ -145,6 +154,10 @@ class RunSummary:
         self._batch: list[int] = []
         """Staleness of the groups in the current training step."""
         self._dropped: Counter[str] = Counter()
+        self._discarded: Counter[str] = Counter()
+        """Response tokens of dropped groups, by the reason of the drop."""
+        self._lost_in_flight = 0
+        """Groups that were being generated when a rollout worker was lost."""
         self._engines = _EngineSeconds()
         self._collapse: CollapseRiskChanged | None = None
         """The first announcement of a collapse."""
@@ -164,16 +177,21 @@ class RunSummary:
         self._verdicts.observe(event)
         match event:
             case RunStarted():
-                self._run = event
+                # A driver that continues the run emits it again.
+                self._run, self._ended = self._run or event, None
                 self._engines.report(event.time, 0.0)
             case ClusterReady():
                 self._cluster = event
             case GroupMoved():
                 if event.after == GroupState.DROPPED and event.reason is not None:
                     self._dropped[event.reason] += 1
+                    self._discarded[event.reason] += event.discarded_tokens
+                    self._lost_in_flight += event.was_lost_in_flight
             case StepStarted():
                 self._batch = event.staleness
                 self._engines.step_started(event.time)
+            case LearnerRestored() if self._steps is not None:
+                self._steps.newest = event.rollout
             case StepEnded():
                 self._steps = self._steps or _Steps(event, event)
                 self._steps.add(event)
@@ -232,6 +250,8 @@ class RunSummary:
             "staleness_histogram": {str(age): self._staleness[age] for age in sorted(self._staleness)},
             "recycled": self._dropped[DropReason.STALE],
             "dropped": dict(sorted(self._dropped.items())),
+            "discarded_tokens": {reason: tokens for reason, tokens in sorted(self._discarded.items()) if tokens},
+            "lost_tokens_at_most": self._lost_in_flight * (self._run.longest_group if self._run is not None else 0),
             "unwritten_dead_letters": self._unwritten.letters if self._unwritten is not None else 0,
             "unwritten_prompts": self._unwritten.prompts if self._unwritten is not None else [],
             "verdict": verdict,
@@ -303,6 +323,7 @@ _LINES = {
     "pause": "{pause_ms_median:.0f} ms median, {pause_ms_max:.0f} ms max",
     "staleness": "max {staleness_max}, groups by age {staleness_histogram}",
     "recycled": "{recycled} groups; dropped {dropped}",
+    "discarded": "tokens {discarded_tokens}; at most {lost_tokens_at_most} with lost rollout workers",
     "verdict": "{verdict}: {knob}",
     "ended": "{reason}",
 }

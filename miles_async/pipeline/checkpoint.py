@@ -53,8 +53,11 @@ class Checkpointer:
         self._run_state.mark_progress()
 
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
+        # The store must know every batch that a checkpoint contains.
+        await self._run_state.journal.flush()
         await self._learner.write_state(rollout_id, progress)
         self.last_saved = rollout_id
+        self._run_state.journal.save(rollout_id)
 
 
 def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
@@ -66,11 +69,17 @@ def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[
     with run_state.journal.data_lock:
         untrained = [group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED]
         owed = [*untrained, *run_state.taken_groups, *run_state.quarantine.waiting]
-        return {"rollout": rollout_id, "data": data.state_dict(), "owed": [group.prompt_dict() for group in owed]}
+        return {
+            "rollout": rollout_id,
+            "version": run_state.trainer_version,
+            "changed": run_state.weights_changed,
+            "data": data.state_dict(),
+            "owed": [group.prompt_dict() for group in owed],
+        }
 
 
-def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) -> int:
-    """Restore the position in the data, put owed prompts first in line, and return the next rollout id.
+def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) -> None:
+    """Restore the position in the data, and put owed prompts first in line.
 
     The store of this run is new, so all prompts that wait are recorded in the journal. Raises UserError if the progress
     is incomplete, or if it belongs to other data.
@@ -78,11 +87,9 @@ def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) 
     try:
         data.load_state_dict(progress["data"])
         data.add_samples([Group.from_prompt_dict(values) for values in progress["owed"]])
-        next_rollout = int(progress["rollout"]) + 1
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the progress of the checkpoint is not valid ({type(error).__name__}: {error}): load another checkpoint"
         ) from error
     for group in data.returned():
         journal.owe(group)
-    return next_rollout

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from miles_async.errors import UserError
-from miles_async.events import BatchDrained, QueueChanged
+from miles_async.events import BatchDrained, GroupGenerated, QueueChanged
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
-from miles_async.pipeline.run_state import RunState, sequence_of
+from miles_async.pipeline.run_state import RunState, TakenGroup, sequence_of
 from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import DropReason, Group, Sample
+from miles_async.types import DropReason, Group, Sample, SampleStatus
 
 Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""
@@ -61,7 +61,9 @@ class BatchCollector:
                 )
             group = queue.get()
             run_state.advance([group], GroupState.LEASED)
-            groups += self.recycle_stale([group])
+            if self.recycle_stale([group]):
+                await run_state.load(group)
+                groups.append(group)
             self.collected = len(groups)
         self.wanted, self.collected = 0, 0
         waited = run_state.clock.monotonic() - waiting_since
@@ -122,27 +124,92 @@ class BatchCollector:
             if group.sequence is None and (original := collected.find(group)) is not None:
                 run_state.replace(original, group)
             if group.sequence is None:
+                self._identify(group)
                 self.adopt(group)
             elif group.sequence in kept or run_state.state_of(group) is not GroupState.LEASED:
-                raise UserError(
-                    f"the rollout function returned group {group.feed_index} a second time: return each group once"
-                )
+                raise _returned_twice(group)
             kept.add(sequence_of(group))
         for group in run_state.leased_groups:
             if group.sequence not in kept:
                 run_state.drop_filtered(group, "rollout_function")
-        with run_state.journal.data_lock:
-            run_state.record_returned(returned)
-        run_state.forget_unused()
+        self._release(returned)
+        for group in run_state.take_unused():
+            run_state.journal.settle(group.feed_index)
+
+    def reconcile_worker(self, returned: Sequence[Group]) -> None:
+        """Enter groups that a worker has generated into the ledger.
+
+        A worker keeps groups between calls, so the prompts that it has not returned stay with it. Prompts that nothing
+        refers to any more were lost by the worker, and are fed again. Raises UserError for a group that the worker does
+        not hold, because it would be trained twice.
+        """
+        run_state = self._run_state
+        for group in returned:
+            # Groups without a name are not from the data source, and bring their own weight versions.
+            taken = self._identify(group)
+            if taken is None and group.feed_index:
+                raise _returned_twice(group)
+            self._release([group])
+            self.adopt(group)
+            run_state.journal.emit(self._generated(group, taken))
+        run_state.mark_progress()
+        for group in run_state.take_unused():
+            run_state.feed(group)
+            self._producer.skip(sequence_of(group))
+            self._recycler.retry(
+                group,
+                DropReason.FAILED,
+                "the worker of the rollout function took it and lost it: return it, give it back with "
+                "data_source.add_samples, or drop it with data_source.discard",
+            )
+
+    def _identify(self, group: Group) -> TakenGroup | None:
+        with self._run_state.journal.data_lock:
+            return self._run_state.identify(group)
+
+    def _release(self, groups: Sequence[Group]) -> None:
+        """Remove groups from those that the rollout function holds."""
+        with self._run_state.journal.data_lock:
+            self._run_state.record_returned(groups)
+
+    def _generated(self, group: Group, taken: TakenGroup | None) -> GroupGenerated:
+        clock = self._run_state.clock
+        return GroupGenerated(
+            time=clock.time(),
+            sequence=sequence_of(group),
+            generation_seconds=0.0 if taken is None else clock.monotonic() - taken.time,
+            reward_seconds=0.0,
+            versions=(group.oldest_version, max(group.versions)),
+            response_tokens=group.response_tokens,
+            reward=sum(sample.scalar_reward for sample in group) / len(group),
+            truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
+            by_worker=True,
+        )
 
     def refuse(self, group: Group, error: str) -> None:
         """Dead-letter a group of a rollout function that cannot be trained."""
+        self._enter(group)
+        self._recycler.dead_letter(group, DropReason.FAILED, error)
+
+    def fail(self, group: Group, error: str) -> None:
+        """End the attempt of a group whose generation failed in a rollout function."""
+        self._enter(group)
+        self._recycler.retry(group, DropReason.FAILED, error)
+
+    def discard(self, group: Group, reason: str) -> None:
+        """Drop a finished group that a rollout function rejected for `reason`."""
+        self._enter(group)
+        self._run_state.drop_filtered(group, reason)
+
+    def _enter(self, group: Group) -> None:
+        """Enter a group that a rollout function collected or generated, and that it does not return."""
         original = _GroupsBySample(self._run_state.leased_groups).find(group)
         if group.sequence is None and original is not None:
             self._run_state.replace(original, group)
         if group.sequence is None:
+            self._identify(group)
             self.adopt(group)
-        self._recycler.dead_letter(group, DropReason.FAILED, error)
+        self._release([group])
 
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""
@@ -151,15 +218,14 @@ class BatchCollector:
 
     def sweep_queue(self) -> None:
         """Recycle queued groups that are too stale already, so that they are regenerated at once."""
-        version = self._run_state.trainer_version
-        for group in self._producer.queue.sweep(lambda group: self._gate.too_old(group.oldest_version, version)):
+        for group in self._producer.queue.sweep(self._must_be_recycled):
             self._recycle(group)
 
     def recycle_stale(self, groups: list[Group]) -> list[Group]:
         """Recycle the groups that exceed the staleness limit now; return the others."""
         fresh: list[Group] = []
         for group in groups:
-            if self._gate.too_old(group.oldest_version, self._run_state.trainer_version):
+            if self._must_be_recycled(group):
                 self._recycle(group)
             else:
                 fresh.append(group)
@@ -180,14 +246,20 @@ class BatchCollector:
             self._run_state.drop_filtered(groups[position], "over_sampling")
         return [groups[position] for position in kept]
 
+    def _must_be_recycled(self, group: Group) -> bool:
+        return self._gate.too_old(self._run_state.age_of(group))
+
     def _recycle(self, group: Group) -> None:
-        version = self._run_state.trainer_version
         self._recycler.retry(
             group,
             DropReason.STALE,
-            f"its oldest token is of version {group.oldest_version}, the trainer is at {version}, "
-            f"and --max-weight-staleness is {self._gate.limit}",
+            f"its oldest token, of version {group.oldest_version}, is {self._run_state.age_of(group)} weight versions "
+            f"old, and --max-weight-staleness is {self._gate.limit}",
         )
+
+
+def _returned_twice(group: Group) -> UserError:
+    return UserError(f"the rollout function returned group {group.feed_index} a second time: return each group once")
 
 
 class _GroupsBySample:

@@ -19,6 +19,7 @@ class SharedDevices:
         self._fleet = fleet
         self._colocated = colocated
         self._lock = asyncio.Lock()
+        self._learner_has_them = False
 
     async def release_learner(self) -> None:
         """Move the learner off the devices at start-up: learner and engines start on both, and the engines go first."""
@@ -26,15 +27,17 @@ class SharedDevices:
             await self._learner.offload()
 
     async def to_learner(self) -> None:
-        """Move the engines off the devices for a step. No request may be in flight."""
-        if self._colocated:
+        """Move the engines off the devices, unless the learner has them already. No request may be in flight."""
+        if self._colocated and not self._learner_has_them:
             await self._lock.acquire()
             await self._fleet.offload()
             await self._learner.onload()
+            self._learner_has_them = True
 
     async def to_engines(self) -> None:
         """Move the learner off the devices. Staged weights are not affected, because they are in host memory."""
         if self._colocated:
+            self._learner_has_them = False
             await self._learner.offload()
             await self._fleet.onload()
             self._lock.release()

@@ -171,7 +171,7 @@ class DueEvaluations:
         due.add(9)         # starts
         due.add(19)        # waits for the evaluation after rollout 9
         due.add(29)        # takes the place of the evaluation after rollout 19, which is skipped
-        await due.idle()
+        await due.add(39)  # waits for both
     """
 
     def __init__(
@@ -189,8 +189,11 @@ class DueEvaluations:
         """The rollout of the evaluation that waits to start."""
         self._running: asyncio.Task[None] | None = None
 
-    def add(self, rollout_id: int) -> None:
-        """Evaluate after `rollout_id` as soon as possible; skip the evaluation that still waits to start."""
+    def add(self, rollout_id: int) -> asyncio.Task[None]:
+        """Evaluate after `rollout_id` as soon as possible; skip the evaluation that still waits to start.
+
+        The returned task ends when no evaluation runs or waits. If an evaluation fails, the run ends.
+        """
         if self._waiting is not None:
             self._run_state.journal.emit(
                 EvaluationSkipped(time=self._run_state.clock.time(), rollout=self._waiting, overtaken_by=rollout_id)
@@ -198,11 +201,7 @@ class DueEvaluations:
         self._waiting = rollout_id
         if self._running is None or self._running.done():
             self._running = self._tasks.spawn("evaluation", self._run())
-
-    async def idle(self) -> None:
-        """Return when no evaluation runs or waits. A failed one ends the run through its supervisor."""
-        if self._running is not None:
-            await asyncio.wait([self._running])
+        return self._running
 
     async def _run(self) -> None:
         while self._waiting is not None:

@@ -11,7 +11,7 @@ learner and before a weight version is staged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Protocol
 
@@ -19,8 +19,8 @@ from miles_async.errors import StoreError
 from miles_async.events import Event, WarningRaised
 from miles_async.ports import Clock, RunStore
 from miles_async.scheduling.ledger import LIVE, GroupState, Transition
-from miles_async.stored_run import Changes, GroupChange
-from miles_async.types import Group
+from miles_async.stored_run import Changes, GroupChange, StoredGroup
+from miles_async.types import Group, Sample
 
 WRITE_SECONDS = 0.1
 """Interval between two writes. It is also the time that events wait, so that the driver receives them in batches."""
@@ -50,8 +50,13 @@ class Journal:
     memory, and the write is repeated. A warning reports the failure and its end.
     """
 
-    def __init__(self, store: RunStore, outbox: EventOutbox, clock: Clock, *, number: int = 0) -> None:
-        """`number` is that of the last batch in the store."""
+    def __init__(
+        self, store: RunStore, outbox: EventOutbox, clock: Clock, *, number: int = 0, retains_trained: bool = False
+    ) -> None:
+        """`number` is that of the last batch, in the store or at the driver: the driver ignores lower numbers.
+
+        With `retains_trained`, trained groups stay in the store until a checkpoint contains what was learned from them.
+        """
         self._store = store
         self._outbox = outbox
         self._clock = clock
@@ -63,9 +68,21 @@ class Journal:
         self._ended: dict[int, None] = {}
         self._owed: dict[str, Mapping[str, Any]] = {}
         self._settled: dict[str, None] = {}
+        self._posted: dict[str, Group] = {}
+        self._keys: dict[str, str] = {}
+        self._forgotten_keys: dict[str, None] = {}
+        self._values: dict[str, Any] = {}
+        """Values that are stored beside those of `progress`."""
         self._events: list[Event] = []
         self._failed_at: float | None = None
         """When the last write failed; None if it did not fail."""
+        self._retains_trained = retains_trained
+        self._saved = -1
+        """The rollout of the newest complete checkpoint; -1 before the first one."""
+        self._trained: dict[int, int] = {}
+        """The rollout of each group that is trained and not published, by sequence number."""
+        self._retained: dict[int, tuple[int, str]] = {}
+        """The rollout and the prompt of each published group that no checkpoint covers, by sequence number."""
         self.data_lock = Lock()
         """Held while a rollout function takes prompts from the data source or returns them."""
         self.progress: Callable[[], dict[str, Any]] = dict
@@ -76,14 +93,25 @@ class Journal:
         self._events.append(event)
         self._pending.set()
 
-    def move(self, group: Group, transition: Transition, *, adopted: bool) -> None:
-        """Record a transition of the ledger. A group that has just finished is stored as a whole."""
+    def move(self, group: Group, transition: Transition, *, adopted: bool, rollout: int | None = None) -> None:
+        """Record a transition of the ledger. A group that has just finished is stored as a whole.
+
+        `rollout` is that of the batch of a group that was just trained.
+        """
         sequence, state = transition.sequence, transition.after
-        if state not in LIVE:
-            self._groups.pop(sequence, None)
-            self._ended[sequence] = None
-            self.settle(group.feed_index)
-            return
+        if state is GroupState.TRAINED:
+            assert rollout is not None, "a trained group belongs to a batch"
+            self._trained[sequence] = rollout
+        elif state is GroupState.PUBLISHED and self._retains_trained and self._trained[sequence] > self._saved:
+            rollout = self._trained.pop(sequence)
+            self._retained[sequence] = rollout, group.feed_index
+        else:
+            # A group that was rolled back is not trained any more.
+            self._trained.pop(sequence, None)
+            self._retained.pop(sequence, None)
+            if state not in LIVE:
+                self._end(sequence, group.feed_index)
+                return
         # Numbers of batches only rise, also from one rollout worker to the next.
         self._order = max(self._order + 1, self._number << ORDER_BITS)
         before = self._groups.get(sequence)
@@ -97,10 +125,37 @@ class Journal:
             state=state,
             order=self._order,
             adopted=adopted,
+            rollout=rollout,
             content=content,
         )
         if state is GroupState.FED:
             self.owe(group)
+
+    def save(self, rollout: int) -> None:
+        """Record that a checkpoint contains the weights after `rollout`. Its groups and older ones are removed."""
+        self._saved = rollout
+        self._pending.set()
+        for sequence, (trained_in, feed_index) in list(self._retained.items()):
+            if trained_in <= rollout:
+                del self._retained[sequence]
+                self._end(sequence, feed_index)
+
+    def restore(self, groups: Iterable[StoredGroup], saved: int | None) -> None:
+        """Continue a stored run, whose newest complete checkpoint is that of rollout `saved`."""
+        self._saved = -1 if saved is None else saved
+        for group in groups:
+            if group.rollout is None:
+                continue
+            if group.state is GroupState.TRAINED:
+                self._trained[group.sequence] = group.rollout
+            else:
+                self._retained[group.sequence] = group.rollout, group.feed_index
+
+    def _end(self, sequence: int, feed_index: str) -> None:
+        """Remove an attempt from the store."""
+        self._groups.pop(sequence, None)
+        self._ended[sequence] = None
+        self.settle(feed_index)
 
     def owe(self, group: Group) -> None:
         """Record that the prompt was taken from the data and has to be generated. Callable with `data_lock` held."""
@@ -109,9 +164,37 @@ class Journal:
             self._owed[group.feed_index] = group.prompt_dict()
 
     def settle(self, feed_index: str) -> None:
-        """Record that the prompt is trained and live, or given up."""
+        """Record that the prompt is trained for good, or given up."""
         self._owed.pop(feed_index, None)
+        self._posted.pop(feed_index, None)
         self._settled[feed_index] = None
+
+    def post(self, group: Group, number: int, key: str | None) -> None:
+        """Record the `number`-th group that an external generator has posted, with its idempotency key."""
+        self._settled.pop(group.feed_index, None)
+        self._posted[group.feed_index] = group
+        if key is not None:
+            self._forgotten_keys.pop(key, None)
+            self._keys[key] = group.feed_index
+        self._values["posted"] = number
+        self._pending.set()
+
+    def keep_posted(self, feed_index: str) -> None:
+        """Record that a posted group whose attempt has just ended will be trained in another attempt."""
+        self._settled.pop(feed_index, None)
+
+    def forget_key(self, key: str) -> None:
+        """Remove an idempotency key from the store."""
+        self._keys.pop(key, None)
+        self._forgotten_keys[key] = None
+
+    async def load(self, sequence: int) -> list[Sample]:
+        """The samples of a finished group of a restored run; see `RunStore.load`."""
+        return await self._store.load(sequence)
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
+        """The samples of a posted group of a restored run; see `RunStore.load_posted`."""
+        return await self._store.load_posted(feed_index)
 
     async def run(self) -> None:
         """Write at intervals. Never returns."""
@@ -120,18 +203,29 @@ class Journal:
             await self._clock.sleep(WRITE_SECONDS)
             await self.flush()
 
-    async def flush(self) -> None:
-        """Store everything that has happened until now, and deliver its events."""
+    async def flush(self) -> bool:
+        """Store everything that has happened until now, and deliver its events. Returns whether it is stored.
+
+        A caller that is cancelled meanwhile waits until that is done: what was taken must not be lost.
+        """
+        flushing = asyncio.ensure_future(self._flush())
+        try:
+            return await asyncio.shield(flushing)
+        except asyncio.CancelledError:
+            await flushing
+            raise
+
+    async def _flush(self) -> bool:
         async with self._writing:
-            if not self._pending.is_set():
-                return
-            changes = self._take()
-            now = self._clock.monotonic()
-            if self._failed_at is None or now - self._failed_at >= RETRY_SECONDS:
-                await self._write(changes, now)
-            if self._failed_at is not None:
-                self._keep(changes)
-            self._outbox.put(changes.number, changes.events)
+            if self._pending.is_set():
+                changes = self._take()
+                now = self._clock.monotonic()
+                if self._failed_at is None or now - self._failed_at >= RETRY_SECONDS:
+                    await self._write(changes, now)
+                if self._failed_at is not None:
+                    self._keep(changes)
+                self._outbox.put(changes.number, changes.events)
+            return self._failed_at is None
 
     def _take(self) -> Changes:
         """Everything that is pending. A rollout function must not take prompts in another thread meanwhile."""
@@ -144,11 +238,15 @@ class Journal:
                 ended=list(self._ended),
                 owed=self._owed,
                 settled=list(self._settled),
-                progress=self.progress(),
+                posted=self._posted,
+                keys=self._keys,
+                forgotten_keys=list(self._forgotten_keys),
+                progress={**self.progress(), **self._values},
                 events=self._events,
                 delivered=self._outbox.received,
             )
             self._groups, self._ended, self._owed, self._settled, self._events = {}, {}, {}, {}, []
+            self._posted, self._keys, self._forgotten_keys = {}, {}, {}
         return changes
 
     def _keep(self, changes: Changes) -> None:
@@ -162,6 +260,10 @@ class Journal:
         owed = {name: prompt for name, prompt in changes.owed.items() if name not in self._settled}
         settled = dict.fromkeys(name for name in changes.settled if name not in self._owed)
         self._owed, self._settled = owed | self._owed, settled | self._settled
+        posted = {name: group for name, group in changes.posted.items() if name not in self._settled}
+        keys = {key: name for key, name in changes.keys.items() if key not in self._forgotten_keys}
+        self._posted, self._keys = posted | self._posted, keys | self._keys
+        self._forgotten_keys |= dict.fromkeys(changes.forgotten_keys)
 
     async def _write(self, changes: Changes, now: float) -> None:
         """Write one batch. Warn when the store begins to fail, and when it works again."""

@@ -80,7 +80,14 @@ class RunMonitor:
             f"nothing moved for {idle_seconds:.0f}s (--no-progress-abort-seconds): queue {len(producer.queue)}, "
             f"{self._generator.in_flight} requests in flight, {producer.rewarding} groups wait for rewards, "
             f"trainer version {run_state.trainer_version}, live version {run_state.live_version}; dropped: {dropped}"
+            f"{self._taken_sentence()}"
         )
+
+    def _taken_sentence(self) -> str:
+        """Names the rollout function if it holds prompts, because it may be what the run waits for."""
+        with self._run_state.journal.data_lock:
+            taken = len(self._run_state.taken_groups)
+        return f"; the rollout function holds {taken} prompts that it has not returned" if taken else ""
 
     def _pulse(self, idle_seconds: float) -> Pulse:
         run_state, producer = self._run_state, self._producer

@@ -106,42 +106,70 @@ class Producer:
         """Value of `changed.count` when the feed last found no data."""
         self._loops: list[asyncio.Task[None]] = []
         """The feed loop and the head loop, while the producer runs."""
+        self._attempts: set[asyncio.Task[None]] = set()
+        """The tasks of groups in progress."""
         self._stopping = False
+        self._closed = False
+        """Whether `close` was called."""
+        self.finished_since_close = 0
+        """Groups that were kept since `close`."""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of groups that are admitted and not yet finished or dropped."""
+        counts = self._run_state.ledger.counts
+        return counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
 
     def start(self, admission: Admission) -> None:
-        """Start to admit groups within the limits of `admission`."""
+        """Start to admit groups within the limits of `admission`. Does nothing after `close`."""
+        if self._closed:
+            return
         self._loops = [self._tasks.spawn("feed", self._feed(admission))]
         if self._head_policy.active:
             self._loops.append(self._tasks.spawn("head", self._enforce_head_deadline()))
 
     async def stop(self) -> None:
-        """Stop to admit groups, abort those in flight and feed them again. Returns when nothing is in flight."""
-        while self._loops:
-            self._loops.pop().cancel()
-        self.waits_for = None
-        counts = self._run_state.ledger.counts
+        """Stop to admit groups, and abort those in flight. Returns when nothing is in flight.
+
+        After `close`, this does nothing: groups in flight may finish.
+        """
+        self._end_loops()
+        if not self._closed:
+            await self.abort()
+
+    def close(self) -> None:
+        """Admit no more groups in this run. Groups in flight may finish."""
+        self._closed = True
+        self._end_loops()
+
+    async def abort(self) -> None:
+        """Abort the groups in flight and feed them again. Returns when nothing is in flight."""
         # Groups that were admitted but whose task has not started must not reach the engines after the abort.
         self._stopping = True
         try:
-            if counts[GroupState.IN_FLIGHT]:
+            if self._run_state.ledger.counts[GroupState.IN_FLIGHT]:
                 # Requests at a lost engine cannot be aborted; they fail when its process ends.
                 with suppress(EngineLostError):
                     await self._generator.abort()
-            await self._run_state.changed.until(lambda: counts[GroupState.FED] + counts[GroupState.IN_FLIGHT] == 0)
+            # Waits for tasks and not for states: at the end of a run that failed, the tasks are cancelled.
+            while self._attempts:
+                await asyncio.wait(self._attempts)
         finally:
             self._stopping = False
+
+    def _end_loops(self) -> None:
+        while self._loops:
+            self._loops.pop().cancel()
+        self.waits_for = None
 
     def restore(self, queued: Sequence[Group], finished: Sequence[Group]) -> None:
         """Continue a stored run. `queued` are the groups in the queue, in order, and `finished` those that follow them.
 
         The window begins at the next sequence number, because no older attempt is left that it could wait for.
         """
-        for group in queued:
-            self.queue.put(group)
+        self.queue.restore([*queued, *finished])
+        self._run_state.advance(finished, GroupState.QUEUED)
         self.window = WindowedFIFOCollector(None, self.window.window_size, first=self._run_state.ledger.fed)
-        for group in finished:
-            self.queue.put(group)
-            self._run_state.advance([group], GroupState.QUEUED)
 
     def skip(self, sequence: int) -> None:
         """Let the window pass a sequence number whose group was generated outside the pipeline."""
@@ -196,14 +224,14 @@ class Producer:
                 continue
             for group in groups:
                 run_state.feed(group)
-                self._tasks.spawn(f"group-{group.sequence}", self._produce(group))
+                attempt = self._tasks.spawn(f"group-{group.sequence}", self._produce(group))
+                self._attempts.add(attempt)
+                attempt.add_done_callback(self._attempts.discard)
             # A generator that never suspends (a replayed recording) must not starve the other loops.
             await asyncio.sleep(0)
 
     def _engines_in_use(self) -> bool:
-        counts = self._run_state.ledger.counts
-        in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
-        return bool(in_flight or self._run_state.evaluation_requests)
+        return bool(self.in_flight or self._run_state.evaluation_requests)
 
     async def _enforce_head_deadline(self) -> None:
         """Abort each head of the window that stays at the engines past its deadline."""
@@ -258,6 +286,7 @@ class Producer:
         self._overdue.discard(sequence)
         self._quarantine.end_trial(group)
         if outcome is Outcome.KEPT:
+            self.finished_since_close += self._closed
             run_state.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)
         else:

@@ -81,7 +81,7 @@ class Publisher:
             self._run_state.announced_version = version
             await self._run_state.journal.flush()
             await self._channel.stage(version)
-            self._run_state.trainer_version = version
+            self._run_state.trainer_version, self._run_state.weights_changed = version, False
             self._staged = _StagedVersion(version, trained, self._run_state.clock.monotonic() - started)
 
     def start(self) -> None:

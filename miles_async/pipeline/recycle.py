@@ -36,7 +36,7 @@ class Recycler:
 
     def salvage(self, group: Group, reason: DropReason) -> None:
         """End the attempt but keep its tokens, which the next attempt continues; their weight versions stay."""
-        self._run_state.drop(group, reason)
+        self._run_state.drop(group, reason, keeps_tokens=True)
         group.sequence = None
         self._return(group)
 

@@ -2,62 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import gc
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from miles_async.errors import UserError
 from miles_async.pipeline.collect import BatchCollector, Choose
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.run_state import RunState
-from miles_async.ports import DataSource
+from miles_async.ports import SeekableSource
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import Group
+from miles_async.types import Group, Sample
+
+GARBAGE_COLLECTION_SECONDS = 10.0
+"""Time between two garbage collections for a worker that gets no more prompts."""
 
 
 class RolloutSource:
     """Implements `ports.DataSource` and adds the pipeline's methods to collect a batch.
 
-    Rollout functions written for slime use `get_samples` and `add_samples` only.
+    Rollout functions written for slime use `get_samples` and `add_samples`, and some read the position in the data:
+    `epoch_id`, `sample_offset`, `sample_index`, `buffer` and `metadata` are those of slime's
+    `RolloutDataSourceWithBuffer`.
     """
 
     def __init__(
         self,
         *,
-        data: DataSource,
+        data: SeekableSource,
         run_state: RunState,
         collector: BatchCollector,
         evaluator: Evaluator,
         schedule: Schedule,
+        held_limit: int | None = None,
     ) -> None:
+        """`held_limit` is the most groups that a worker may hold and have in batches; None sets no limit."""
         self._data = data
         self._run_state = run_state
         self._collector = collector
         self._evaluator = evaluator
         self._schedule = schedule
+        self._held_limit = held_limit
+        self._garbage_collected_at = -GARBAGE_COLLECTION_SECONDS
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """Take up to `num_samples` groups from the data source. Callable from any thread."""
+        """Take up to `num_samples` groups from the data source. Callable from any thread.
+
+        A worker that holds as many groups as the run allows gets fewer, perhaps none. It tries again later, after the
+        rollout function has returned groups.
+        """
         with self._run_state.journal.data_lock:
-            groups = self._data.get_samples(num_samples)
+            groups = self._data.get_samples(min(num_samples, self._room(num_samples)))
             self._run_state.record_taken(groups)
         return groups
 
-    def add_samples(self, samples: Sequence[Group]) -> None:
+    def add_samples(self, samples: Sequence[Iterable[Sample]]) -> None:
         """Return groups to the front of the feed. Callable from any thread."""
+        groups = [Group.of(group) for group in samples]
         with self._run_state.journal.data_lock:
-            self._data.add_samples(samples)
-            self._run_state.record_returned(samples)
-            for group in samples:
-                self._run_state.owe(Group.of(group))
+            for group in groups:
+                self._run_state.identify(group)
+            self._data.add_samples(groups)
+            self._run_state.record_returned(groups)
+            for group in groups:
+                self._run_state.owe(group)
 
-    def discard(self, group: Group, reason: str) -> None:
-        """Count a finished group that was generated outside the pipeline and will not be trained."""
-        self._collector.adopt(group)
-        self._run_state.drop_filtered(group, reason)
+    def discard(self, group: Iterable[Sample], reason: str) -> None:
+        """Drop a finished group that was generated outside the pipeline. Call it in the rollout function's own call."""
+        self._collector.discard(Group.of(group), reason)
 
     def refuse(self, group: Group, error: str) -> None:
         """Dead-letter a group of a rollout function that cannot be trained."""
         self._collector.refuse(group, error)
+
+    def fail(self, group: Group, error: str) -> None:
+        """Feed the prompt of a group again whose generation failed, or dead-letter it after its last attempt."""
+        self._collector.fail(group, error)
+
+    def version_when_taken(self, sample: Sample) -> int | None:
+        """The live weight version when the sample's prompt was taken with `get_samples`; None if it was not taken."""
+        with self._run_state.journal.data_lock:
+            taken = self._run_state.taken_as(sample)
+        return None if taken is None else taken.version
+
+    @property
+    def epoch_id(self) -> int:
+        """Number of passes over the data that are complete."""
+        return int(self._data.position()["epoch_id"])
+
+    @property
+    def sample_offset(self) -> int:
+        """Number of rows of this epoch that were read."""
+        return int(self._data.position()["sample_offset"])
+
+    @property
+    def sample_index(self) -> int:
+        """Index of the next sample; the numbering continues across epochs."""
+        return int(self._data.position()["sample_index"])
+
+    @property
+    def buffer(self) -> list[Group]:
+        """A new list of the groups that were returned and wait in front of the data. `add_samples` adds groups."""
+        return list(self._data.returned())
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in `buffer`."""
+        return len(self._data.returned())
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Values of the rollout function, as JSON, which checkpoints and the store contain with the position."""
+        return self._data.metadata
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The same as `metadata`, under slime's older name."""
+        return self.metadata
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Set some of the values in `metadata`."""
+        self.metadata.update(metadata)
 
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()
@@ -69,6 +132,10 @@ class RolloutSource:
     def live_version(self) -> int:
         """Newest weight version on every routed engine."""
         return self._run_state.live_version
+
+    def age_of(self, group: Group) -> int:
+        """Age of the group's oldest token in weight updates, relative to `live_version`."""
+        return self._run_state.lineage.oldest_age(group.versions, self._run_state.live_version)
 
     @property
     def trainer_version(self) -> int:
@@ -103,6 +170,21 @@ class RolloutSource:
         """Rewards and truncation flags on the held-out problems, by data set."""
         return await self._evaluator.evaluate(rollout_id)
 
+    def _room(self, wanted: int) -> int:
+        """Number of groups that may be taken now, out of `wanted`."""
+        if self._held_limit is None:
+            return wanted
+        room = self._held_limit - self._run_state.held_groups
+        now = self._run_state.clock.monotonic()
+        if room <= 0 and now - self._garbage_collected_at >= GARBAGE_COLLECTION_SECONDS:
+            # The traceback of an error can keep the samples of a group alive that the worker has lost.
+            self._garbage_collected_at = now
+            gc.collect()
+            room = self._held_limit - self._run_state.held_groups
+        return max(0, room)
+
 
 RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]
 """`(rollout_id, source) -> groups`: returns the `rollout_batch_size` groups to train next."""
+WorkerFunction = Callable[[int, RolloutSource, int], Awaitable[list[Group]]]
+"""`(rollout_id, source, size) -> groups`: returns `size` groups that its worker has generated in the background."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
-from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource, WorkerFunction
 from miles_async.ports import Clock, DeadLetters, Fleet, Generator, Learner, Rewarder, SeekableSource, WeightChannel
 from miles_async.sample_schema import NO_LIMITS, SampleLimits
 from miles_async.types import Group, Verdict
@@ -24,6 +24,10 @@ async def leave_unchanged(rollout_id: int, groups: list[Group]) -> None:
 
 def ignore_rollout(rollout_id: int) -> None:
     """An `on_rollout` that does nothing."""
+
+
+def ignore_posted(feed_indexes: Sequence[str]) -> None:
+    """A `restore_posted` that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +55,14 @@ class Ports:
     """Held-out problems with one sample each; without any, they are not evaluated."""
     rollout: RolloutFunction | None = None
     """The rollout function. None takes batches directly from the queue, under the fully asynchronous schedule only."""
+    worker_function: WorkerFunction | None = None
+    """A rollout function with a worker that generates between calls. It replaces the producer and `rollout`."""
     prepare: PrepareBatch = leave_unchanged
     """Called once with each batch before it is trained, after stale groups were replaced."""
     on_rollout: Callable[[int], None] = ignore_rollout
     """Called with the rollout id when the collection of a batch begins."""
+    restore_posted: Callable[[Sequence[str]], None] = ignore_posted
+    """Called with the feed indexes of the posted groups of a restored run that are not trained yet."""
     eval_sets: Sequence[EvalSet] = ()
     """Further data sets to evaluate on."""
     evaluate: EvaluationFunction | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,29 +14,46 @@ from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
+from miles_async.scheduling.lineage import Lineage
 from miles_async.scheduling.quarantine import Quarantine
 from miles_async.types import DropReason, Group, Sample
 
 
-class _TakenGroup(NamedTuple):
+class TakenGroup(NamedTuple):
     """A group that a rollout function took from the data source."""
 
     copy: Group
     """The group as it was when it was taken."""
     samples: list[ref[Sample]]
     """The samples that the function received."""
+    version: int
+    """The live weight version when it was taken."""
+    time: float
+    """When it was taken (`Clock.monotonic`)."""
 
     @property
     def in_use(self) -> bool:
         """Whether anything still refers to one of the samples."""
         return any(sample() is not None for sample in self.samples)
 
+    def contains(self, sample: Sample) -> bool:
+        """Whether the function received `sample` itself, and not a copy of it."""
+        return any(taken() is sample for taken in self.samples)
+
+
+class _StoredSamples(NamedTuple):
+    """The samples of a restored group, which stay in the store until they are needed."""
+
+    load: Callable[[], Awaitable[list[Sample]]]
+    response_tokens: int
+
 
 class RunState:
     """Owns the ledger, and records each of its transitions in the journal, with an event. There is one per run.
 
-    All methods are called from the event loop, except `record_taken` and `record_returned`: a rollout function may run
-    in its own thread, so these two are called with `journal.data_lock` held.
+    All methods are called from the event loop, except those of the groups that a rollout function takes:
+    `record_taken`, `record_returned`, `held_groups`, `taken_as` and `identify`. A rollout function may run in its own
+    thread, so these are called with `journal.data_lock` held.
     """
 
     def __init__(self, clock: Clock, journal: Journal) -> None:
@@ -51,10 +68,14 @@ class RunState:
         ever used for two different weights."""
         self.trainer_version = 0
         """Newest weight version that was staged, live or not."""
+        self.weights_changed = False
+        """Whether the learner's weights are newer than `trainer_version`."""
         self.live_version = -1
         """Newest weight version on every routed engine; -1 before the first publish."""
         self.evaluation_requests = 0
         """Problems of evaluations that are at the engines."""
+        self.lineage = Lineage()
+        """Which versions the current weights descend from."""
         self.publish_aborts = 0
         """Publishes that aborted the requests at the engines (`pause_generation_mode` abort)."""
         self._last_progress = clock.monotonic()
@@ -62,10 +83,12 @@ class RunState:
         """Number of `working` blocks that are entered now."""
         self._live: dict[int, Group] = {}
         """Live groups by sequence number."""
-        self._taken: dict[str, _TakenGroup] = {}
+        self._taken: dict[str, TakenGroup] = {}
         """Groups that a rollout function took, by feed index."""
         self._adopted: set[int] = set()
         """Sequence numbers of live groups that were generated outside the pipeline."""
+        self._unloaded: dict[int, _StoredSamples] = {}
+        """The samples of restored groups, by sequence number; see `leave_in_store`."""
 
     @property
     def live_groups(self) -> list[Group]:
@@ -87,7 +110,9 @@ class RunState:
         for group in groups:
             samples = [replace(sample, metadata=dict(sample.metadata), tokens=list(sample.tokens)) for sample in group]
             copy = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
-            self._taken[group.feed_index] = _TakenGroup(copy, [ref(sample) for sample in group])
+            samples_taken = [ref(sample) for sample in group]
+            now = self.clock.monotonic()
+            self._taken[group.feed_index] = TakenGroup(copy, samples_taken, self.live_version, now)
             self.journal.owe(copy)
 
     def record_returned(self, groups: Iterable[Group]) -> None:
@@ -100,6 +125,35 @@ class RunState:
             # A function may return new lists of the samples, which have no feed index.
             if name in names or not samples.isdisjoint(id(sample()) for sample in taken.samples):
                 del self._taken[name]
+
+    @property
+    def held_groups(self) -> int:
+        """Number of groups that count against the limit of a worker: those that it holds, and those that are trained.
+
+        A group is held while anything refers to its samples.
+        """
+        counts = self.ledger.counts
+        in_batches = counts[GroupState.QUEUED] + counts[GroupState.LEASED] + counts[GroupState.TRAINED]
+        return in_batches + sum(taken.in_use for taken in self._taken.values())
+
+    def taken_as(self, sample: Sample) -> TakenGroup | None:
+        """The taken group that `sample`, or the sample of which it is a copy, belongs to; None if it was not taken."""
+        named = self._taken.get(sample.metadata.get("feed_index", ""))
+        return named or next((taken for taken in self._taken.values() if taken.contains(sample)), None)
+
+    def identify(self, group: Group) -> TakenGroup | None:
+        """Restore the name and the attempt of a taken group, because functions return new lists of its samples.
+
+        Returns the group as it was taken; None if it was not taken.
+        """
+        taken = self.taken_as(group[0]) if group else None
+        if taken is not None:
+            group.feed_index, group.attempt = taken.copy.feed_index, taken.copy.attempt
+        return taken
+
+    def age_of(self, group: Group) -> int:
+        """Staleness of the group now: the age of its oldest token in weight updates. Raises as `Group.versions`."""
+        return self.lineage.oldest_age(group.versions, self.trainer_version)
 
     def state_of(self, group: Group) -> GroupState | None:
         """The live state of an admitted group; None if it has ended."""
@@ -151,24 +205,29 @@ class RunState:
         rebuilt.sequence, rebuilt.feed_index, rebuilt.attempt = group.sequence, group.feed_index, group.attempt
         self._live[group.sequence] = rebuilt
 
-    def forget_unused(self) -> None:
-        """Forget the taken groups whose samples nothing refers to any more: the rollout function has discarded them.
+    def take_unused(self) -> list[Group]:
+        """Remove and return the taken groups whose samples nothing refers to any more, as they were when taken.
 
         A worker thread of the user may still hold other groups, which a later call of the function returns.
         """
         with self.journal.data_lock:
-            for name in [name for name, taken in self._taken.items() if not taken.in_use]:
-                del self._taken[name]
-                self.journal.settle(name)
+            unused = [name for name, taken in self._taken.items() if not taken.in_use]
+            return [self._taken.pop(name).copy for name in unused]
 
-    def advance(self, groups: Iterable[Group], state: GroupState) -> None:
-        """Move groups to their next state."""
+    def advance(self, groups: Iterable[Group], state: GroupState, *, rollout: int | None = None) -> None:
+        """Move groups to their next state. `rollout` is that of the batch if they were trained."""
         for group in groups:
-            self._record(group, self.ledger.advance(sequence_of(group), state))
+            self._record(group, self.ledger.advance(sequence_of(group), state), rollout)
 
-    def drop(self, group: Group, reason: DropReason) -> None:
-        """End the group's attempt without training, and with it the debt of its prompt; see `owe`."""
-        self._record(group, self.ledger.drop(sequence_of(group), reason))
+    def drop(self, group: Group, reason: DropReason, *, keeps_tokens: bool = False) -> None:
+        """End the group's attempt without training, and with it the debt of its prompt; see `owe`.
+
+        With `keeps_tokens`, another attempt continues the tokens of this one.
+        """
+        unloaded = self._unloaded.pop(sequence_of(group), None)
+        tokens = group.response_tokens if unloaded is None else unloaded.response_tokens
+        transition = self.ledger.drop(sequence_of(group), reason)
+        self._record(group, transition, discarded_tokens=0 if keeps_tokens else tokens)
 
     def owe(self, group: Group) -> None:
         """Record that the prompt of a dropped group returns to the data source or waits for its trial."""
@@ -178,21 +237,44 @@ class RunState:
         """Return a group of a batch that will not be trained to the queue."""
         self._record(group, self.ledger.give_back(sequence_of(group)))
 
+    def roll_back(self, group: Group) -> None:
+        """Return a group to the queue whose training was lost with the learner."""
+        self._record(group, self.ledger.roll_back(sequence_of(group)))
+        self._live[sequence_of(group)] = group
+
     def restore(self, group: Group) -> None:
         """Enter a live group of a stored run, whose state the ledger has."""
         self._live[sequence_of(group)] = group
+
+    def leave_in_store(
+        self, group: Group, load: Callable[[], Awaitable[list[Sample]]], response_tokens: int = 0
+    ) -> None:
+        """Record that a restored group contains only its prompt and its weight versions.
+
+        `load` returns its samples, which have `response_tokens` response tokens.
+        """
+        self._unloaded[sequence_of(group)] = _StoredSamples(load, response_tokens)
+
+    async def load(self, group: Group) -> None:
+        """Load the samples of a restored group from the store. Does nothing if the group is complete."""
+        if (samples := self._unloaded.get(sequence_of(group))) is not None:
+            group[:] = await samples.load()
+            self._unloaded.pop(sequence_of(group), None)
 
     def drop_filtered(self, group: Group, reason: str) -> None:
         """Drop a group that a filter or a rollout function rejected for `reason`."""
         self.journal.emit(GroupFiltered(time=self.clock.time(), sequence=sequence_of(group), reason=reason))
         self.drop(group, DropReason.FILTERED)
 
-    def _record(self, group: Group, transition: Transition) -> None:
+    def _record(
+        self, group: Group, transition: Transition, rollout: int | None = None, *, discarded_tokens: int = 0
+    ) -> None:
         counts = self.ledger.counts
-        self.journal.move(group, transition, adopted=transition.sequence in self._adopted)
+        self.journal.move(group, transition, adopted=transition.sequence in self._adopted, rollout=rollout)
         if transition.after not in LIVE:
             del self._live[transition.sequence]
             self._adopted.discard(transition.sequence)
+            self._unloaded.pop(transition.sequence, None)
         self.journal.emit(
             GroupMoved(
                 time=self.clock.time(),
@@ -203,6 +285,7 @@ class RunState:
                 after=transition.after,
                 reason=transition.reason,
                 counts={state: counts[state] for state in LIVE},
+                discarded_tokens=discarded_tokens,
             )
         )
         self.changed.notify()

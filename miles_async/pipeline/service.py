@@ -25,16 +25,24 @@ The three schedules share `Service._train`. They differ in when a batch is colle
     synchronous    generate, train, publish, one after the other                   staleness 0
     one_step_off   the next batch is generated while the current batch trains      staleness 1
     fully_async    a persistent producer fills the queue, and publishes overlap    limited by admission and the gate
+
+A rollout function may have a worker that generates between its calls (`Ports.worker_function`). It takes the place of
+the producer under every schedule: prompts are taken, held and returned through `rollout_source.py`.
+
+`Service.stop` drains the run, in the same way under all schedules. No group is admitted any more. The groups in flight,
+the current step and its checkpoint may end for `--drain-seconds` together. What has not ended then is abandoned: its
+groups and prompts are in the store, from which a restored run continues. The last weights are not published, because
+the engines are about to end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_async.config.derived import checkpoint_due, evaluation_due, publish_due
 from miles_async.config.schema import RunConfig
-from miles_async.events import TrainerPhaseChanged
+from miles_async.events import RunDrained, TrainerPhaseChanged
 from miles_async.pipeline.checkpoint import Checkpointer
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.devices import SharedDevices
@@ -54,9 +62,12 @@ from miles_async.pipeline.training import Training
 from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import Bounds, Schedule, StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
+from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.window import HeadAction, HeadPolicy
 from miles_async.stored_run import StoredRun
 from miles_async.types import Group
+
+T = TypeVar("T")
 
 
 class Service:
@@ -82,7 +93,8 @@ class Service:
 
         `stored` is the state that a lost rollout worker left in the store; this service continues from it.
         """
-        if ports.rollout is None and schedule is not Schedule.FULLY_ASYNC:
+        has_function = ports.rollout is not None or ports.worker_function is not None
+        if not has_function and schedule is not Schedule.FULLY_ASYNC:
             raise ValueError(f"schedule {schedule} needs a rollout function: set Ports.rollout")
         self._config = config
         self._ports = ports
@@ -95,6 +107,12 @@ class Service:
         self._stored = stored
         self._tasks = TaskSupervisor()
         self._stopping = asyncio.Event()
+        self._stopped_at = 0.0
+        """When `stop` was called first (`Clock.monotonic`)."""
+        self._step_groups: list[Group] = []
+        """Groups of the training step in progress."""
+        self._interrupted = 0
+        """Groups in flight that a drain aborted."""
         self._trained: list[Group] = []
         """Groups trained since the last staged version."""
         self.run_state = RunState(ports.clock, ports.journal)
@@ -176,12 +194,15 @@ class Service:
             collector=self._collector,
             evaluator=self._evaluator,
             schedule=schedule,
+            held_limit=None if ports.worker_function is None else bounds.room,
         )
 
     def stop(self) -> None:
-        """End the run after the current step; trained groups are still published."""
-        self._stopping.set()
-        self.run_state.changed.notify()
+        """Drain the run: `run` returns when what is in progress has ended, after `drain_seconds` at the latest."""
+        if not self.stopped:
+            self._stopped_at = self._ports.clock.monotonic()
+            self._producer.close()
+            self._stopping.set()
 
     @property
     def stopped(self) -> bool:
@@ -206,34 +227,72 @@ class Service:
             self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
             if self._adaptive is not None:
                 self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
-            # Until the state is restored, the stored values must stay as they are.
-            version, trained = (0, []) if self._stored is None else await self._restore(self._stored)
-            self._ports.journal.progress = self._progress
-            await self._publisher.stage(version, trained)
-            await self._devices.release_learner()
-            self._tasks.forever("repair", self._repair.run())
-            await self._publisher.publish()
-            await self._catch_up(self._next_rollout - 1)
-            if self._schedule is Schedule.FULLY_ASYNC:
-                self._producer.start(self._admission)
-            await self._train()
+            try:
+                async with asyncio.timeout(None) as limit:
+                    drain = self._tasks.spawn("drain", self._limit_drain(limit))
+                    await self._work()
+            except TimeoutError:
+                # A timeout of a port is an error of the run.
+                if not limit.expired():
+                    raise
+            drain.cancel()
+            if self.stopped:
+                self._report_drain()
+
+    async def _work(self) -> None:
+        """Train and evaluate to the end, or until the run is drained."""
+        # Until the state is restored, the stored values must stay as they are.
+        version, trained = (0, []) if self._stored is None else await self._restore(self._stored)
+        self._ports.journal.progress = self._progress
+        await self._publisher.stage(version, trained)
+        await self._devices.release_learner()
+        self._tasks.forever("repair", self._repair.run())
+        await self._publisher.publish()
+        await self._catch_up(self._next_rollout - 1)
+        if self._schedule is Schedule.FULLY_ASYNC and self._ports.worker_function is None:
+            self._producer.start(self._admission)
+        await self._train()
+        if self.stopped:
+            await self.run_state.changed.until(lambda: not self._producer.in_flight)
+        else:
             await self._producer.stop()
-            if not self.stopped:
-                await self._evaluate_now(self._config.rollout.num_rollout - 1)
+            await self._evaluate_now(self._config.rollout.num_rollout - 1)
+
+    async def _limit_drain(self, limit: asyncio.Timeout) -> None:
+        """Let `limit` expire `drain_seconds` after `stop` was called."""
+        await self._stopping.wait()
+        limit.reschedule(asyncio.get_running_loop().time() + self._config.cluster.drain_seconds)
+
+    def _report_drain(self) -> None:
+        counts, saved = self.run_state.ledger.counts, self._checkpointer.last_saved
+        self._ports.journal.emit(
+            RunDrained(
+                time=self._ports.clock.time(),
+                seconds=self._ports.clock.monotonic() - self._stopped_at,
+                finished=self._producer.finished_since_close,
+                interrupted=self._interrupted + self._producer.in_flight,
+                abandoned=len(self._step_groups),
+                kept=counts[GroupState.FINISHED] + counts[GroupState.QUEUED] + counts[GroupState.LEASED],
+                unsaved=self._next_rollout - (self._first_rollout if saved is None else saved + 1),
+            )
+        )
 
     async def _restore(self, stored: StoredRun) -> tuple[int, list[Group]]:
         """Continue the run of a lost rollout worker. Returns the version to publish, and the groups that made it."""
-        restored = restore(
+        restored = await restore(
             stored,
             await self._ports.learner.progress(),
+            first_rollout=self._first_rollout,
+            trains_off_lineage=self._config.rollout.off_lineage == "train",
             run_state=self.run_state,
             producer=self._producer,
             data=self._ports.data,
             recycler=self._recycler,
             training=self._training,
+            restore_posted=self._ports.restore_posted,
         )
-        self._next_rollout, self._evaluated = restored.next_rollout, stored.progress["evaluated"]
-        self._checkpointer.last_rollout = self._checkpointer.last_saved = stored.progress["saved"]
+        self._next_rollout, self._evaluated = restored.next_rollout, restored.evaluated
+        self._checkpointer.last_rollout = self._checkpointer.last_saved = restored.saved
         return restored.version, restored.trained
 
     async def _catch_up(self, rollout_id: int) -> None:
@@ -264,7 +323,6 @@ class Service:
             self._enter_phase("batch")
             groups = await self._unless_stopped(batch)
             if groups is None:
-                await self._end_early(batch, rollout_id - 1)
                 break
             if schedule is Schedule.ONE_STEP_OFF:
                 # No group is in flight between two batches, so the version goes live before the next batch starts.
@@ -272,14 +330,22 @@ class Service:
                 await self._publisher.publish()
                 self._enter_phase("batch")
             groups = await self._replace_stale(rollout_id, groups)
+            if groups is None:
+                break
             if schedule is Schedule.ONE_STEP_OFF and rollout_id < last:
                 batch = self._start_batch(rollout_id + 1)
             await self._ports.prepare(rollout_id, groups)
+            if self.stopped:
+                break
             await self._devices.to_learner()
             self._enter_phase("step")
+            self._step_groups = groups
             if await self._training.step(rollout_id, groups):
                 self._trained += groups
+            self._step_groups = []
             self._next_rollout = rollout_id + 1
+            if self.stopped:
+                break
             # Without a finite step since the last version, the weights are unchanged and no version is due.
             if publish_due(self._config, rollout_id) and self._trained:
                 await self._stage()
@@ -295,39 +361,39 @@ class Service:
                 await self._evaluate_between_steps(rollout_id)
             if schedule is not Schedule.ONE_STEP_OFF and rollout_id < last:
                 batch = self._start_batch(rollout_id + 1)
-        await self._finish()
+        if self.stopped:
+            batch.cancel()
+            await self._save_before_end()
+        else:
+            await self._finish()
 
     async def _finish(self) -> None:
         """Make the last version live and wait for the last checkpoint."""
         self._enter_phase("publish")
         await self._publisher.idle()
         await self._publisher.publish()
+        await self._checkpoint_written()
+        self._enter_phase("evaluate")
+
+    async def _checkpoint_written(self) -> None:
+        """Return when no checkpoint is being written."""
         if self._checkpointer.newest is not None:
             self._enter_phase("save")
             await self._checkpointer.newest
-        self._enter_phase("evaluate")
 
-    async def _end_early(self, batch: asyncio.Task[list[Group]], last_trained: int) -> None:
-        """Save the state after rollout `last_trained` and stage its weights, as far as that has not been done.
-
-        `batch` is the batch that the stopped run will not train.
-        """
-        learner = self._config.learner
-        trained_any = last_trained >= self._first_rollout
+    async def _save_before_end(self) -> None:
+        """Save the state after the last step, as far as that has not been done, and wait for the last checkpoint."""
+        learner, last_trained = self._config.learner, self._next_rollout - 1
         saves = learner.save is not None or learner.save_hf is not None
-        unsaved = saves and trained_any and self._checkpointer.last_rollout != last_trained
-        if not (unsaved or self._trained):
-            return
-        if self._config.cluster.colocate:
-            # The engines must be idle before the learner gets the devices back.
-            batch.cancel()
-            await asyncio.wait([batch])
-        await self._devices.to_learner()
-        if unsaved:
+        trained_any = last_trained >= self._first_rollout
+        if saves and trained_any and self._checkpointer.last_rollout != last_trained:
+            if self._config.cluster.colocate:
+                # The engines must be idle before the learner gets the devices back.
+                self._interrupted = self._producer.in_flight
+                await self._producer.abort()
+            await self._devices.to_learner()
             await self._save(last_trained)
-        if self._trained:
-            await self._stage()
-        await self._devices.to_engines()
+        await self._checkpoint_written()
 
     async def _save(self, rollout_id: int) -> None:
         self._enter_phase("save")
@@ -339,30 +405,52 @@ class Service:
     async def _collect_batch(self, rollout_id: int) -> list[Group]:
         """The groups to train next, from the queue or from the rollout function."""
         self._ports.on_rollout(rollout_id)
+        size = self._config.rollout.rollout_batch_size
+        if self._ports.worker_function is not None:
+            return await self._collect_from_worker(rollout_id, size)
         if self._ports.rollout is None:
-            return await self._collector.collect(rollout_id, self._config.rollout.rollout_batch_size)
+            return await self._collector.collect(rollout_id, size)
         leased_before = self.run_state.leased_groups
         groups = await self._ports.rollout(rollout_id, self._source)
         self._collector.reconcile(groups, leased_before)
         return groups
 
-    async def _replace_stale(self, rollout_id: int, groups: list[Group]) -> list[Group]:
-        """Recycle the groups that became too stale since they were collected, and collect as many fresh ones."""
-        while missing := len(groups) - len(fresh := self._collector.recycle_stale(groups)):
-            if self._schedule is Schedule.FULLY_ASYNC:
-                groups = fresh + await self._collector.collect(rollout_id, missing)
-            else:
-                groups = fresh + await self._collector.generate(rollout_id, missing, missing)
+    async def _collect_from_worker(self, rollout_id: int, size: int) -> list[Group]:
+        assert self._ports.worker_function is not None
+        groups = await self._ports.worker_function(rollout_id, self._source, size)
+        self._collector.reconcile_worker(groups)
         return groups
 
-    async def _unless_stopped(self, batch: asyncio.Task[list[Group]]) -> list[Group] | None:
-        """The batch, or None if `stop` is called first."""
+    async def _replace_stale(self, rollout_id: int, groups: list[Group]) -> list[Group] | None:
+        """Recycle the groups that became too stale since they were collected, and collect as many fresh ones.
+
+        Returns None if `stop` is called before.
+        """
+        while missing := len(groups) - len(fresh := self._collector.recycle_stale(groups)):
+            if self._ports.worker_function is not None:
+                replacements = self._collect_from_worker(rollout_id, missing)
+            elif self._schedule is Schedule.FULLY_ASYNC:
+                replacements = self._collector.collect(rollout_id, missing)
+            else:
+                replacements = self._collector.generate(rollout_id, missing, missing)
+            collected = await self._unless_stopped(self._tasks.spawn("replacements", replacements))
+            if collected is None:
+                return None
+            groups = fresh + collected
+        return groups
+
+    async def _unless_stopped(self, task: asyncio.Task[T]) -> T | None:
+        """The result of `task`. If `stop` is called before, `task` is cancelled, and the result is None."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait([batch, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-        return None if self.stopped else await batch
+        if not self.stopped:
+            return await task
+        task.cancel()
+        await asyncio.wait([task])
+        return None
 
     async def _stage(self) -> None:
         """Stage the learner's weights as the next version."""
@@ -379,9 +467,8 @@ class Service:
             self._evaluations.add(rollout_id)
 
     async def _evaluate_now(self, rollout_id: int) -> None:
-        """Evaluate and return when the evaluation has ended; waits for an earlier evaluation that still runs."""
-        self._evaluations.add(rollout_id)
-        await self._evaluations.idle()
+        """Evaluate. Returns when this evaluation and an earlier one have ended, or when `stop` is called."""
+        await self._unless_stopped(self._evaluations.add(rollout_id))
 
     async def _evaluate(self, rollout_id: int) -> None:
         """Evaluate all data sets."""

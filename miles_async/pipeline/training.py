@@ -12,7 +12,7 @@ from miles_async.errors import FatalError
 from miles_async.events import StepEnded, StepStarted
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DeadLetters, Learner
-from miles_async.scheduling.bounds import StalenessGate, staleness
+from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample, StepReport
 
@@ -39,8 +39,8 @@ class Training:
         """
         run_state = self._run_state
         version = run_state.trainer_version
-        ages = [staleness(group.oldest_version, version) for group in groups]
-        if any(self._gate.too_old(group.oldest_version, version) for group in groups):
+        ages = [run_state.age_of(group) for group in groups]
+        if any(map(self._gate.too_old, ages)):
             raise FatalError(
                 f"a group of staleness {max(ages)} reached the step despite --max-weight-staleness; report this bug"
             )
@@ -79,7 +79,8 @@ class Training:
             )
         )
         if report.finite:
-            run_state.advance(groups, GroupState.TRAINED)
+            run_state.advance(groups, GroupState.TRAINED, rollout=rollout_id)
+            run_state.weights_changed = True
             self._not_finite = []
         else:
             self._drop_nonfinite(rollout_id, groups)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.config.user_functions import load_function
+from miles_async.config.user_functions import install_slime_imports, load_function
 from miles_async.rewards.confinement import confine, limit_cpu
 from miles_async.types import Sample
 
@@ -34,6 +34,8 @@ def main() -> None:
     os.dup2(nothing, sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     task = pickle.load(requests)
+    if task["args"].get("slime_imports"):
+        install_slime_imports()
     function: Any = load_function(task["path"], setting=task["setting"])
     args = SimpleNamespace(**task["args"])
     if isinstance(function, type):

@@ -15,13 +15,18 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import structlog
+
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
+from miles_async.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_reward, check_sample
 from miles_async.skip.generator import SkippingGenerator
-from miles_async.types import Group, Sample, VersionSpan
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+
+log = structlog.get_logger(__name__)
 
 
 class Arguments:
@@ -82,39 +87,57 @@ class RolloutFunctionAdapter:
         score_tokens: Callable[[Sample], Awaitable[None]],
         skipping: SkippingGenerator | None = None,
         limits: SampleLimits = NO_LIMITS,
+        has_worker: bool = False,
     ) -> None:
-        """`score_tokens` asks the engines for missing log-probabilities; `skipping` records or replays each batch."""
+        """`score_tokens` asks the engines for missing log-probabilities; `skipping` records or replays each batch.
+
+        With `has_worker`, the function returns groups that its worker has generated between calls.
+        """
         self._function = function
         self._args = args
         self._rollout = config.rollout
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
         self._skipping = skipping
         self._limits = limits
+        self._has_worker = has_worker
 
     async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         """Return `rollout_batch_size` groups.
 
-        A group with an invalid sample becomes a dead letter, and the function is called again for the missing groups.
-        Raises UserError if the result is not a list of groups of the right sizes, or if several results in a row have
-        no valid group.
+        A group whose generation failed is fed again, one with an invalid sample becomes a dead letter, and the function
+        is called again for the missing groups. Raises UserError if the result is not a list of groups of the right
+        sizes, or if several results in a row have no valid group.
         """
-        collect = partial(self._collect, rollout_id, source)
+        size = self._rollout.rollout_batch_size
+        collect = partial(self._collect, rollout_id, source, size)
         return await (collect() if self._skipping is None else self._skipping.batch(collect))
 
-    async def _collect(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def from_worker(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
+        """Return `size` groups that the function's worker has generated; implements `WorkerFunction`.
+
+        Raises as `__call__`. A sample that has neither weight versions nor a prompt of the data source is invalid,
+        because its age is unknown.
+        """
+        return await self._collect(rollout_id, source, size)
+
+    async def _collect(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups: list[Group] = []
         useless_calls = 0
-        while missing := self._rollout.rollout_batch_size - len(groups):
+        while missing := size - len(groups):
             valid, error = await self._collect_part(rollout_id, source, missing)
-            useless_calls = 0 if valid else useless_calls + 1
+            useless_calls = useless_calls + 1 if error and not valid else 0
             if useless_calls == MAX_USELESS_CALLS:
                 raise UserError(f"{error}; {useless_calls} calls in a row returned no valid group")
             groups += valid
         return groups
 
     async def _collect_part(self, rollout_id: int, source: RolloutSource, size: int) -> tuple[list[Group], str]:
-        """Call the function for `size` groups. Return the valid groups and the error of the last invalid group."""
-        version = source.trainer_version
+        """Call the function for `size` groups. Return the valid groups and the error of the last invalid group.
+
+        Groups whose generation failed are not invalid: each has a limited number of attempts.
+        """
+        # A worker may have generated a group long before this call.
+        version = None if self._has_worker else source.live_version
         args = self._args.with_values(rollout_batch_size=size)
         result = await call_rollout_function(self._function, args, rollout_id, source, evaluation=False)
         groups = as_groups(result, self._rollout.n_samples_per_prompt)
@@ -126,20 +149,33 @@ class RolloutFunctionAdapter:
         for group, error in zip(groups, errors, strict=True):
             if error is None:
                 valid.append(group)
+            elif generation_failed(group):
+                source.fail(group, f"the rollout function could not generate it: {error}")
             else:
                 sentence = f"the rollout function returned an invalid group; {error}"
                 source.refuse(group, sentence)
         return valid, sentence
 
-    async def _complete(self, group: Group, version: int, source: RolloutSource) -> TrajectoryError | None:
-        """Check a group and add what is missing. Return the error if the group cannot be trained."""
+    async def _complete(self, group: Group, version: int | None, source: RolloutSource) -> TrajectoryError | None:
+        """Check a group and add what is missing. Return the error if the group cannot be trained.
+
+        Samples without weight versions get the version that was live when their prompt was taken, or else `version`.
+        """
         try:
+            if generation_failed(group):
+                raise TrajectoryError(group_error(group))
             for sample in group:
                 check_sample(sample, self._limits, source.trainer_version)
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
                     sample.reward_key = self._rollout.reward_key
                 check_reward(sample)
-            await asyncio.gather(*(complete(sample, version, self._score_tokens) for sample in group))
+            dates = [source.version_when_taken(sample) for sample in group]
+            await asyncio.gather(
+                *(
+                    complete(sample, version if date is None else date, self._score_tokens)
+                    for sample, date in zip(group, dates, strict=True)
+                )
+            )
             if not group.response_tokens:
                 return TrajectoryError(f"sample {group[0].index}: no sample of its group has response tokens")
             # Raises TrajectoryError for a sample without a weight version.
@@ -147,6 +183,17 @@ class RolloutFunctionAdapter:
         except TrajectoryError as error:
             return error
         return None
+
+
+def generation_failed(group: Group) -> bool:
+    """Whether a sample failed before it got a reward, so that the group has to be generated again."""
+    return any(sample.status is SampleStatus.FAILED and sample.reward is None for sample in group)
+
+
+def group_error(group: Group) -> str:
+    """The error of the first failed sample of a group."""
+    errors = (sample.metadata.get("error", "") for sample in group if sample.status is SampleStatus.FAILED)
+    return next(filter(None, errors), f"a sample of group {group.feed_index} has status FAILED")
 
 
 async def _zero_log_probs(sample: Sample) -> None:
@@ -157,8 +204,23 @@ async def _zero_log_probs(sample: Sample) -> None:
 async def call_rollout_function(
     function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, *, evaluation: bool
 ) -> Any:
-    """Call a rollout or evaluation function. A plain function runs in a thread, because it may block."""
-    if inspect.iscoroutinefunction(function):
+    """Call a rollout or evaluation function, or an object of that form, and return its groups or scores.
+
+    A plain function runs in a thread, because it may block. The metrics of slime's `RolloutFnTrainOutput` and
+    `RolloutFnEvalOutput` are written to the log.
+    """
+    result = await _call(function, args, rollout_id, data_source, evaluation)
+    if not isinstance(result, RolloutFnTrainOutput | RolloutFnEvalOutput):
+        return result
+    if result.metrics:
+        log.info("metrics of the rollout function", rollout=rollout_id, **result.metrics)
+    return result.samples if isinstance(result, RolloutFnTrainOutput) else result.data
+
+
+async def _call(
+    function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, evaluation: bool
+) -> Any:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(args, rollout_id, data_source, evaluation=evaluation)
     result = await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation)
     return await result if inspect.isawaitable(result) else result
@@ -203,12 +265,18 @@ def _group(item: Any, position: int) -> Group:
     return Group.of(item)
 
 
-async def complete(sample: Sample, version: int, score_tokens: Callable[[Sample], Awaitable[None]]) -> None:
+async def complete(sample: Sample, version: int | None, score_tokens: Callable[[Sample], Awaitable[None]]) -> None:
     """Set missing log-probabilities with `score_tokens`, and a missing span to `version`.
 
-    `version` is the weight version that was live when the sample's generation began, so the age is never understated.
+    `version` is the weight version that was live when the sample's generation began, or when its prompt was taken, so
+    the age is never understated. Raises TrajectoryError if it is needed and None.
     """
+    if sample.response_length and not sample.spans and version is None:
+        raise TrajectoryError(
+            f"sample {sample.index} has no weight versions and was not taken with data_source.get_samples, so its age "
+            "is unknown: set sample.spans, or return only samples that were taken"
+        )
     if sample.response_length and not sample.rollout_log_probs:
         await score_tokens(sample)
-    if sample.response_length and not sample.spans:
+    if sample.response_length and not sample.spans and version is not None:
         sample.spans = [VersionSpan(version, 0, sample.response_length)]

@@ -4,8 +4,8 @@
 
 The external generator opens sessions at the endpoint, runs its agents in them, and posts whole groups with their
 rewards; `examples/external_generator.py` is an example. Its requests carry the key in `agent_key` of the run folder.
-The generator continues while a batch trains; at most
-`queue_capacity` groups wait.
+The generator continues while a batch trains; at most `queue_capacity` groups wait. Groups that were acknowledged are
+not lost with the rollout worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def generate_rollout(
     groups: list[Group] = []
     while len(groups) < args.rollout_batch_size:
         group = await args.trajectories.take()
-        age = data_source.live_version - group.oldest_version
+        age = data_source.age_of(group)
         if args.max_weight_staleness is not None and age >= args.max_weight_staleness:
             # A version may be published before the step begins, so the group must be one version below the limit.
             log.warning("posted group is too old", group=group.feed_index, versions_behind=age)

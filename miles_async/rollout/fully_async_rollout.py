@@ -4,7 +4,7 @@
 
 Naming this function selects the schedule `fully_async`: a persistent producer keeps the engines busy for the whole run
 and fills a queue. The service then takes its batches directly from the queue and does not call the function. A user's
-own rollout function can call it to process the groups of each batch; such a function needs `--schedule fully_async`.
+own rollout function can call it to process the groups of each batch, and is then fully asynchronous, too.
 """
 
 from __future__ import annotations

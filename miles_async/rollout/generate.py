@@ -79,15 +79,16 @@ class FunctionGenerator:
         """Seconds since the start in which the engines had at least one request."""
         return self._engine.busy_seconds
 
-    async def generate(self, group: Group) -> None:
-        """Generate the unfinished samples of a group, concurrently.
+    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+        """Generate the unfinished samples of a group, concurrently; `sampling` overrides the default parameters.
 
         Raises TrajectoryError if the function raises, exceeds `generate_timeout_seconds` or returns an invalid sample,
         and UserError if it returns no sample.
         """
         self._engine.tokenize(group)
         unfinished = [i for i, s in enumerate(group) if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
-        tasks = [asyncio.create_task(self._generate_sample(group, index)) for index in unfinished]
+        chosen = sampling or self._sampling
+        tasks = [asyncio.create_task(self._generate_sample(group, index, chosen)) for index in unfinished]
         self._running[id(group)] = group, tasks
         try:
             # Every task is awaited before a failure is raised, so that none changes the group afterwards.
@@ -121,11 +122,11 @@ class FunctionGenerator:
             # The samples may be sampled again once their functions have ended.
             self._turns.release(samples)
 
-    async def _generate_sample(self, group: Group, index: int) -> None:
+    async def _generate_sample(self, group: Group, index: int, sampling: SamplingParams) -> None:
         sample, version = group[index], self._live_version()
         prompt = sample.tokens[: sample.prompt_length]
         try:
-            result = await self._call(sample)
+            result = await self._call(sample, sampling)
         except (asyncio.CancelledError, MilesError):
             # The function left the sample in an unknown state, so `response_length` may not match the tokens, and
             # nothing of the response can be continued.
@@ -154,8 +155,8 @@ class FunctionGenerator:
             await complete(result, version, self._engine.score_logprobs)
         group[index] = result
 
-    async def _call(self, sample: Sample) -> Any:
-        params = self._sampling.body(self._sampling.max_new_tokens)
+    async def _call(self, sample: Sample, sampling: SamplingParams) -> Any:
+        params = sampling.body(sampling.max_new_tokens)
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._function(self._args, sample, params)

@@ -23,7 +23,7 @@ CALL_ENDS = [f"</{name}>" for name in sorted(TOOLS)]
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate a response with at most `tool_max_turns` tool calls; `metadata["tool_calls"]` counts them."""
-    params = {**sampling_params, "stop": [*(sampling_params["stop"] or ()), *CALL_ENDS], "no_stop_trim": True}
+    params = {**sampling_params, "stop": [*(sampling_params["stop"] or ()), *CALL_ENDS]}
     longest = sampling_params["max_new_tokens"]
     while (calls := count_observations(sample)) < args.tool_max_turns:
         sample.metadata["tool_calls"] = calls

@@ -6,9 +6,10 @@ most B + W - 2 groups are trained before it, P of them per weight version. The g
 `(B + W - 2) // P` versions after the version that sampled it. Solving for a staleness limit S gives
 `B = (S + 1) * P - (W - 1)`.
 
-Staleness is measured when a group's batch enters the optimizer step: the trainer version minus the oldest version that
-sampled any of the group's tokens. Admission makes a group past the limit rare (recycled and continued groups can exceed
-it); `StalenessGate` makes training on one impossible.
+Staleness is measured when a group's batch enters the optimizer step: the number of weight updates between the oldest
+version that sampled any of the group's tokens and the trainer's version (`scheduling/lineage.py`). Admission makes a
+group past the limit rare (recycled and continued groups can exceed it); `StalenessGate` makes training on one
+impossible.
 """
 
 from __future__ import annotations
@@ -115,15 +116,6 @@ class StalenessGate:
     limit: int | None
     """`--max-weight-staleness` in weight versions; None accepts every group."""
 
-    def too_old(self, oldest_version: int, trainer_version: int) -> bool:
-        """Whether a group whose oldest token was sampled by `oldest_version` exceeds the limit."""
-        return self.limit is not None and staleness(oldest_version, trainer_version) > self.limit
-
-
-def staleness(oldest_version: int, trainer_version: int) -> int:
-    """Age in weight versions. Raises ValueError if the version is newer than the trainer's, which is a bug."""
-    if oldest_version > trainer_version:
-        raise ValueError(
-            f"tokens of version {oldest_version} before the trainer staged it: its version is {trainer_version}"
-        )
-    return trainer_version - oldest_version
+    def too_old(self, age: int) -> bool:
+        """Whether a group whose oldest token is `age` weight versions old exceeds the limit."""
+        return self.limit is not None and age > self.limit

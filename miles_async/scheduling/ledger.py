@@ -4,7 +4,8 @@
       \\________________________________________________/
                        dropped(reason)
 
-A group of a batch that was not trained returns from leased to queued when a run is restored.
+When a run is restored, a group of a batch that was not trained returns from leased to queued. So does a trained or
+published group if the learner was restored from a checkpoint of an earlier rollout.
 
 A recycled prompt ends its attempt as dropped and starts a new attempt with a new sequence number. The ledger returns
 transitions as plain values, so that events can be emitted without the ledger knowing about them.
@@ -116,6 +117,14 @@ class Ledger:
         before = self._live_state(sequence)
         if before is not GroupState.LEASED:
             raise LedgerError(f"group {sequence} cannot return to the queue from {before}; report this bug")
+        return self._move(sequence, before, GroupState.QUEUED, None)
+
+    def roll_back(self, sequence: int) -> Transition:
+        """Return a group to the queue whose training was lost with the learner. Raises LedgerError for a live group
+        that is not trained. A group that is not live must be a published one."""
+        if self._states.get(sequence, GroupState.TRAINED) is not GroupState.TRAINED:
+            raise LedgerError(f"group {sequence} is not trained and cannot be rolled back; report this bug")
+        before = GroupState.TRAINED if sequence in self._states else GroupState.PUBLISHED
         return self._move(sequence, before, GroupState.QUEUED, None)
 
     def drop(self, sequence: int, reason: DropReason) -> Transition:

@@ -7,7 +7,7 @@ so a put into a full queue is a bug in the scheduler and raises LedgerError.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from miles_async.errors import LedgerError
@@ -32,6 +32,10 @@ class GroupQueue(Generic[T]):
                 f"the queue is full: it holds {self.capacity} groups, so admission let in too many; report this bug"
             )
         self._groups.append(group)
+
+    def restore(self, groups: Iterable[T]) -> None:
+        """Append the groups of a stored run, which may exceed the capacity: groups of undone batches are among them."""
+        self._groups.extend(groups)
 
     def get(self) -> T:
         """Remove and return the oldest group. Raises IndexError if the queue is empty."""

@@ -9,9 +9,11 @@ what it returns then, and how results are recorded; the decorator connects the r
     @SkipManager.annotate(role="reward")
     async def reward(args, sample): ...
 
-See docs/how-to/replay.md for the settings.
+The settings of a role are `skip.<role>` in the configuration (`SkipManagerConfig`), such as `skip.reward.enable=True`.
+See docs/how-to/replay.md.
 """
 
+from miles_async.config.schema import Skip as SkipManagerConfig
 from miles_async.recording import SkipAction
 from miles_async.skip.base import BaseSkip, CannotSkipError, SkipContext, register_skip
 from miles_async.skip.manager import SkipManager
@@ -25,5 +27,6 @@ __all__ = [
     "SkipAction",
     "SkipContext",
     "SkipManager",
+    "SkipManagerConfig",
     "register_skip",
 ]

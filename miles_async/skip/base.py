@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -37,7 +37,6 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 class SkipContext:
     """What the roles of one run share."""
 
-    config: RunConfig
     identity: Mapping[str, Any] = field(default_factory=dict)
     """The conditions that a recording depends on. A recording with other conditions is not replayed."""
     limits: SampleLimits = NO_LIMITS
@@ -48,49 +47,46 @@ class SkipContext:
 
 
 class BaseSkip(ABC):
-    """A skip role in one run. Subclasses implement the hooks, which are plain functions and may block.
+    """A skip role in one run, with the attributes and hooks of verl's BaseSkip.
 
-    Each hook receives the step, and then the arguments of the decorated function (including `self` for a method). The
-    names of the hooks are those of verl.
+    Subclasses implement the hooks, which are plain functions and may block. Each hook receives the step first, and at
+    the end the arguments of the decorated function (including `self` for a method).
     """
 
-    support_actions: ClassVar[frozenset[SkipAction]] = frozenset(SkipAction)
+    role: ClassVar[str] = ""
+    """The name under which the class is registered."""
+    support_actions: ClassVar[Collection[SkipAction]] = frozenset(SkipAction)
     support_online_step: ClassVar[bool] = False
     """True if `extract_step` derives the step from each call; False if `SkipManager.set_step` sets it for all calls."""
 
-    def __init__(self, role: str, settings: SkipRole, context: SkipContext) -> None:
-        """Raises UserError if the role does not support the action in `settings`."""
-        self.role = role
-        self.settings = settings
-        self.context = context
-        self.action = SkipAction(settings.action)
-        if self.action not in self.support_actions:
-            known = " or ".join(sorted(self.support_actions))
-            raise UserError(f"skip role {role!r} does not support action {self.action}: set {known}")
-        self._steps = Steps.parse(settings.steps)
+    def __init__(self, local_config: SkipRole, global_config: RunConfig) -> None:
+        """`local_config` has the settings of the role (`skip.<role>`); `global_config` is that of the run."""
+        self.enable = local_config.enable
+        self.dump_dir = local_config.dump_dir
+        self.steps = Steps.parse(local_config.steps)
+        self.action = SkipAction(local_config.action)
+        self.global_config = global_config
+        self.context = SkipContext()
+        """Replaced by the manager of the run after the construction."""
 
-    @property
     def is_enabled(self) -> bool:
-        return self.settings.enable
-
-    def is_eligible(self, step: int) -> bool:
-        """Return whether `skip.<role>.steps` contains the step; other steps always run normally."""
-        return step in self._steps
+        """Return whether calls may be skipped at all. A subclass may also define this as a property."""
+        return self.enable
 
     def extract_step(self, *args: Any, **kwargs: Any) -> int | None:
         """Return the step of this call, or None to run it normally. Required if `support_online_step` is True."""
         raise NotImplementedError(f"{type(self).__name__} supports online steps and must define extract_step")
 
     @abstractmethod
-    def meet_precondition(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the call can be skipped."""
+    def meet_precondition(self, step: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        """Return whether the call of `func` can be skipped."""
 
     @abstractmethod
-    def warp_function(self, step: int, *args: Any, **kwargs: Any) -> Any:
-        """Return the recorded result instead of running the call. Raises CannotSkipError if it cannot be loaded."""
+    def warp_function(self, step: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the recorded result instead of calling `func`. Raises CannotSkipError if it cannot be loaded."""
 
     @abstractmethod
-    def prepare_data(self, result: Any, step: int, *args: Any, **kwargs: Any) -> None:
+    def prepare_data(self, step: int, result: Any, *args: Any, **kwargs: Any) -> None:
         """Record the result of a call that ran, so that a later run can replay it."""
 
 
@@ -102,6 +98,7 @@ def register_skip(role: str) -> Callable[[Kind], Kind]:
         # A module that is imported a second time defines the same class again, which replaces the first definition.
         if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
             raise UserError(f"skip role {role!r} is served by {known.__qualname__} already; choose another role name")
+        kind.role = role
         REGISTERED[role] = kind
         return kind
 

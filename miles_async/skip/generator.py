@@ -51,13 +51,13 @@ class SkippingGenerator:
         self._events = events
         self._live_version = live_version
         self._stream = stream
-        role = manager.roles["async_rollout" if stream else "rollout"]
+        role = manager.skip_instances["async_rollout" if stream else "rollout"]
         assert isinstance(role, RolloutSkip), "built-in roles have built-in classes"
         self._role = role
-        if role.is_enabled:
+        if role.is_enabled():
             role.warn_of_other_sizes()
-        self._replays_timing = manager.context.config.skip.replay_timing == "recorded"
-        self._drain_seconds = manager.context.config.skip.drain_seconds
+        self._replays_timing = manager.config.replay_timing == "recorded"
+        self._drain_seconds = manager.config.drain_seconds
         self._generated: list[GroupRecord] = []
         """Groups that were generated since the batch began."""
         self._recorded_batch: dict[str, GroupRecord] | None = None

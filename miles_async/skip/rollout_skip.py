@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from miles_async.adapters.storage.recording_store import RecordingDamagedError, 
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
 from miles_async.recording import Recording, SkipAction, choose_step, differences, feed_step, is_first_attempt
-from miles_async.skip.base import BaseSkip, CannotSkipError, SkipContext, register_skip
+from miles_async.skip.base import BaseSkip, CannotSkipError, register_skip
 from miles_async.types import Group
 
 NEEDED_TO_REPEAT = ("tokenizer", "n_samples_per_prompt")
@@ -21,24 +21,24 @@ NEEDED_TO_REPEAT = ("tokenizer", "n_samples_per_prompt")
 class RolloutSkip(BaseSkip):
     """Skips the generation of a batch. The decorated function returns a `Recording`; the step is the rollout ID."""
 
-    def __init__(self, role: str, settings: SkipRole, context: SkipContext) -> None:
-        super().__init__(role, settings, context)
-        groups = self.groups_per_step(context.config)
+    def __init__(self, local_config: SkipRole, global_config: RunConfig) -> None:
+        super().__init__(local_config, global_config)
+        groups = self.groups_per_step(global_config)
         self.store = RecordingStore(
-            recordings_folder(context.config, settings, groups), max_bytes=context.config.skip.max_bytes
+            recordings_folder(global_config, self.dump_dir, groups), max_bytes=global_config.skip.max_bytes
         )
         self._warned_topics: set[str] = set()
-        if self.is_enabled:
+        if self.is_enabled():
             self._create_folder()
 
     @staticmethod
     def groups_per_step(config: RunConfig) -> int:
         return config.rollout.rollout_batch_size
 
-    def meet_precondition(self, step: int, *args: Any, **kwargs: Any) -> bool:
+    def meet_precondition(self, step: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         return self._recorded_step(step) is not None
 
-    def warp_function(self, step: int, *args: Any, **kwargs: Any) -> Recording:
+    def warp_function(self, step: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
         """Load the recording that replaces the step.
 
         Raises UserError if the recording was made under other settings and `skip.mismatch` is `refuse`.
@@ -49,7 +49,7 @@ class RolloutSkip(BaseSkip):
                 loaded = self.store.load(recorded)
                 # The identity comes first: a recording of another model must not be set aside as damaged.
                 self._check_identity(loaded.identity, f"the recording {self.store.path(recorded)}")
-                samples = self.context.config.rollout.n_samples_per_prompt
+                samples = self.global_config.rollout.n_samples_per_prompt
                 self.store.check_samples(recorded, loaded.recording, self.context.limits, samples)
             except RecordingDamagedError as error:
                 self.context.warn(f"recording {error}; the step is generated again")
@@ -57,7 +57,7 @@ class RolloutSkip(BaseSkip):
             return loaded.recording
         raise CannotSkipError
 
-    def prepare_data(self, result: Recording, step: int, *args: Any, **kwargs: Any) -> None:
+    def prepare_data(self, step: int, result: Recording, *args: Any, **kwargs: Any) -> None:
         if not result.groups:
             return
         try:
@@ -68,7 +68,7 @@ class RolloutSkip(BaseSkip):
     def records(self, group: Group) -> bool:
         """Return whether this group is recorded when it is generated."""
         step = self.extract_step(group)
-        return self.is_enabled and step is not None and self.is_eligible(step)
+        return self.is_enabled() and step is not None and step in self.steps
 
     def compare_prompt(self, recorded: str, current: str, feed_index: str) -> None:
         """Check that a group was recorded for the current prompt; both arguments are hashes.
@@ -100,7 +100,7 @@ class RolloutSkip(BaseSkip):
         if not different:
             return
         sentence = f"{subject} was made under other settings: {'; '.join(different.values())}"
-        if self.action is SkipAction.CACHE and self.context.config.skip.mismatch == "refuse":
+        if self.action is SkipAction.CACHE and self.global_config.skip.mismatch == "refuse":
             raise UserError(
                 f"{sentence}. Restore these settings, set another --experiment-name or dump_dir, remove the recordings "
                 "(make skip-rm), or set --skip-mismatch generate"
@@ -115,7 +115,7 @@ class RolloutSkip(BaseSkip):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"skip.{self.role}.dump_dir {self.settings.dump_dir}: {folder} cannot be created: {error.strerror}; "
+                f"skip.{self.role}.dump_dir {self.dump_dir}: {folder} cannot be created: {error.strerror}; "
                 "set dump_dir to a writable folder"
             ) from None
 
@@ -144,10 +144,10 @@ class AsyncRolloutSkip(RolloutSkip):
         return feed_step(group.feed_index) if is_first_attempt(group) else None
 
 
-def recordings_folder(config: RunConfig, settings: SkipRole, groups: int) -> Path:
+def recordings_folder(config: RunConfig, dump_dir: str, groups: int) -> Path:
     """Return `{dump_dir}/{experiment}_{project}/GBS{groups}_N{samples}_in{prompt}_out{response}`, as verl does."""
     rollout, names = config.rollout, config.observability
     prompt = "any" if rollout.rollout_max_prompt_len is None else rollout.rollout_max_prompt_len
     sizes = f"GBS{groups}_N{rollout.n_samples_per_prompt}_in{prompt}_out{rollout.rollout_max_response_len}"
-    root = Path(settings.dump_dir).expanduser()
+    root = Path(dump_dir).expanduser()
     return root / f"{names.experiment_name}_{names.project_name}" / sizes

@@ -1,4 +1,4 @@
-"""A full disk ends neither a run nor a process of it, and no dead letter is lost."""
+"""A full disk ends neither a run nor a process of it, and no dead letter and no stored batch is lost."""
 
 from __future__ import annotations
 
@@ -61,6 +61,28 @@ WRITES_LETTERS = """
 
 def test_a_full_file_system_holds_only_whole_letters_and_gets_the_others_later(tmp_path: Path) -> None:
     assert "nothing is lost" in run_on_a_small_disk(tmp_path, textwrap.dedent(WRITES_LETTERS), "64k")
+
+
+WRITES_A_STORE = """
+    import asyncio
+    from contextlib import closing
+    from pathlib import Path
+    from miles_async.adapters.storage.run_store import SqliteRunStore
+    from tests.stored_batches import batch, check_state
+
+    async def write():
+        with closing(SqliteRunStore(Path("store"), "a")) as store:
+            for number in range(1, 101):
+                await store.write(batch(number))
+        with closing(SqliteRunStore(Path("store"), "a")) as store:
+            print("stored", await check_state(store))
+
+    asyncio.run(write())
+"""
+
+
+def test_a_store_on_a_disk_that_is_smaller_than_its_log_stores_all_batches(tmp_path: Path) -> None:
+    assert "stored 100" in run_on_a_small_disk(tmp_path, textwrap.dedent(WRITES_A_STORE), "4m")
 
 
 PRINTS_AND_LOGS = """

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+from miles_async.events import GroupMoved, encode
 
 PRINTS_TO_A_CLOSED_PIPE = """
 import sys
-from miles_async.observability.console.lossy_output import survive_lost_output
+from miles_async.observability.lossy_output import survive_lost_output
 from miles_async.observability.console.logging import configure_logging
 survive_lost_output()
 configure_logging("console")
@@ -32,3 +35,19 @@ def test_output_to_a_closed_pipe_is_discarded_with_one_log_line() -> None:
     assert "standard output was lost" in first
     assert "Broken pipe" in first
     assert second == "still here"
+
+
+def test_the_list_of_groups_may_be_read_in_part(tmp_path: Path) -> None:
+    moves = [
+        GroupMoved(
+            time=0.0, sequence=number, feed_index="a", attempt=0, before=None, after="fed", reason=None, counts={}
+        )
+        for number in range(10_000)
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(encode(move) + b"\n" for move in moves))
+    command = f"{sys.executable} -m miles_async.observability.trace.groups {tmp_path} --group a | head -1; "
+    done = subprocess.run(
+        ["bash", "-c", f"{command} exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "     0.00 s  attempt 0 fed as group 0\n"
+    assert (done.returncode, done.stderr) == (0, "")

@@ -29,7 +29,7 @@ run_store.CHECKPOINT_BYTES = 1 << 19  # so that checkpoints of the log are inter
 
 async def write(folder, mounts):
     store = run_store.SqliteRunStore(folder, "a", mounts=mounts)
-    number = check_state(await store.read(), tokens=2000)
+    number = await check_state(store, tokens=2000)
     print("open", number, flush=True)
     while True:
         number += 1
@@ -61,7 +61,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_prefix_of_its_batches(fi
             # The last line may be incomplete.
             acknowledged += [int(line) for line in writer.stdout if line.endswith("\n")]
         with closing(SqliteRunStore(folder, "a", mounts=mounts)) as store:
-            stored = check_state(asyncio.run(store.read()), tokens=2000)
+            stored = asyncio.run(check_state(store, tokens=2000))
         # The last transaction may have been stored without an acknowledgement.
         assert stored - acknowledged[-1] in (0, 1)
 
@@ -84,12 +84,12 @@ async def fill():
         await store.write(batch(2, tokens=2000))
     except StoreError as error:
         print(error)
-    assert check_state(await store.read()) == 1
+    assert await check_state(store) == 1
     Path("filler").unlink()
     await store.write(batch(2))
     store.close()
     with closing(SqliteRunStore(Path("store"), "a")) as store:
-        print("stored", check_state(await store.read()))
+        print("stored", await check_state(store))
 
 asyncio.run(fill())
 """

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +13,9 @@ import pytest
 from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.system.sessions import kill_sessions, members
 from miles_async.errors import FatalError
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 KEY = "key-of-the-run"
 
@@ -63,3 +68,49 @@ def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytes
     assert [secret for secret in ("hf_inherited", "sk-argument", "pw-of-engine", KEY, "hunter2") if secret in log] == []
     assert "'--max-total-tokens', '4096'" in log
     assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
+
+
+SERVES_WITH_A_CHILD = """
+import http.server, os, sys, time
+from miles_async.adapters.sglang.server_key import receive_key
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+receive_key()
+if os.fork() == 0:
+    time.sleep(600)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+STARTS_IT = """
+import sys, time
+from pathlib import Path
+from miles_async.adapters.sglang.process import ServerProcess
+
+server = ServerProcess("it", "serves", [sys.argv[1]], f"http://127.0.0.1:{sys.argv[1]}/", Path(sys.argv[2]))
+server.start({}, None, timeout=60, key="key")
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_server_ends_with_its_owner_even_if_all_its_processes_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    (tmp_path / "serves.py").write_text(SERVES_WITH_A_CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [sys.executable, "-c", STARTS_IT, str(free_port()), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(launch.__file__).parents[3]) as owner:
+        assert owner.stdout is not None
+        server = int(owner.stdout.readline())
+        try:
+            if stopped:
+                os.killpg(server, signal.SIGSTOP)
+            assert len(members({server})) == 2
+            os.kill(owner.pid, signal.SIGKILL)
+            wait_until(lambda: not members({server}), "all processes of the server ended")
+        finally:
+            kill_sessions({server})

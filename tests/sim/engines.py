@@ -197,6 +197,8 @@ class Engines:
         self._set_timer()
 
     def _go_on(self) -> None:
+        if not self._pauses:
+            return  # as SGLang, which a delayed call of a lost rollout worker may ask to continue once more
         self._pauses -= 1
         if not self._pauses:
             self._paused_seconds += self._clock.monotonic() - self._paused_at

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
+from miles_async.adapters.agents.conversation import InvalidRequestError
+from miles_async.adapters.agents.trajectories import BufferFullError, TrajectoryBuffer
+from miles_async.config.schema import Fault
+from miles_async.errors import FatalError
 from miles_async.events import Event
+from miles_async.fault_points import FaultPoints
+from miles_async.pipeline.faults import FaultSchedule, at_fault_points
 from miles_async.pipeline.journal import EventOutbox
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
-from miles_async.stored_run import Changes, StoredGroup, StoredRun
-from miles_async.types import Group, LearnerProgress, StepReport
+from miles_async.ports import RunStore
+from miles_async.rollout import external_rollout
+from miles_async.stored_run import Changes, StoredContent, StoredGroup, StoredRun
+from miles_async.types import Group, LearnerProgress, Sample, SendOutcome, StepReport
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
@@ -28,15 +37,24 @@ class KilledError(BaseException):
     """Raised inside a rollout worker that is dead, so that nothing in it goes on. No handler catches it."""
 
 
+def _summary(group: Group) -> StoredContent:
+    return StoredContent([span.version for sample in group for span in sample.spans], group.response_tokens)
+
+
 class MemoryStore:
     """Keeps what was written, as a database would: nothing in it is shared with the rollout worker."""
 
     def __init__(self) -> None:
         self._number = 0
         self._groups: dict[int, tuple[int, StoredGroup]] = {}
+        self._contents: dict[int, Group] = {}
+        self.posted: dict[str, Group] = {}
+        self._keys: dict[str, str] = {}
         self._owed: dict[str, Group] = {}
         self._progress: dict[str, Any] = {}
         self._events: list[tuple[int, Sequence[Event]]] = []
+        self.loaded: list[int] = []
+        """Sequence numbers of the groups whose samples were loaded."""
         self.largest = 0
         """The most groups and prompts that were stored at once."""
 
@@ -45,20 +63,28 @@ class MemoryStore:
         self._number = changes.number
         for sequence in changes.ended:
             self._groups.pop(sequence, None)
+            self._contents.pop(sequence, None)
         for sequence, change in changes.groups.items():
-            _, before = self._groups.get(sequence, (0, None))
-            content = change.content if change.content is not None or before is None else before.content
+            if change.content is not None:
+                self._contents[sequence] = copy.deepcopy(change.content)
+            content = self._contents.get(sequence)
             group = StoredGroup(
                 sequence=sequence,
                 feed_index=change.feed_index,
                 attempt=change.attempt,
                 state=change.state,
                 adopted=change.adopted,
-                content=copy.deepcopy(content),
+                rollout=change.rollout,
+                content=None if content is None else _summary(content),
             )
             self._groups[sequence] = change.order, group
         for name in changes.settled:
             self._owed.pop(name, None)
+            self.posted.pop(name, None)
+        self.posted |= copy.deepcopy(dict(changes.posted))
+        self._keys |= changes.keys
+        for key in changes.forgotten_keys:
+            self._keys.pop(key, None)
         self._owed |= {name: Group.from_prompt_dict(copy.deepcopy(prompt)) for name, prompt in changes.owed.items()}
         self._progress |= copy.deepcopy(changes.progress)
         self._events = [entry for entry in self._events if entry[0] > changes.delivered]
@@ -73,21 +99,63 @@ class MemoryStore:
             number=self._number,
             groups=groups,
             owed=[copy.deepcopy(group) for group in self._owed.values()],
+            posted=list(self.posted),
+            keys=dict(self._keys),
             progress=copy.deepcopy(self._progress),
             events=list(self._events),
         )
 
+    async def load(self, sequence: int) -> list[Sample]:
+        self.loaded.append(sequence)
+        return list(copy.deepcopy(self._contents[sequence]))
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
+        return list(copy.deepcopy(self.posted[feed_index]))
+
+
+def _started_from(rollout: int, version: int, changed: bool) -> LearnerProgress:
+    return LearnerProgress(rollout=rollout, groups=(), report=None, version=version, staged=False, changed=changed)
+
 
 @dataclass
 class LastingTrainer(Trainer):
-    """A learner that ends what it was asked for, whether or not the rollout worker still waits for it."""
+    """A learner that ends what it was asked for, whether or not the rollout worker still waits for it.
 
-    last: LearnerProgress = field(
-        default_factory=lambda: LearnerProgress(rollout=None, groups=(), report=None, version=0, changed=False)
-    )
+    `kill` ends all of it, and `restart` continues from the newest checkpoint.
+    """
+
+    last: LearnerProgress = field(default_factory=lambda: _started_from(-1, 0, False))
     busy: set[asyncio.Task[Any]] = field(default_factory=set)
+    death: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def kill(self) -> None:
+        self.death.set()
+        for task in self.busy:
+            task.cancel()
+
+    def restart(self) -> None:
+        self.death = asyncio.Event()
+        self.busy.clear()
+        self.copied = None
+        rollout = max(self.saved, default=-1)
+        del self.batches[rollout + 1 :]
+        progress = self.saved.get(rollout, {"version": 0, "changed": False})
+        self.last = _started_from(rollout, progress["version"], progress["changed"])
+
+    async def work_seconds(self) -> float:
+        self.require_alive()
+        return await super().work_seconds()
+
+    async def copy_state(self, rollout_id: int) -> None:
+        self.require_alive()
+        await super().copy_state(rollout_id)
+
+    def require_alive(self) -> None:
+        if self.death.is_set():
+            raise FatalError("learner-0 died")
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        self.require_alive()
         return await self._to_the_end(self._train(rollout_id, list(groups)))
 
     async def _train(self, rollout_id: int, groups: list[Group]) -> StepReport:
@@ -98,18 +166,22 @@ class LastingTrainer(Trainer):
         return report
 
     async def write_state(self, rollout_id: int, progress: Any) -> None:
+        self.require_alive()
         await self._to_the_end(super().write_state(rollout_id, progress))
 
     async def stage(self, version: int, seconds: float) -> None:
+        self.require_alive()
         await self._to_the_end(self._stage(version, seconds))
 
     async def _stage(self, version: int, seconds: float) -> None:
         await self.clock.sleep(seconds)
-        self.last = replace(self.last, version=version, changed=False)
+        self.last = replace(self.last, version=version, staged=True, changed=False)
 
     async def progress(self) -> LearnerProgress:
         while self.busy:
+            self.require_alive()
             await asyncio.wait(self.busy)
+        self.require_alive()
         self.copied = None
         return self.last
 
@@ -117,7 +189,13 @@ class LastingTrainer(Trainer):
         task = asyncio.ensure_future(work)
         self.busy.add(task)
         task.add_done_callback(self.busy.discard)
-        return await asyncio.shield(task)
+        death = asyncio.ensure_future(self.death.wait())
+        try:
+            await asyncio.wait([task, death], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            death.cancel()
+        self.require_alive()
+        return task.result()
 
 
 class LastingEngines(Engines):
@@ -130,6 +208,12 @@ class LastingEngines(Engines):
     async def stage(self, version: int) -> None:
         await self.learner.stage(version, self._model.stage_seconds)
 
+    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+        self.learner.require_alive()
+        outcomes = await super().send(version, engines)
+        self.learner.require_alive()
+        return outcomes
+
     async def forget_requests(self) -> None:
         await self.abort()
         while self._pauses:
@@ -137,86 +221,47 @@ class LastingEngines(Engines):
         self._left.clear()
 
 
-@dataclass
 class Life:
-    """One rollout worker, which is killed at its `fatal_call`-th call of a port: before the call or after it."""
+    """One rollout worker, which is killed at a fault. After its death every call of a port raises KilledError."""
 
-    fatal_call: int
-    after: bool
-    kill: Callable[[], None] = lambda: None
-    calls: int = 0
-    dead: bool = False
+    def __init__(self, clock: VirtualClock, fault: Fault | None, seed: int) -> None:
+        """Without a `fault`, the rollout worker lives to the end of the run."""
+        self._faults = FaultSchedule([fault] if fault else [], seed)
+        self.points = FaultPoints(self._reached, clock.sleep)
+        self.kill: Callable[[], None] = lambda: None
+        self.dead = False
 
-    def call(self, *, returns: bool) -> None:
-        """Count a call that begins or returns. Raises KilledError if this life has ended."""
-        if self.dead:
-            raise KilledError
-        self.calls += not returns
-        if self.calls == self.fatal_call and returns is self.after:
+    def _reached(self, point: str, arguments: Sequence[Any]) -> float:
+        if not self.dead and self._faults.due(point):
             self.dead = True
             self.kill()
+        if self.dead:
             raise KilledError
-
-    def port(self, target: Any) -> Any:
-        return _Port(target, self)
-
-
-class _Port:
-    """Passes calls on as long as the rollout worker lives."""
-
-    def __init__(self, target: Any, life: Life) -> None:
-        self._target = target
-        self._life = life
-
-    def __getattr__(self, name: str) -> Any:
-        value, life = getattr(self._target, name), self._life
-        if not callable(value) or name in ("monotonic", "time"):
-            return value
-
-        def plain(*arguments: Any, **keywords: Any) -> Any:
-            life.call(returns=False)
-            result = value(*arguments, **keywords)
-            if inspect.isawaitable(result):
-                return waiting(result)
-            life.call(returns=True)
-            return result
-
-        async def waiting(result: Awaitable[Any]) -> Any:
-            answer = await result
-            life.call(returns=True)
-            return answer
-
-        return plain
-
-
-@dataclass
-class _LivingOutbox:
-    """Passes events on as long as the rollout worker lives."""
-
-    world: LostWorkers
-    life: Life
-
-    @property
-    def received(self) -> int:
-        return self.world.received
-
-    def put(self, number: int, events: Sequence[Event]) -> None:
-        self.life.call(returns=False)
-        self.world.put(number, events)
+        return 0.0
 
 
 @dataclass(kw_only=True)
 class LostWorkers(World):
-    """`kills` rollout workers are killed, each at a random call of a port."""
+    """`kills` rollout workers are killed, each at a random call of a port.
+
+    `learner_kills` learners are killed at random times.
+    """
 
     kills: int = 3
     longest_life: int = 2000
     """The most calls of ports until a kill."""
+    point: str | None = None
+    """The fault point of all kills; None draws one for each."""
+    learner_kills: int = 0
+    longest_learner_life: float = 60.0
+    """The most seconds between two kills of the learner."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.engine_kind, self.trainer_kind = LastingEngines, LastingTrainer
         self.store = MemoryStore()
+        self.stored: StoredRun | None = None
+        """The state with which the current rollout worker began."""
         self.lives = 0
         self.received = 0
 
@@ -224,23 +269,44 @@ class LostWorkers(World):
         assert isinstance(self.fleet, LastingEngines)
         assert isinstance(self.trainer, LastingTrainer)
         self.fleet.learner = self.trainer
+        if self.resume_from is not None:
+            self.trainer.last = _started_from(self.resume_from["rollout"], 0, False)
         rng = random.Random(f"kills {self.seed}")
-        for _ in range(self.kills):
-            self.life = Life(rng.randint(1, self.longest_life), rng.random() < 0.5)
-            if await self._live(clock):
-                return
+        killer = asyncio.ensure_future(self._kill_learners(clock, rng))
+        kills = 0
+        while True:
+            kills += 1
+            call, side = rng.randint(1, self.longest_life), rng.choice(("before", "after"))
+            fault = Fault(kind="kill", point=self.point or f"*.{side}", call=call) if kills <= self.kills else None
+            self.life = Life(clock, fault, self.seed)
+            try:
+                if await self._live(clock):
+                    break
+            except FatalError:
+                if not self.trainer.death.is_set():
+                    raise
             await clock.sleep(START_SECONDS)
             await self.fleet.forget_requests()
-        self.life = Life(0, after=False)
-        assert await self._live(clock)
+            if self.trainer.death.is_set():
+                self.trainer.restart()
+        killer.cancel()
+
+    async def _kill_learners(self, clock: VirtualClock, rng: random.Random) -> None:
+        assert isinstance(self.trainer, LastingTrainer)
+        for _ in range(self.learner_kills):
+            await clock.sleep(rng.uniform(0, self.longest_learner_life))
+            self.trainer.kill()
 
     async def _live(self, clock: VirtualClock) -> bool:
-        """Whether the run came to its end before the rollout worker was killed."""
+        """Whether the run came to its end before the rollout worker was killed.
+
+        Raises FatalError if the learner was killed.
+        """
         self.lives += 1
-        stored = await self.store.read()
+        self.stored = stored = await self.store.read()
         for number, events in stored.events if stored is not None else ():
             self.put(number, events)
-        worker = asyncio.ensure_future(super()._serve(clock, self.life.port(self.store), stored))
+        worker = asyncio.ensure_future(super()._serve(clock, self._wrapped_store(), stored))
         self.life.kill = lambda: self._cancel_soon(worker)
         try:
             await worker
@@ -257,7 +323,8 @@ class LostWorkers(World):
         asyncio.get_running_loop().call_soon(worker.cancel)
 
     def _outbox(self) -> EventOutbox:
-        return _LivingOutbox(self, self.life)
+        outbox: EventOutbox = self.life.points.port("outbox", self)
+        return outbox
 
     def put(self, number: int, events: Sequence[Event]) -> None:
         """The driver takes each batch of events once."""
@@ -266,22 +333,87 @@ class LostWorkers(World):
             for event in events:
                 self.emit(event)
 
+    def _wrapped_store(self) -> RunStore:
+        """The store as this rollout worker calls it."""
+        store: RunStore = self.life.points.port("store", self.store)
+        return store
+
     def _ports(self, clock: VirtualClock) -> Ports:
-        ports, port = super()._ports(clock), self.life.port
-        return replace(
-            ports,
-            clock=port(ports.clock),
-            data=port(ports.data),
-            generator=port(ports.generator),
-            evaluator=port(ports.evaluator),
-            rewarder=port(ports.rewarder),
-            learner=port(ports.learner),
-            channel=port(ports.channel),
-            fleet=port(ports.fleet),
-            dead_letters=port(ports.dead_letters),
-        )
+        return at_fault_points(super()._ports(clock), self.life.points)
 
     @property
     def unfinished(self) -> set[str]:
         """Prompts that the run still owes."""
         return {group.feed_index for group in self.service.run_state.live_groups} | self.returned
+
+
+@dataclass(kw_only=True)
+class LostWorkersOfAnExternalGenerator(LostWorkers):
+    """The batches come from an external generator, which posts groups until each of them is acknowledged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.buffer: TrajectoryBuffer | None = None
+        self.acknowledged: dict[str, str] = {}
+        """Names of groups by idempotency key, in the order in which they were posted."""
+        self.trained_keys: dict[str, str] = {}
+        """The keys in the samples that were trained, by the name of the group."""
+
+    async def _run(self) -> None:
+        generator = asyncio.ensure_future(self._generate_forever())
+        try:
+            await super()._run()
+        finally:
+            generator.cancel()
+
+    def _ports(self, clock: VirtualClock) -> Ports:
+        rollout = self.config.rollout
+        self.buffer = TrajectoryBuffer(
+            rollout.queue_capacity,
+            rollout.n_samples_per_prompt,
+            log=self.journal,
+            newest_version=lambda: self.service.run_state.live_version,
+            stored=self.stored,
+        )
+        return replace(super()._ports(clock), restore_posted=self.buffer.restore)
+
+    async def _generate_forever(self) -> None:
+        rng = random.Random(f"generator {self.seed}")
+        while True:
+            # Some requests are repeated although they were answered.
+            key = f"key {max(0, len(self.acknowledged) - (rng.random() < 0.1))}"
+            life, name = self.life, None
+            with suppress(KilledError, BufferFullError, InvalidRequestError):
+                name = await self._post(key)
+            # A rollout worker that is dead has answered nothing.
+            if name is not None and not life.dead:
+                assert self.acknowledged.setdefault(key, name) == name
+            await asyncio.sleep(rng.random() / 4)
+
+    async def _post(self, key: str) -> str | None:
+        if self.buffer is None or self.service.run_state.live_version < 0:
+            return None
+        sample = {
+            "tokens": [1, 2],
+            "response_length": 1,
+            "rollout_log_probs": [-1.0],
+            "weight_versions": [{"version": self.service.run_state.live_version, "start": 0, "end": 1}],
+            "reward": 1.0,
+            "metadata": {"key": key},
+        }
+        size = self.config.rollout.n_samples_per_prompt
+        return await self.buffer.add(
+            [sample] * size, lookup=lambda name: Sample(), claim=lambda name: Sample(), key=key
+        )
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+        rollout = self.config.rollout
+        args: Any = SimpleNamespace(
+            rollout_batch_size=rollout.rollout_batch_size,
+            max_weight_staleness=rollout.max_weight_staleness,
+            trajectories=self.buffer,
+        )
+        return await external_rollout.generate_rollout(args, rollout_id, source)
+
+    async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:
+        self.trained_keys |= {group.feed_index: sample.metadata["key"] for group in groups for sample in group}

@@ -45,10 +45,12 @@ def test_a_window_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = RunState.advance
 
-    def frees_at_training(self: RunState, groups: list[Group], state: GroupState) -> None:
+    def frees_at_training(
+        self: RunState, groups: list[Group], state: GroupState, *, rollout: int | None = None
+    ) -> None:
         if state is GroupState.PUBLISHED:
             return
-        advance(self, groups, state)
+        advance(self, groups, state, rollout=rollout)
         if state is GroupState.TRAINED:
             advance(self, groups, GroupState.PUBLISHED)
 

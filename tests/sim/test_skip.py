@@ -79,7 +79,7 @@ class SkippingWorld(World):
 
     def _generator(self, clock: VirtualClock) -> Generator:
         self.live = CountingEngines(self.fleet)
-        world = SkipContext(config=self.config, identity=self.identity, warn=self.warnings.append, offload=_at_once)
+        world = SkipContext(identity=self.identity, warn=self.warnings.append, offload=_at_once)
         self.skipping = SkippingGenerator(
             self.live,
             SkipManager.init(self.config, world),

@@ -84,6 +84,6 @@ class Choosing(World):
 def test_a_checkpoint_does_not_contain_prompts_that_a_function_dropped() -> None:
     world = Choosing(config=run_config(), schedule=Schedule.ONE_STEP_OFF).run()
     gc.collect()
-    world.service.run_state.forget_unused()
+    world.service.run_state.take_unused()
     assert world.service.run_state.taken_groups == []
     assert len(set(chain.from_iterable(world.trainer.batches))) == ROLLOUTS * BATCH

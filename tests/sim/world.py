@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from miles_async.adapters.null import NullStore
 from miles_async.adapters.system.clock import SystemClock
+from miles_async.config.derived import restarts_learner
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import Event, EventSink, RunStarted
@@ -77,6 +78,7 @@ class Feed:
         self._total = total
         self._next = 0
         self._returned: deque[Group] = deque()
+        self.metadata: dict[str, Any] = {}
 
     def get_samples(self, num_samples: int) -> list[Group]:
         groups: list[Group] = []
@@ -287,7 +289,14 @@ class World:
     async def _serve(self, clock: VirtualClock, store: RunStore, stored: StoredRun | None) -> None:
         """Run one rollout worker to its end."""
         self.feed = Feed(self.config.rollout.n_samples_per_prompt, self.prompts)
-        self.journal = Journal(store, self._outbox(), clock, number=0 if stored is None else stored.number)
+        outbox = self._outbox()
+        self.journal = Journal(
+            store,
+            outbox,
+            clock,
+            number=max(outbox.received, 0 if stored is None else stored.number),
+            retains_trained=restarts_learner(self.config),
+        )
         first_rollout = 0
         if self.resume_from is not None:
             first_rollout = self.resume_from["rollout"] + 1
@@ -341,6 +350,7 @@ class World:
             queue_capacity=self.config.rollout.queue_capacity,
             window=self.bounds.window,
             slots=self.bounds.slots,
+            longest_response=self.config.rollout.rollout_max_response_len,
         )
 
     def _generator(self, clock: VirtualClock) -> Generator:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
+from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.events import Event
@@ -72,7 +72,7 @@ class Stack:
         self,
         entry: str,
         *flags: str,
-        resume_from: Path | None = None,
+        began_with: LoadedCheckpoint | None = None,
         watch: Callable[[Event], None] | None = None,
         stopped: bool = False,
     ) -> Played:
@@ -81,25 +81,27 @@ class Stack:
         `stopped`: the run is asked to end before it has begun.
         """
         config = settings(entry, "--run-dir", str(self._folder), *flags)
-        return self.do(self._play(Played(config, RunFolder.create(config)), entry, resume_from, watch, stopped))
+        return self.do(self._play(Played(config, RunFolder.create(config)), entry, began_with, watch, stopped))
 
     async def _play(
         self,
         played: Played,
         entry: str,
-        resume_from: Path | None,
+        began_with: LoadedCheckpoint | None,
         watch: Callable[[Event], None] | None,
         stopped: bool,
     ) -> Played:
-        surroundings = replace(self.cluster.surroundings, resume_from=resume_from)
-        if resume_from is not None:
+        surroundings = replace(self.cluster.surroundings, began_with=began_with)
+        if began_with is not None:
             for rank in surroundings.learner_ranks:
-                await rank.load_state.remote(str(resume_from))
-        worker: Any = ray.remote(RolloutWorker).options(num_cpus=0).remote(played.config, entry, played.folder)
+                await rank.load_state.remote(str(began_with.folder))
+        # The same process hosts one run after the other, so it imports the libraries once.
+        worker: Any = self.cluster.rollout.current
+        await worker.__ray_call__.remote(RolloutWorker.__init__, played.config, entry, played.folder)
         played.events.append(run_started(played.config, played.folder, entry, "a model"))
         if stopped:
             await worker.stop.remote()
-        run, received = asyncio.ensure_future(_finished(worker.run.remote(surroundings))), 0
+        run, received = asyncio.ensure_future(_finished(worker.run.remote(surroundings, 0))), 0
         while True:
             last = run.done()
             for number, events in await worker.events.remote(received):
@@ -110,7 +112,6 @@ class Stack:
                         watch(event)
             if last:
                 break
-        ray.kill(worker)
         # Engines that were replaced meanwhile have another address.
         engines = [await parts[0].info.remote() for parts in surroundings.engine_actors.values()]
         self.cluster.surroundings = replace(self.cluster.surroundings, engines=engines)

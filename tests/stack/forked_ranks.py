@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
@@ -28,7 +30,12 @@ def run_ranks(module: str, folder: Path) -> Iterator[None]:
     ranks = subprocess.Popen([sys.executable, "-m", module, str(folder)], cwd=ROOT, start_new_session=True)
     try:
         yield
-        code = ranks.wait(START_SECONDS)
+        try:
+            code = ranks.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(ranks.pid, signal.SIGQUIT)
+            time.sleep(1.0)  # each process writes its stacks
+            raise
     finally:
         with suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
@@ -43,6 +50,8 @@ def fork_ranks(count: int, run: Callable[Concatenate[int, P], None], *args: P.ar
 
     Exits when all have ended. If one fails, the others would wait for it, so they are terminated.
     """
+    # If the ranks hang, the output of the test shows where each of them waits.
+    faulthandler.register(signal.SIGQUIT, chain=False)
     gc.freeze()  # Garbage collection in a forked process would otherwise copy the pages of all imported modules.
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=run, args=(number, *args), kwargs=kwargs) for number in range(count)]

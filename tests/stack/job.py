@@ -22,7 +22,8 @@ MAIN_JOB = (
     "--rollout-function-path",
     "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async",
 )
-_MARK = "MILES_ASYNC_TEST_JOB"
+MARK = "MILES_ASYNC_TEST_JOB"
+"""Environment variable whose value identifies the processes of a job."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Job:
             self._process = subprocess.Popen(
                 [sys.executable, "train_async.py", *MAIN_JOB, *run_dir, *self.flags],
                 cwd=ROOT,
-                env={**os.environ, _MARK: self.mark},
+                env={**os.environ, MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -113,7 +114,7 @@ class Job:
     def left_running(self, patience: float = 0.0) -> dict[int, str]:
         """Wait up to `patience` seconds; return pid and command line of each remaining process of the job."""
         deadline = time.monotonic() + patience
-        while left := dict(_marked(self.mark)):
+        while left := dict(marked(self.mark)):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.1)
@@ -132,8 +133,9 @@ def job(folder: Path, *flags: str) -> Iterator[Job]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _marked(mark: str) -> Iterator[tuple[int, str]]:
-    needle = f"{_MARK}={mark}".encode()
+def marked(mark: str) -> Iterator[tuple[int, str]]:
+    """Pid and command line of each process with this mark in its environment."""
+    needle = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import psutil
@@ -62,6 +63,32 @@ async def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:
         await generator.generate(group, SamplingParams(max_new_tokens=6, temperature=0))
         assert len({tuple(sample.tokens) for sample in group}) == 1
         assert group[0].response_length <= 6
+
+
+async def test_a_response_keeps_the_stop_string_that_ended_it_also_if_it_was_continued(serving: Stack) -> None:
+    stopping = SamplingParams(max_new_tokens=300, stop=tuple(ascii_lowercase))
+    async with serving.admitted() as (_, generator):
+        for first_tokens in (0, 2):
+            group = group_of("1 + 1 =", samples=8)
+            if first_tokens:
+                await generator.generate(group, SamplingParams(max_new_tokens=first_tokens))
+                for sample in group:
+                    sample.status = SampleStatus.ABORTED
+            await generator.generate(group, stopping)
+            stopped = [sample for sample in group if sample.response[-1:] in stopping.stop]
+            assert stopped, "no response reached a letter"
+            for sample in stopped:
+                assert sample.status is SampleStatus.COMPLETED
+                assert sample.response.encode()[-1:] == bytes(sample.tokens[-1:])
+    # A generate function of a user, which posts the parameters itself, finds the stop string in the text of the engine.
+    request = {"input_ids": [list(b"1 + 1 =")] * 8, "sampling_params": stopping.body(300)}
+    answers: Any = call_engine(serving.engine, "/generate", request, timeout=PATIENCE_SECONDS)
+    # SGLang also finds a stop string in the name of a special token, which is not part of the text.
+    ended = [answer for answer in answers if answer["output_ids"][-1] in map(ord, stopping.stop)]
+    assert ended, "no response reached a letter"
+    for answer in ended:
+        assert answer["meta_info"]["finish_reason"]["matched"] == chr(answer["output_ids"][-1])
+        assert answer["text"].endswith(answer["meta_info"]["finish_reason"]["matched"])
 
 
 async def test_one_group_can_be_aborted_while_the_others_continue(serving: Stack) -> None:

@@ -1,6 +1,6 @@
-"""A run survives killed actors; Ctrl-C ends it after the step, a second one at once; a killed driver leaves no engine.
+"""A run survives killed actors and lost learners; Ctrl-C ends it after the step, a second one at once.
 
-Most of the time goes into starting runs, so one run shows both the killed actors and the first Ctrl-C.
+Most of the time goes into starting runs, so one run shows the killed actors, the lost learners and the first Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from urllib.request import urlopen
 import pytest
 
 from miles_async.adapters.sglang.launch import ENGINE_MODULE
-from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
+from miles_async.adapters.storage.checkpoints import CheckpointFolder
+from miles_async.events import GroupMoved, LearnerRestored, StepEnded
+from miles_async.observability.diagnosis.audit import Audit
+from miles_async.observability.trace.event_log import read_events
 from tests.stack.job import job
 from tests.waiting import PATIENCE_SECONDS, START_SECONDS
 
@@ -26,11 +30,13 @@ LONG = ("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "500
 
 @dataclass
 class Interrupted:
-    """What is left of a run that lost two actors and was then interrupted with Ctrl-C."""
+    """What is left of a run that lost two actors, then two learners, and was then interrupted with Ctrl-C."""
 
     folder: Path
     page: dict[str, Any]
     """The live page's data while the run trained."""
+    engines: list[int]
+    """The process id of the engine's server, before the first learner was lost and after each learner was replaced."""
     code: int
     left_running: dict[int, str]
     out: str
@@ -40,7 +46,8 @@ class Interrupted:
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     folder = tmp_path_factory.mktemp("interrupted")
-    with job(folder, *LONG, "--save", str(folder / "saved")) as running:
+    flags = ("--drain-seconds", str(PATIENCE_SECONDS), "--save", str(folder / "saved"), "--save-interval", "3")
+    with job(folder, *LONG, *flags) as running:
         running.says("Staleness stats", START_SECONDS)
         address = re.search(r"page +(http://127\.0\.0\.1:\d+/)", running.err)
         assert address is not None, running.err
@@ -50,16 +57,50 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
             os.kill(running.process(actor), signal.SIGKILL)
         running.complains("engine fenced", START_SECONDS)
         running.complains("engine routed", START_SECONDS)
+        engines = [running.process("sglang::scheduler")]
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            for _ in range(4):  # with the batch before, that is one more than a checkpoint needs
+                running.says_again("Staleness stats", START_SECONDS)
+            os.kill(running.process("ray::LearnerRank"), number)
+            running.says_again("another rollout worker was ready", START_SECONDS)
+            engines.append(running.process("sglang::scheduler"))
         running.says_again("Staleness stats", START_SECONDS)
         running.press_ctrl_c()
-        code = running.ended(within=PATIENCE_SECONDS)
-        return Interrupted(folder, page, code, running.left_running(), running.out, running.err)
+        code = running.ended(within=2 * PATIENCE_SECONDS)
+        return Interrupted(folder, page, engines, code, running.left_running(), running.out, running.err)
 
 
 def test_a_run_goes_on_after_its_router_actor_and_its_engine_actor_were_killed(interrupted: Interrupted) -> None:
     assert interrupted.err.count("engine routed") == 1
     assert interrupted.out.count("Staleness stats") >= 2
     assert not (interrupted.folder / "runs" / "latest" / "dead_letters.jsonl").exists()
+
+
+def test_a_lost_learner_is_replaced_and_each_prompt_is_trained_once_by_the_surviving_weights(
+    interrupted: Interrupted,
+) -> None:
+    assert len(set(interrupted.engines)) == 1, "engines are kept"
+    audit, trained, restored = Audit(staleness_limit=2), Counter[str](), list[LearnerRestored]()
+    last = -1
+    for event in read_events(interrupted.folder / "runs" / "latest" / "events.jsonl"):
+        audit.observe(event)
+        match event:
+            case GroupMoved(after="trained", feed_index=prompt):
+                trained[prompt] += 1
+            case GroupMoved(before="trained" | "published", after="queued", feed_index=prompt):
+                trained[prompt] -= 1
+            case StepEnded(rollout=rollout):
+                assert rollout == last + 1, "no batch was skipped"
+                last = rollout
+            case LearnerRestored(rollout=last):
+                restored.append(event)
+            case _:
+                pass
+    assert audit.violations == []
+    assert set(trained.values()) <= {0, 1}
+    assert len(restored) == 2
+    assert all(event.rollout % 3 == 2 for event in restored), "a checkpoint is written after every third batch"
+    assert all(event.version > event.kept_version for event in restored), "no version number is used again"
 
 
 def test_the_log_names_the_address_of_the_live_page(interrupted: Interrupted) -> None:
@@ -69,7 +110,7 @@ def test_the_log_names_the_address_of_the_live_page(interrupted: Interrupted) ->
 def test_ctrl_c_ends_the_run_after_its_step_and_leaves_nothing_running(interrupted: Interrupted) -> None:
     assert interrupted.code == 130
     assert interrupted.left_running == {}
-    assert "stopping after this step" in interrupted.err
+    assert "stopping: groups in flight" in interrupted.err
     assert "Traceback" not in interrupted.err
     assert "ended      interrupted" in interrupted.out
 
@@ -78,10 +119,8 @@ def test_a_run_that_ctrl_c_ended_has_a_summary_a_report_and_a_checkpoint(interru
     run = interrupted.folder / "runs" / "latest"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reason"] == "interrupted"
-    assert summary["rollouts"] >= 1
-    assert summary["versions"] == summary["rollouts"], "what was trained was still published"
-    newest = CheckpointFolder(interrupted.folder / "saved").latest().checkpoint
-    assert read_progress(newest)["rollout"] == summary["rollouts"] - 1, "saved at the end"
+    newest = CheckpointFolder(interrupted.folder / "saved").latest()
+    assert newest.rollout == summary["rollouts"] - 1, "saved at the end"
     assert b"interrupted" in (run / "report.html").read_bytes()
 
 
@@ -90,7 +129,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_leaves_nothing_running(tmp_pat
         running.says("Staleness stats", START_SECONDS)
         running.press_ctrl_c()
         # Two signals at the same moment are one to Python.
-        running.complains("stopping after this step", within=PATIENCE_SECONDS)
+        running.complains("stopping: groups in flight", within=PATIENCE_SECONDS)
         running.press_ctrl_c()
         assert running.ended(within=PATIENCE_SECONDS) == 130
         assert running.left_running() == {}

@@ -140,7 +140,7 @@ def test_a_llama_with_an_untied_output_head_agrees_with_hugging_face(tmp_path: P
 
 
 def test_a_mixtral_agrees_with_hugging_face_before_and_after_a_step(tmp_path: Path) -> None:
-    """Llama's layers with experts, which mbridge itself would mix in other shares."""
+    """Llama's layers with experts, whose weights add up to 1."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=300,

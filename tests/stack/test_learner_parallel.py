@@ -20,7 +20,7 @@ from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
-from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.system.network_ports import claim_port
 from miles_async.adapters.weights.engine import call_engine
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
@@ -397,4 +397,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for layout_name in ALL:
         (folder / layout_name).mkdir()
-    fork_ranks(RANKS, run_layouts, folder, {name: free_port() for name in ALL})
+    # Some of the ports are used a minute later, and other tests must not take them meanwhile.
+    claimed = {name: claim_port() for name in ALL}
+    fork_ranks(RANKS, run_layouts, folder, {name: port.number for name, port in claimed.items()})

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.system.network_ports import claim_port, free_port
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from tests.configuration import run_config
@@ -103,4 +103,5 @@ def stages_of_two_ranks(rank: int, root: Path, ports: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    fork_ranks(2, stages_of_two_ranks, Path(sys.argv[1]), [free_port() for _ in STAGES])
+    claimed = [claim_port() for _ in STAGES]
+    fork_ranks(2, stages_of_two_ranks, Path(sys.argv[1]), [port.number for port in claimed])

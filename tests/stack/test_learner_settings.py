@@ -169,10 +169,10 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
 
     def noting(settings: Learner, checkpoint: str) -> Any:
         built.append(variables())
-        return bridge(settings, checkpoint)
+        return load_chunks(settings, checkpoint)
 
-    bridge = model._create_bridge
-    monkeypatch.setattr(model, "_create_bridge", noting)
+    load_chunks = model._load_chunks
+    monkeypatch.setattr(model, "_load_chunks", noting)
     run = config(
         advantage_estimator="ppo",
         kl_coef=0.1,
@@ -341,7 +341,7 @@ async def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads(tmp_path:
 
 def test_weights_take_their_buffers_checks_and_timeout(tmp_path: Path) -> None:
     chosen = config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0)
-    source = weight_source(chosen, [], tmp_path, rank=0, sources=1)
+    source = weight_source(chosen, [], {}, tmp_path, rank=0, sources=1)
     assert (source.bucket, source.verify_all, source.timeout) == (7, True, 3.0)
-    usual = weight_source(config(), [], tmp_path, rank=0, sources=1)
+    usual = weight_source(config(), [], {}, tmp_path, rank=0, sources=1)
     assert (usual.bucket, usual.verify_all) == (512 << 20, False)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -24,6 +25,7 @@ from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
 from tests.stack.conftest import Played, Stack, settings
+from tests.stack.listeners import is_reachable, listeners_of
 from workers.engine import Engine
 from workers.rollout import Surroundings
 from workers.specs import engine_spec
@@ -93,6 +95,14 @@ class Killer:
         if self._next is not None and at_the_engines and self._steps == self._next[0]:
             os.killpg(self._next[1], signal.SIGKILL)
             self._next = next(self._kills, None)
+
+
+def test_an_engine_at_addresses_of_its_nodes_is_reachable_there_only(servers: list[EngineInfo]) -> None:
+    """The ranks of the engine have registered at these addresses too."""
+    for host, server in zip(NODES, servers, strict=True):
+        listeners = list(listeners_of(psutil.Process(server.pid)))
+        assert host in {found.address for found in listeners}
+        assert [found for found in listeners if found.address != host and is_reachable(found)] == []
 
 
 def test_every_batch_is_trained_and_no_group_is_lost(killed: Played) -> None:

@@ -22,7 +22,8 @@ def test_a_resumed_run_trains_the_remaining_rollouts_and_prompts(stack: Stack, t
     often += ["--save-hf", str(tmp_path / "hf-{rollout_id}")]
     stopped = stack.play("train_async.py", *sizes, *often, "--num-rollout", "5")
     assert sorted(path.name for path in saved.iterdir()) == ["latest", "rollout_0000004"], "older ones are removed"
-    newest = CheckpointFolder(saved).latest().checkpoint
+    loaded = CheckpointFolder(saved).latest()
+    newest = loaded.folder
     assert {path.name for path in newest.iterdir()} == {"progress.json", "files.json", "actor"}
     owed = {group["feed_index"] for group in read_progress(newest)["owed"]}
     assert owed, "a producer that runs on has prompts under way whenever a checkpoint is written"
@@ -31,7 +32,7 @@ def test_a_resumed_run_trains_the_remaining_rollouts_and_prompts(stack: Stack, t
     assert stack.do(logprobs(stack, text)) == pytest.approx(logprobs_of(tmp_path / "hf-4", text), abs=1e-5)
     assert (tmp_path / "hf-1" / "tokenizer_config.json").is_file(), "SGLang wants the tokenizer beside the weights"
 
-    resumed = stack.play("train_async.py", *sizes, "--num-rollout", "9", "--load", str(saved), resume_from=newest)
+    resumed = stack.play("train_async.py", *sizes, "--num-rollout", "9", "--load", str(saved), began_with=loaded)
     assert [event.rollout for event in resumed.of(StepEnded)] == [5, 6, 7, 8]
     assert stopped.violations == resumed.violations == []
     before, after = ({event.feed_index for event in run.of(GroupMoved) if event.after == "published"}

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from mbridge.core.util import unwrap_model
+from megatron.core.utils import unwrap_model
 
 from miles_async.adapters.megatron.model import flex_attention, output_layer
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model

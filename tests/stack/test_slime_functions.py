@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,8 +100,10 @@ async def test_a_rollout_function_fills_the_groups_of_the_data_buffer(tmp_path: 
 
     function = rollout_function(settings, "train.py")
     args, data = flat_args(settings), source(tmp_path)
-    data.trainer_version = 0  # type: ignore[attr-defined]
-    groups = await RolloutFunctionAdapter(function, args, settings, score_tokens=rate)(0, data)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(
+        get_samples=data.get_samples, trainer_version=0, live_version=0, version_when_taken=lambda sample: 0
+    )
+    groups = await RolloutFunctionAdapter(function, args, settings, score_tokens=rate)(0, run)
     await BatchPreparation(settings, args, Trace())(0, groups)
     assert [[sample.scalar_reward for sample in trained] for trained in groups] == [[0.0, 1.0]] * 3
     assert [trained.feed_index for trained in groups] == ["sample_0_0", "sample_0_1", "sample_0_2"]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import ray
 from ray._private import state
 
-from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
-from miles_async.adapters.weights.engine import call_engine
 from miles_async.events import Event, StepEnded
 from tests.stack.conftest import Stack
 from tests.stack.listeners import Listener, is_reachable, listeners_of
-from tests.waiting import PATIENCE_SECONDS, START_SECONDS
+from tests.waiting import START_SECONDS
 
 RAYS_OWN = ("gcs_server", "raylet", "ray/_private/", "ray/dashboard/", "ray/autoscaler/", "ray::IDLE", "ray::Runtime")
 """Words in the command lines of Ray's own processes."""
@@ -49,19 +46,6 @@ def test_everything_but_ray_is_reachable_on_loopback_only(listeners: list[Listen
     ]
     assert reachable == []
     assert any("sglang" in listener.process for listener in listeners)
-
-
-def test_an_engine_at_an_address_of_its_node_is_reachable_there_only(stack: Stack, tmp_path: Path) -> None:
-    """A run on several nodes; the ranks of the engine register at that address too."""
-    checkpoint = stack.cluster.surroundings.checkpoint
-    server = EngineServer(EngineSpec(name="e1", model_path=checkpoint, log_path=tmp_path / "log", host="127.0.0.2"))
-    try:
-        info = server.start()
-        call_engine(info, "/remote_instance_transfer_engine_info?rank=0", timeout=PATIENCE_SECONDS)
-        listeners = listeners_of(psutil.Process(info.pid))
-        assert [found for found in listeners if found.address != "127.0.0.2" and is_reachable(found)] == []
-    finally:
-        server.stop()
 
 
 def test_ray_refuses_a_client_without_the_token(stack: Stack) -> None:

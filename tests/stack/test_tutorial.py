@@ -1,4 +1,4 @@
-"""Every command of the tutorial works, with fewer batches and fewer evaluated problems."""
+"""Every command of the tutorial works, with fewer and smaller batches and fewer evaluated problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-SHORT = "--num-rollout 2 --eval-size 8"
+SHORT = "--num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 4 --eval-size 4"
 pytestmark = pytest.mark.stack
 
 

@@ -176,6 +176,24 @@ def test_a_staged_tensor_can_be_read_in_buckets_of_any_size() -> None:
         assert len(bucket) == 1 or flat.numel() * 4 <= 1024
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_with_an_offset_is_staged_as_the_engine_keeps_it_and_read_as_its_loader_expects_it(
+    dtype: torch.dtype,
+) -> None:
+    name = f"{LAYER}.input_layernorm.weight"
+    values = torch.cat([torch.linspace(-300, 300, 4001), torch.linspace(-2, 2, 4001)])
+    shapes: Shapes = {name: (len(values),)}
+    plans = plan_tensors([(name, (len(values),))], [shapes], {name: 1.0})
+    rank = Rank(shapes, dtype)
+    staging = Staging(plans, {name: str(dtype).removeprefix("torch.")})
+    staging.fill(1, [(name, values)])
+    MemoryTransport().send(staging, engine_of([rank]))
+    kept = values.to(dtype) + 1
+    assert torch.equal(rank.held[name].data, kept)
+    assert torch.equal(staging.tensor(name) + 1, kept)
+    assert torch.equal(staging.flat(plans).view(dtype) + 1, kept)
+
+
 def test_the_full_comparison_finds_a_single_wrong_byte() -> None:
     there = [Rank(engine_shapes(2)) for _ in range(2)]
     staging = staged(weights(), engine_of(there))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,25 @@ def test_a_function_that_exists_is_accepted(
     assert check("rollout_sample_filter_path", path) == 0
     assert check("rollout_sample_filter_path", "user_filters.later") == 2
     assert "is async: write it with a plain def" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, code", [((), 2), (("--slime-imports",), 0)])
+def test_slime_imports_lets_a_module_import_the_names_of_slime(
+    flags: tuple[str, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"user_of_slime_{code}"
+    (tmp_path / f"{name}.py").write_text(
+        "from slime.rollout.sglang_rollout import generate_and_rm_group\nfrom slime.utils.types import Sample\n\n"
+        "def rollout(args, rollout_id, data_source, evaluation=False): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = [*JOB, "--rm-type", "exact", "--rollout-function-path", f"{name}.rollout"]
+    modules = dict(sys.modules)
+    try:
+        with pytest.raises(SystemExit) as exited:
+            parse_or_exit([*function, *flags, "--check-config"], "train.py")
+    finally:
+        for added in sys.modules.keys() - modules.keys():
+            if added.partition(".")[0] == "slime":
+                del sys.modules[added]
+    assert exited.value.code == code

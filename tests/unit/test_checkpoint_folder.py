@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from structlog.testing import capture_logs
 
 from miles_async.adapters.ray.learner import RayLearner
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from tests.configuration import run_config
 from workers import driver
-from workers.preflight import checkpoint_to_resume, lock_checkpoints
+from workers.preflight import Checked, checkpoint_to_resume, lock_checkpoints
 
 WEIGHTS = "actor/__0_0.distcp"
 
@@ -34,7 +37,7 @@ def save(folder: CheckpointFolder, *rollouts: int, keep: int = 2) -> Path:
 
 def resumed(root: Path) -> CheckpointFolder:
     """The folder as a run sees it that was resumed from the newest checkpoint."""
-    return CheckpointFolder(root, CheckpointFolder(root).latest().checkpoint)
+    return CheckpointFolder(root, CheckpointFolder(root).latest().folder)
 
 
 def rollouts(root: Path) -> list[int]:
@@ -71,10 +74,13 @@ def test_a_run_without_a_learner_creates_no_checkpoint_folder(tmp_path: Path) ->
         assert not (tmp_path / "saved").exists()
 
 
-def test_a_run_whose_folder_is_in_use_ends_before_anything_starts(
+def test_a_run_whose_folder_is_in_use_ends_before_it_looks_for_a_run_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(driver, "preflight", lambda config, entry: None)
+    def look(config: RunConfig, entry: str) -> Checked:
+        raise AssertionError("the other run may still change its checkpoints")
+
+    monkeypatch.setattr(driver, "preflight", look)
     with CheckpointFolder(tmp_path / "saved").lock():
         code = driver.drive(run_config(save=str(tmp_path / "saved")), [], entry="train_async.py")
     assert code == driver.REFUSED
@@ -84,7 +90,7 @@ def test_a_run_whose_folder_is_in_use_ends_before_anything_starts(
 def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoints_and_deletes_no_other(tmp_path: Path) -> None:
     save(CheckpointFolder(tmp_path), 7, 8, 9)
     newest = save(CheckpointFolder(tmp_path), 0, 1, 2, 3)
-    assert CheckpointFolder(tmp_path).latest().checkpoint == newest
+    assert CheckpointFolder(tmp_path).latest().folder == newest
     assert rollouts(tmp_path) == [2, 3, 8, 9]
 
 
@@ -103,7 +109,7 @@ def test_a_run_that_goes_back_keeps_the_checkpoint_that_it_was_resumed_from(tmp_
     newest = save(resumed(tmp_path), 12)
     assert {10, 12} <= set(rollouts(tmp_path))
     newest = save(resumed(tmp_path), 13)
-    assert CheckpointFolder(tmp_path).latest().checkpoint == newest
+    assert CheckpointFolder(tmp_path).latest().folder == newest
     assert rollouts(tmp_path) == [5, 12, 13, 15, 20], "checkpoints that were given up are the user's to delete"
 
 
@@ -188,12 +194,12 @@ def test_a_run_falls_back_from_a_damaged_checkpoint_to_the_previous_one_with_a_w
     intact = save(CheckpointFolder(tmp_path), 4)
     damage(save(resumed(tmp_path), 9))
     found = CheckpointFolder(tmp_path).latest()
-    assert found.checkpoint == intact
+    assert found.folder == intact
     [said] = found.damage
     assert re.search(sentence, said)
     settings = run_config(load=str(tmp_path), num_rollout=6)
     with capture_logs() as logs:
-        assert checkpoint_to_resume(settings) == intact
+        assert checkpoint_to_resume(settings) == found
     assert [line["event"] for line in logs] == [f"{said}; resuming from an older checkpoint"]
     save(CheckpointFolder(tmp_path, intact), 6)
     assert CheckpointFolder(tmp_path).latest().damage == []
@@ -211,9 +217,12 @@ def test_without_checksums_only_sizes_are_compared(tmp_path: Path, written_with:
     newest = save(CheckpointFolder(tmp_path, checksums=written_with), 4, 9)
     flip_a_bit_of_the_weights(newest)
     loaded = {"load": str(tmp_path), "num_rollout": 20}
-    assert checkpoint_to_resume(run_config(**loaded, checkpoint_checksums=False)) == newest
+    found = checkpoint_to_resume(run_config(**loaded, checkpoint_checksums=False))
+    assert found is not None
+    assert found.folder == newest
     checked = checkpoint_to_resume(run_config(**loaded))
-    assert (checked == newest) is not written_with
+    assert checked is not None
+    assert (checked.folder == newest) is not written_with
 
 
 @pytest.mark.parametrize("progress", ["[]", "3", '{"rollout": "3", "data": {}, "owed": []}', '{"rollout": 3}'])
@@ -239,15 +248,39 @@ class Rank:
 async def test_a_resumed_learner_deletes_the_checkpoint_that_it_was_resumed_from_when_it_is_old(tmp_path: Path) -> None:
     resumed_from = save(CheckpointFolder(tmp_path), 4)
     rank: Any = Rank()
-    learner = RayLearner(run_config(save=str(tmp_path), save_keep=1), [rank], resumed_from)
+    learner = RayLearner(run_config(save=str(tmp_path), save_keep=1), [rank], "run", resumed_from)
     await learner.copy_state(5)
     await learner.write_state(5, {"rollout": 5, "data": {}, "owed": []})
     assert rollouts(tmp_path) == [5]
 
 
+async def test_a_commit_in_progress_is_completed_when_its_caller_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, commit = asyncio.Event(), threading.Event(), CheckpointFolder.commit
+    loop = asyncio.get_running_loop()
+
+    def slow_commit(*arguments: Any) -> Path:
+        loop.call_soon_threadsafe(begun.set)
+        may_end.wait()
+        return commit(*arguments)
+
+    monkeypatch.setattr(CheckpointFolder, "commit", slow_commit)
+    rank: Any = Rank()
+    learner = RayLearner(run_config(save=str(tmp_path)), [rank], "run")
+    await learner.copy_state(5)
+    writing = asyncio.ensure_future(learner.write_state(5, {"rollout": 5, "data": {}, "owed": []}))
+    await begun.wait()
+    writing.cancel()
+    await asyncio.wait([writing])
+    may_end.set()
+    await loop.shutdown_default_executor()
+    assert CheckpointFolder(tmp_path).latest().damage == []
+
+
 async def test_progress_that_is_not_json_ends_the_run_before_the_ranks_write(tmp_path: Path) -> None:
     rank: Any = Rank()
-    learner = RayLearner(run_config(save=str(tmp_path)), [rank])
+    learner = RayLearner(run_config(save=str(tmp_path)), [rank], "run")
     await learner.copy_state(5)
     assert rank.written == 1
     with pytest.raises(FatalError, match=r"checkpoint of rollout 5 could not be written .* set is not JSON"):

@@ -31,7 +31,7 @@ def names(root: Path) -> list[str]:
 def test_the_newest_checkpoint_is_resumed(tmp_path: Path) -> None:
     save(tmp_path, 4)
     newest = save(tmp_path, 9)
-    assert CheckpointFolder(tmp_path).latest().checkpoint == newest
+    assert CheckpointFolder(tmp_path).latest().folder == newest
     assert read_progress(newest) == progress_after(9)
     assert (newest / "actor" / "__0_0.distcp").read_text() == "weights of 9"
 
@@ -49,7 +49,7 @@ def test_an_incomplete_checkpoint_is_never_resumed(tmp_path: Path) -> None:
     whole, folder = save(tmp_path, 1), CheckpointFolder(tmp_path)
     draft = folder.begin(2)
     (draft / "half").write_text("half")
-    assert folder.latest().checkpoint == whole
+    assert folder.latest().folder == whole
     folder.discard(draft)
     assert names(tmp_path) == ["latest", "rollout_0000001"]
 
@@ -57,7 +57,7 @@ def test_an_incomplete_checkpoint_is_never_resumed(tmp_path: Path) -> None:
 def test_the_next_checkpoint_deletes_incomplete_files_of_a_killed_run(tmp_path: Path) -> None:
     whole = save(tmp_path, 1)
     (CheckpointFolder(tmp_path).begin(2) / "half").write_text("half")
-    assert CheckpointFolder(tmp_path).latest().checkpoint == whole
+    assert CheckpointFolder(tmp_path).latest().folder == whole
     save(tmp_path, 7)
     assert names(tmp_path) == ["latest", "rollout_0000001", "rollout_0000007"]
 
@@ -73,19 +73,20 @@ def test_if_the_disk_is_full_the_previous_checkpoint_stays_the_newest(
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
-    assert CheckpointFolder(tmp_path).latest().checkpoint == whole
+    assert CheckpointFolder(tmp_path).latest().folder == whole
     assert read_progress(whole) == progress_after(1)
 
 
 def test_a_resumed_run_may_write_the_same_rollout_again(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    assert save(tmp_path, 1) == CheckpointFolder(tmp_path).latest().checkpoint
+    assert save(tmp_path, 1) == CheckpointFolder(tmp_path).latest().folder
 
 
 def test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts(tmp_path: Path) -> None:
     def resumed(load: Path | None, num_rollout: int = 9) -> Path | None:
         path = None if load is None else str(load)
-        return checkpoint_to_resume(run_config(load=path, num_rollout=num_rollout))
+        found = checkpoint_to_resume(run_config(load=path, num_rollout=num_rollout))
+        return None if found is None else found.folder
 
     assert resumed(None) is None
     with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start a new run"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event as ThreadEvent
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from structlog.testing import capture_logs
 
 from miles_async.config.device_plan import Bundle
 from miles_async.config.schema import RunConfig
@@ -135,6 +137,51 @@ def test_a_lost_ray_head_node_ends_the_run_with_an_error_message(
     monkeypatch.setattr(module, "OWN_RAY_LOST_SECONDS", 0.0)
     with pytest.raises(FatalError, match=r"head node of Ray at 127\.0\.0\.1:6379 has not answered"):
         asyncio.run(cluster.watch_ray())
+
+
+def test_a_raylet_that_stays_stopped_ends_the_run_with_an_error_message(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    monkeypatch.setattr(module, "check_ray", lambda address, within: None)
+    monkeypatch.setattr(module, "of_part", lambda part, processes: ["the raylet"])
+    monkeypatch.setattr(module, "has_ended", lambda process: False)
+    monkeypatch.setattr(module, "is_stopped", lambda process: True)
+    monkeypatch.setattr(module, "RAY_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "OWN_RAY_LOST_SECONDS", 0.1)
+    with pytest.raises(FatalError, match=r"raylet of Ray has been stopped \(SIGSTOP\)"):
+        asyncio.run(cluster.watch_ray())
+
+
+def test_a_run_ends_although_ray_does_not_answer_when_it_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = ThreadEvent()
+    monkeypatch.setattr(ray, "shutdown", answered.wait)
+    monkeypatch.setattr(module, "SHUTDOWN_SECONDS", 0.1)
+    with capture_logs() as logs:
+        module._disconnect()
+    [line] = logs
+    assert "does not answer" in line["event"]
+    answered.set()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_devices_are_released_at_the_end_of_a_run_only_if_the_head_node_answers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    def check(address: str, within: float) -> None:
+        if not answers:
+            raise UserError("connection refused")
+
+    released: list[str] = []
+    handles: Any = cluster
+    handles._placements = [SimpleNamespace(release=lambda: released.append("all"))]
+    handles._engine_actors = {}
+    handles._reaper = SimpleNamespace(close=lambda grace: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(module, "check_ray", check)
+    asyncio.run(cluster.__aexit__(None, None, None))
+    assert released == (["all"] if answers else [])
 
 
 def test_the_start_of_a_part_is_reported_when_it_begins_and_when_the_part_is_ready(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from miles_async.config.derived import (
     FULLY_ASYNC_FUNCTION,
     SFT_FUNCTION,
     bounds_of,
+    learning_rate,
     schedule_of,
+    steps_per_rollout,
     table,
     takes_from_queue,
 )
@@ -54,10 +56,11 @@ def test_a_valid_configuration_is_accepted() -> None:
         ((24, 2), "set global_batch_size to 128, or rollout_batch_size to 6"),
         ((100, 3), "set global_batch_size to 128 and num_steps_per_rollout to 2"),
         ((None, 3), "set num_steps_per_rollout to 2"),
+        ((100, None), "set global_batch_size to 128, or rollout_batch_size to 25"),
     ],
 )
 def test_incompatible_batch_sizes_are_refused_with_the_nearest_compatible_ones(
-    sizes: tuple[int | None, int], advice: str
+    sizes: tuple[int | None, int | None], advice: str
 ) -> None:
     size, steps = sizes
     said = refusal(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=size, num_steps_per_rollout=steps)
@@ -69,6 +72,15 @@ def test_compatible_batch_sizes_are_accepted() -> None:
     sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8}
     assert refusals(**sizes, global_batch_size=64, num_steps_per_rollout=4) == []
     assert refusals(**sizes, num_steps_per_rollout=4) == []
+    assert refusals(**sizes, global_batch_size=64) == []
+
+
+def test_the_number_of_optimizer_steps_follows_from_the_size_of_a_step() -> None:
+    sizes = {"rollout_batch_size": 16, "n_samples_per_prompt": 8}
+    assert steps_per_rollout(config(**sizes)) == 1
+    assert steps_per_rollout(config(**sizes, global_batch_size=32)) == 4
+    assert "trained in 4 optimizer step(s) of 32" in table(config(**sizes, global_batch_size=32), "train.py")
+    assert learning_rate(config(**sizes, global_batch_size=32, num_rollout=10)).decay_steps == 40
 
 
 def test_a_queue_smaller_than_a_batch_is_refused() -> None:
@@ -155,6 +167,12 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 
 def test_all_problems_are_reported_at_once() -> None:
     assert len(refusals(rm_type=None, reasoning_gym_task=None, hf_checkpoint="nowhere")) == 3
+
+
+def test_batches_that_are_saved_under_the_suffix_of_torch_are_noted() -> None:
+    (note,) = notes(config(save_debug_rollout_data="dump/{rollout_id}.pt"), "train_async.py")
+    assert note.startswith("save_debug_rollout_data writes safetensors files, which torch.load cannot read")
+    assert notes(config(save_debug_rollout_data="dump/{rollout_id}.safetensors"), "train_async.py") == []
 
 
 def test_a_window_without_effect_is_noted() -> None:
@@ -363,9 +381,22 @@ def test_recomputation_must_be_configured_completely(settings: dict[str, Any], s
 
 def test_a_reward_names_the_setting_that_it_needs() -> None:
     assert "rm_type remote_rm needs a reward server: set rm_url" in refusal(rm_type="remote_rm")
-    assert "set reward_key to score (1 or -1) or acc (1 or 0)" in refusal(rm_type="boxed_dapo")
+    assert "set it to score (1 or -1) or acc (1 or 0)" in refusal(rm_type="boxed_dapo", reward_key="accuracy")
     assert "custom_rm_isolated has no effect without custom_rm_path" in refusal(custom_rm_isolated=True)
     assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
+
+
+def test_the_reward_dapo_trains_on_its_score_unless_another_key_is_set() -> None:
+    assert refusals(rm_type="dapo") == []
+    assert config(rm_type="boxed_dapo").rollout.reward_key == "score"
+    assert config(rm_type="dapo", reward_key="acc").rollout.reward_key == "acc"
+    assert config(rm_type="exact").rollout.reward_key is None
+
+
+def test_an_interval_of_checkpoints_without_a_folder_is_noted() -> None:
+    [note] = notes(config(save_interval=10), "train.py")
+    assert note.startswith("save_interval has no effect: set save")
+    assert notes(config(save_interval=10, save="checkpoints"), "train.py") == []
 
 
 def test_evaluation_during_training_needs_a_scheduling_policy_with_priorities() -> None:
@@ -412,6 +443,24 @@ def test_an_incomplete_router_address_is_refused() -> None:
     assert refusals(sglang_router_ip="10.0.0.1", sglang_router_port=30000) == []
 
 
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("balance_abs_treshold", "sglang-router has no such argument; did you mean balance_abs_threshold?"),
+        ("policy", "--sglang-router-policy is set by the run itself: set sglang_router_policy"),
+        ("worker-urls", "is set by the run itself: the run adds its engines"),
+        ("pd_disaggregation", "does not fit the router that the run starts: start a router of your own"),
+    ],
+)
+def test_a_router_argument_that_cannot_be_passed_on_is_refused(argument: str, said: str) -> None:
+    assert said in refusal(sglang_router_args={argument: 1})
+
+
+def test_arguments_of_an_existing_router_are_refused() -> None:
+    existing = {"sglang_router_ip": "10.0.0.1", "sglang_router_port": 30000}
+    assert "start that router with these arguments" in refusal(**existing, sglang_router_args={"queue_size": 1})
+
+
 def test_a_router_policy_that_ignores_the_load_is_noted() -> None:
     several = {"rollout_num_gpus": 2}
     [note] = notes(config(sglang_router_policy="consistent_hashing", **several), "train.py")
@@ -425,3 +474,13 @@ def test_colocation_needs_train_py_and_no_more_engine_devices_than_learner_devic
     assert refusals("train.py", colocate=True) == []
     assert "colocate works only with train.py" in refusal("train_async.py", colocate=True)
     assert "set rollout_num_gpus to 1 or less" in refusal("train.py", colocate=True, rollout_num_gpus=2)
+
+
+def test_faults_of_other_processes_need_a_ray_that_the_run_starts() -> None:
+    fault = {"kind": "kill", "point": "learner.train.before", "process": "learner"}
+    sentence = refusal(inject_faults=[fault], ray_address="10.0.0.1:6379")
+    assert sentence.startswith(
+        "inject_faults sends signals to learner, and a run finds no such process on a Ray cluster that it joins: unset"
+    )
+    assert refusals(inject_faults=[fault]) == []
+    assert refusals(inject_faults=[fault | {"process": "rollout_worker"}], ray_address="10.0.0.1:6379") == []

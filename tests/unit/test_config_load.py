@@ -113,6 +113,13 @@ def test_other_sglang_flags_are_collected_for_the_server() -> None:
     }
 
 
+@pytest.mark.parametrize("flag", ["--sglang-router-balance-abs-threshold", "--router-balance-abs-threshold"])
+def test_other_router_flags_are_collected_for_the_router(flag: str) -> None:
+    engine = load(flag, "0", "--sglang-router-policy", "round_robin").engine
+    assert engine.sglang_router_policy == "round_robin"
+    assert engine.sglang_router_args == {"balance_abs_threshold": 0}
+
+
 def test_an_override_can_set_one_key_of_a_dict(config_file: ConfigFile) -> None:
     file = config_file("data: {reasoning_gym_settings: {min_terms: 2, max_terms: 2}}")
     config = load("--config", file, "data.reasoning_gym_settings.max_terms=3")

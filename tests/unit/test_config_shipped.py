@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.cli import parse_or_exit
+from miles_async.config.derived import checkpoint_due, steps_per_rollout
 from miles_async.config.load import load_config, read_yaml
 from miles_async.rollout.contract import flat_args
 
@@ -34,6 +35,25 @@ def test_a_shipped_configuration_passes_its_check(
     with pytest.raises(SystemExit) as exited:
         parse_or_exit(["--config", str(path), "--check-config", *([] if brings_data else gpu_machine)], entry)
     assert exited.value.code == 0, capsys.readouterr().err
+
+
+TUTORIAL_FLAGS = """
+    --rm-type dapo --colocate --actor-num-nodes 1 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2
+    --sequence-parallel --rollout-num-gpus-per-engine 1 --num-rollout 15 --rollout-batch-size 16
+    --over-sampling-batch-size 32 --windowed-fifo-ratio 0.3 --n-samples-per-prompt 8 --rollout-max-response-len 8192
+    --rollout-temperature 1.0 --global-batch-size 32 --lr 1e-6 --advantage-estimator grpo --kl-coef 0.0 --eps-clip 0.2
+    --eps-clip-high 0.28 --use-dynamic-batch-size --max-tokens-per-gpu 9216 --sglang-mem-fraction-static 0.75
+    --save checkpoints --save-interval 10 --apply-chat-template --input-key prompt --label-key label
+"""
+
+
+def test_the_flags_of_the_windowed_fifo_tutorial_pass_as_typed(gpu_machine: list[str]) -> None:
+    words = [*TUTORIAL_FLAGS.split(), "--apply-chat-template-kwargs", '{"enable_thinking": true}', *gpu_machine]
+    config = load_config(words, entry="train.py")
+    assert steps_per_rollout(config) == 4
+    assert config.rollout.reward_key == "score"
+    assert config.engine.rollout_num_gpus == 8
+    assert [checkpoint_due(config, rollout) for rollout in (8, 9, 14)] == [False, True, True]
 
 
 def test_the_tutorial_configuration_matches_the_tutorial(gpu_machine: list[str]) -> None:

@@ -16,6 +16,7 @@ from miles_async.config.schema import Section
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.ports import DataSource
+from miles_async.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
 from miles_async.sample_schema import NO_LIMITS, check_sample
 from miles_async.types import Group, Sample
@@ -94,6 +95,24 @@ async def test_a_plain_function_that_returns_a_coroutine_is_awaited_too() -> Non
         return rollout_id
 
     assert await call(lambda args, rollout_id, data_source, evaluation: later(rollout_id)) == 5
+
+
+@pytest.mark.parametrize(
+    "output", [RolloutFnTrainOutput([[finished(0)]]), RolloutFnEvalOutput({"set": {"rewards": [1.0]}}, {"rate": 0.5})]
+)
+async def test_the_contents_of_the_output_objects_of_slime_are_taken(
+    output: RolloutFnTrainOutput | RolloutFnEvalOutput,
+) -> None:
+    contents = output.samples if isinstance(output, RolloutFnTrainOutput) else output.data
+    assert await call(lambda *arguments, evaluation: output) is contents
+
+
+async def test_an_object_with_an_async_call_runs_in_the_event_loop() -> None:
+    class Rollout:
+        async def __call__(self, args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
+            return asyncio.get_running_loop()
+
+    assert await call(Rollout()) is asyncio.get_running_loop()
 
 
 def test_groups_are_returned_unchanged() -> None:

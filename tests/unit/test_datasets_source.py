@@ -247,8 +247,26 @@ def test_without_data_blank_samples_are_fed_with_rising_indices() -> None:
 
 def test_a_saved_position_of_other_data_is_refused(rows: str) -> None:
     state = open_rows(rows, rollout_shuffle=True).state_dict()
-    with pytest.raises(UserError, match=r"of 6 rows shuffled by seed 42, this run has 6 rows in file order"):
+    with pytest.raises(UserError, match="rollout_shuffle was True and is False"):
         open_rows(rows).load_state_dict(state)
+
+
+def test_a_saved_position_of_changed_data_is_refused(rows: str) -> None:
+    state = open_rows(rows).state_dict()
+    text = Path(rows).read_text()
+    Path(rows).write_text(text.replace("1", "2", 1))
+    with pytest.raises(UserError, match="content was"):
+        open_rows(rows).load_state_dict(state)
+    Path(rows).write_text(text)
+    state["order"]["n_samples_per_prompt"] = 4
+    with pytest.raises(UserError, match="n_samples_per_prompt was 4 and is 2"):
+        open_rows(rows).load_state_dict(state)
+
+
+def test_a_position_that_an_earlier_version_saved_is_accepted(rows: str) -> None:
+    state = open_rows(rows).state_dict()
+    state["order"] = {"rows": 6, "shuffle": False, "seed": 42}
+    open_rows(rows).load_state_dict(state)
 
 
 @pytest.fixture

@@ -105,12 +105,11 @@ async def test_an_evaluation_that_waits_for_engines_is_skipped_when_a_newer_one_
         due = DueEvaluations(run_state, tasks, evaluate, lambda: bool(serving))
         due.add(4)
         await run_state.clock.sleep(1.0)
-        due.add(9)
+        both = due.add(9)
         serving.append(True)
         run_state.changed.notify()
-        await due.idle()
-        due.add(14)
-        await due.idle()
+        await both
+        await due.add(14)
     assert made == [9, 14]
     assert [(event.rollout, event.overtaken_by) for event in trace.of(EvaluationSkipped)] == [(4, 9)]
 

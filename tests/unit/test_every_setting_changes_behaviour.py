@@ -282,6 +282,7 @@ OBSERVED: dict[str, Change] = {
     "engine_start_timeout_seconds": change(engine, 9.0),
     "engine_health_timeout_seconds": change(engine, 9.0),
     "sglang_router_policy": change(routing, "round_robin"),
+    "sglang_router_args": change(routing, {"balance-abs-threshold": 0}),
     "sglang_router_request_timeout_secs": change(routing, 9.0),
     "sglang_router_ip": change(routing, "10.0.0.1", sglang_router_port=30000),
     "sglang_router_port": change(routing, 30001, sglang_router_ip="10.0.0.1"),
@@ -326,10 +327,18 @@ LEARNER = "stack/test_learner_settings.py"
 LAYOUTS = "unit/test_layouts.py"
 PARALLEL = "stack/test_learner_parallel.py"
 
+FAULTS = "unit/test_fault_points.py"
+
 NAMED: dict[str, str] = {
+    # faults
+    "inject_faults": f"{FAULTS}::test_another_seed_of_the_faults_lets_them_happen_at_another_call",
+    "fault_seed": f"{FAULTS}::test_another_seed_of_the_faults_lets_them_happen_at_another_call",
     # the rollout worker
     "max_restarts": LOST_WORKER,
+    "resume": "stack/test_chaos.py::test_a_run_that_is_started_again_continues_in_its_folder",
+    "off_lineage": "sim/test_lost_workers.py::test_learner_and_rollout_worker_may_be_lost_together",
     "store_dir": LOST_WORKER,
+    "drain_seconds": "sim/test_drain.py::test_groups_that_take_longer_than_the_drain_are_interrupted",
     # model and warm start
     "hf_checkpoint": "unit/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
     "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
@@ -372,6 +381,9 @@ NAMED: dict[str, str] = {
     "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_without_effect_is_noted",
     "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_may_set_its_sampling",
     "eval_function_path": f"{GENERATORS}::test_a_user_defined_evaluation_is_loaded_by_its_path",
+    "slime_imports": (
+        "unit/test_check_config_functions.py::test_slime_imports_lets_a_module_import_the_names_of_slime"
+    ),
     "custom_generate_function_path": f"{GENERATORS}::test_a_user_defined_generate_function_has_the_configured_timeout",
     "agent_port": f"{GENERATORS}::test_agents_are_served_at_the_configured_port",
     "generate_timeout_seconds": f"{GENERATORS}::test_a_user_defined_generate_function_has_the_configured_timeout",
@@ -421,7 +433,6 @@ NAMED: dict[str, str] = {
     "recompute_method": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "save_keep": "stack/test_run_resume.py::test_a_resumed_run_trains_the_remaining_rollouts_and_prompts",
-    "termination_grace_seconds": "unit/test_stop_request.py::test_the_time_after_sigterm_is_configurable",
     "checkpoint_checksums": "unit/test_checkpoint_folder.py::test_without_checksums_only_sizes_are_compared",
     "load": "unit/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
@@ -456,6 +467,7 @@ NAMED: dict[str, str] = {
     # observability
     "project_name": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
     "experiment_name": f"{SKIP_MANAGER}::test_recordings_are_kept_in_the_folders_that_verl_uses",
+    "run_name": f"{RUN}::test_a_run_folder_has_the_name_that_is_set",
     "run_dir": f"{RUN}::test_a_run_folder_that_cannot_be_created_is_a_user_error",
     "metrics_port": f"{RUN}::test_metrics_are_served_at_the_configured_port",
     "trace": f"{RUN}::test_subscribers_write_trace_and_summary_and_serve_metrics_and_page",

@@ -130,7 +130,8 @@ async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> lis
     async def rate(sample: Sample) -> None:
         sample.rollout_log_probs = [-1.0] * sample.response_length
 
-    args, source = flat_args(chosen), SimpleNamespace(trainer_version=2)
+    args = flat_args(chosen)
+    source = SimpleNamespace(trainer_version=2, live_version=2, version_when_taken=lambda sample: None)
     if trains_only(chosen):
         return await SavedBatches(chosen, SampleLimits(vocabulary=10))(4, source)  # type: ignore[arg-type]
     prepare = BatchPreparation(chosen, args, events)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from miles_async.batching.flops import attention_crossover, training_flops
-from miles_async.config.model_shape import ModelShape
+from miles_async.models.plugin import ModelShape
 
 LLAMA_7B = ModelShape(
     layers=32,

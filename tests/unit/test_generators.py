@@ -21,7 +21,7 @@ from miles_async.rollout.contract import flat_args
 from miles_async.sample_schema import NO_LIMITS
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
-from tests.sim.world import Trace
+from tests.sim.world import DirectJournal, Trace
 from tests.unit.byte_tokenizer import Bytes
 from workers.generators import Generators
 from workers.rollout import RolloutWorker
@@ -36,12 +36,15 @@ async def hangs(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> S
 
 
 @asynccontextmanager
-async def generators(**settings: Any) -> AsyncIterator[Generators]:
+async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[Generators]:
+    """`agent_key` is the key that a lost rollout worker has left in the run folder."""
     config = run_config(**settings)
     fleet = SGLangFleet(NOBODY)
     tokenizer: Any = Bytes()
-    args, events = flat_args(config), Trace()
+    args = flat_args(config)
     with TemporaryDirectory() as folder:
+        if agent_key:
+            (Path(folder) / "agent_key").write_text(agent_key)
         made = Generators(
             config,
             NOBODY,
@@ -49,7 +52,8 @@ async def generators(**settings: Any) -> AsyncIterator[Generators]:
             fleet,
             tokenizer,
             args,
-            events=events,
+            journal=DirectJournal(Trace()),
+            stored=None,
             live_version=lambda: 0,
             limits=NO_LIMITS,
             agent_key_file=Path(folder) / "agent_key",
@@ -82,6 +86,11 @@ async def test_an_external_generator_finds_the_key_of_the_endpoint_in_a_file_of_
         assert not made._agent_key_file.exists()
 
 
+async def test_the_key_of_the_endpoint_stays_the_same_when_the_rollout_worker_is_replaced() -> None:
+    async with generators(agent_key="left", rollout_function_path=EXTERNAL_FUNCTION) as made:
+        assert (made._endpoint.key, made._agent_key_file.read_text()) == ("left", "left")
+
+
 async def test_a_user_defined_generate_function_has_the_configured_timeout() -> None:
     settings = {"custom_generate_function_path": f"{__name__}.hangs", "generate_timeout_seconds": 0.05}
     async with generators(**settings) as made:
@@ -100,9 +109,9 @@ async def test_posted_trajectories_wait_up_to_the_capacity_of_the_queue() -> Non
     async with generators(queue_capacity=2, n_samples_per_prompt=1) as made:
         trajectories = made.args.trajectories
         for _ in range(2):
-            trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
+            await trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
         with pytest.raises(BufferFullError):
-            trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
+            await trajectories.add([posted], lookup=lambda session: Sample(), claim=lambda session: Sample())
 
 
 async def scores(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from miles_async.errors import StoreError
-from miles_async.events import Event, WarningRaised
+from miles_async.events import Event, GroupMoved, WarningRaised
 from miles_async.pipeline.journal import RETRY_SECONDS, Journal
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.ledger import GroupState
@@ -19,18 +21,26 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Store:
-    """Keeps the batches; fails while `full`."""
+    """Keeps the batches, each of which takes `seconds`; fails while `full`."""
 
     def __init__(self) -> None:
         self.batches: list[Changes] = []
         self.full = False
+        self.seconds = 0.0
 
     async def write(self, changes: Changes) -> None:
+        await asyncio.sleep(self.seconds)
         if self.full:
             raise StoreError("the disk is full")
         self.batches.append(changes)
 
     async def read(self) -> StoredRun | None:
+        raise AssertionError("only a new rollout worker reads")
+
+    async def load(self, sequence: int) -> list[Sample]:
+        raise AssertionError("only a new rollout worker reads")
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
         raise AssertionError("only a new rollout worker reads")
 
 
@@ -84,6 +94,21 @@ async def test_a_group_is_stored_as_a_whole_when_it_has_finished_and_removed_whe
     assert (second.groups[0].state, second.groups[0].content) == (GroupState.LEASED, None), "it is stored already"
 
 
+async def test_a_drop_reports_the_tokens_that_no_other_attempt_continues() -> None:
+    driver, clock = Driver(), VirtualClock()
+    run_state, groups = RunState(clock, Journal(Store(), driver, clock)), [group(number) for number in range(3)]
+    for one in groups:
+        run_state.feed(one)
+        one[0].response_length = 7
+    run_state.leave_in_store(groups[2], partial(run_state.journal.load, 2), response_tokens=9)
+    run_state.drop(groups[0], DropReason.STALE)
+    run_state.drop(groups[1], DropReason.PARTIAL, keeps_tokens=True)
+    run_state.drop(groups[2], DropReason.STALE)
+    await run_state.journal.flush()
+    drops = [event for event in driver.events if isinstance(event, GroupMoved) and event.after == "dropped"]
+    assert [event.discarded_tokens for event in drops] == [7, 0, 9]
+
+
 async def test_a_prompt_that_is_fed_again_is_still_owed() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
     run_state, failed = RunState(clock, Journal(store, driver, clock)), group(0)
@@ -134,3 +159,21 @@ async def test_a_store_that_fails_stops_nothing_and_gets_everything_later() -> N
     run_state.journal.emit(WarningRaised(time=0.0, text="later"))
     await run_state.journal.flush()
     assert "the store is written again" in driver.warnings
+
+
+async def test_a_write_that_is_interrupted_by_the_end_of_the_run_still_delivers_its_events_in_order() -> None:
+    class SlowStore(Store):
+        async def write(self, changes: Changes) -> None:
+            await clock.sleep(1.0)
+            await super().write(changes)
+
+    store, driver, clock = SlowStore(), Driver(), VirtualClock()
+    journal = Journal(store, driver, clock)
+    journal.emit(WarningRaised(time=0.0, text="first"))
+    running = asyncio.ensure_future(journal.run())
+    await clock.sleep(0.5)
+    running.cancel()
+    journal.emit(WarningRaised(time=0.0, text="second"))
+    await journal.flush()
+    assert driver.warnings == ["first", "second"]
+    assert [batch.number for batch in store.batches] == [1, 2]

@@ -21,6 +21,7 @@ from miles_async.adapters.weights.engine import read_engine_memory
 from miles_async.config.redaction import REDACTED, redacted_values
 from miles_async.errors import EngineLostError, UserError
 from tests.configuration import run_config
+from tests.sim.world import DirectJournal, Trace
 from tests.waiting import PATIENCE_SECONDS
 from workers.rollout import Surroundings
 from workers.specs import engine_spec, external_router_key, router_spec
@@ -156,7 +157,7 @@ async def agent_endpoint(
 
 @pytest.mark.parametrize("path", ["/trajectories", "/sessions", "/sessions/x/v1/chat/completions"])
 async def test_the_agent_endpoint_refuses_clients_without_the_key(path: str) -> None:
-    async with agent_endpoint(TrajectoryBuffer(1, 1)) as (endpoint, post):
+    async with agent_endpoint(TrajectoryBuffer(1, 1, log=DirectJournal(Trace()))) as (endpoint, post):
         assert (await post(path))[0] == 401
         assert (await post(path, Authorization="Bearer guess"))[0] == 401
         assert (await post(path, Authorization=f"Bearer {endpoint.key}"))[0] in (400, 404, 503)
@@ -164,7 +165,7 @@ async def test_the_agent_endpoint_refuses_clients_without_the_key(path: str) -> 
 
 @pytest.mark.parametrize("header", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}])
 async def test_the_agent_endpoint_refuses_web_pages_even_with_the_key(header: dict[str, str]) -> None:
-    async with agent_endpoint(TrajectoryBuffer(1, 1)) as (endpoint, post):
+    async with agent_endpoint(TrajectoryBuffer(1, 1, log=DirectJournal(Trace()))) as (endpoint, post):
         status, text = await post("/trajectories", Authorization=f"Bearer {endpoint.key}", **header)
         assert (status, "refused: " in text) == (403, True)
 

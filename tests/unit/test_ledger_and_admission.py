@@ -4,7 +4,7 @@ import pytest
 
 from miles_async.errors import LedgerError
 from miles_async.scheduling.admission import Admission, Blocked
-from miles_async.scheduling.bounds import StalenessGate, staleness
+from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.ledger import GroupState, Ledger
 from miles_async.scheduling.queue import GroupQueue
 from miles_async.types import DropReason
@@ -117,11 +117,6 @@ def test_a_sweep_removes_groups_that_will_be_too_old_and_keeps_the_order() -> No
 
 def test_the_staleness_gate_accepts_groups_up_to_the_limit() -> None:
     gate = StalenessGate(limit=2)
-    assert not gate.too_old(oldest_version=3, trainer_version=5)
-    assert gate.too_old(oldest_version=2, trainer_version=5)
-    assert not StalenessGate(limit=None).too_old(oldest_version=0, trainer_version=99)
-
-
-def test_tokens_from_the_future_are_an_error() -> None:
-    with pytest.raises(ValueError, match="version 4 before"):
-        staleness(oldest_version=4, trainer_version=3)
+    assert not gate.too_old(2)
+    assert gate.too_old(3)
+    assert not StalenessGate(limit=None).too_old(99)

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
-from miles_async.observability.console.lossy_output import lossy_stream
 from miles_async.observability.console.program_lines import StepLog
+from miles_async.observability.lossy_output import lossy_stream
 from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
 from miles_async.observability.run_folder import RunFolder

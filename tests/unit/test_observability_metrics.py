@@ -10,6 +10,7 @@ from urllib.request import urlopen
 
 import prometheus_client
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -128,6 +129,17 @@ def test_ended_groups_are_counted_by_outcome_and_reason_and_stale_ones_as_recycl
     assert watched("ended_groups_total", outcome="dropped", reason="filtered") == 1
     assert watched("ended_groups_total", outcome="published", reason="") == 1
     assert watched("recycled_groups_total") == 1
+
+
+def test_discarded_tokens_are_counted_by_reason_with_a_bound_for_those_that_a_rollout_worker_lost() -> None:
+    watched = Watched(
+        replace(RUN, longest_response=100),
+        replace(moved("dropped", reason="stale"), discarded_tokens=30),
+        replace(moved("dropped", reason="worker_lost"), before="in_flight"),
+        replace(moved("dropped", reason="worker_lost"), before="fed"),
+    )
+    assert watched("discarded_tokens_total", reason="stale") == 30
+    assert watched("discarded_tokens_total", reason="worker_lost") == 200
 
 
 def test_staleness_histogram_counts_each_group_of_a_step() -> None:

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 import structlog
 from msgspec import structs
+from msgspec.structs import replace
 
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.load import build, read_yaml
@@ -30,9 +31,11 @@ from miles_async.events import (
     Evaluated,
     Event,
     GroupMoved,
+    LearnerRestored,
     PublishEnded,
     RouterChanged,
     RunEnded,
+    SampleDisplayed,
     Stalled,
     StepEnded,
     StepStarted,
@@ -178,6 +181,31 @@ def test_recycled_groups_are_counted_since_the_last_staleness_line() -> None:
     ]
 
 
+def displayed(response: str, reward: float) -> SampleDisplayed:
+    return SampleDisplayed(
+        time=1.0,
+        sequence=0,
+        feed_index="sample_0_0",
+        prompt="1+1=",
+        response=response,
+        label="2",
+        reward=reward,
+        rewards=[reward],
+        tokens=1,
+        versions=(0, 0),
+        truncated=False,
+    )
+
+
+def test_the_first_and_the_last_sample_of_a_rollout_are_printed_as_in_slime() -> None:
+    printed = lines_of(displayed("3\n", 0.0), displayed("2", 1.0), drained(0), drained(0), displayed("4", 0.0))
+    assert [line for line in printed if "rollout" in line] == [
+        r"First rollout sample: ['1+1=3\n'], label: 2, reward: 0.0",
+        "Finish rollout: ['1+1=2'], label: 2, reward: 1.0",
+        "First rollout sample: ['1+1=4'], label: 2, reward: 0.0",
+    ]
+
+
 def test_a_stall_prints_the_warning() -> None:
     assert lines_of(Stalled(time=1.0, seconds=30.2, queue=0, collected=5, wanted=32)) == [
         "Warning: No progress for 30s. Queue size: 0, Collected: 5/32"
@@ -205,6 +233,13 @@ def test_the_summary_covers_the_whole_run_and_the_training_phase() -> None:
     assert figures["engine_idle_share"] == pytest.approx(0.1)
     assert figures["rollouts"] == 2
     assert figures["reason"] == "done"
+
+
+def test_batches_that_a_lost_learner_undid_do_not_count_in_the_summary() -> None:
+    steps = [event for event in WHOLE_RUN if isinstance(event, StepEnded)]
+    restored = LearnerRestored(time=12.0, rollout=steps[0].rollout, kept_version=1, version=3, updates=0, groups=2)
+    assert summary_of([*steps, restored]).figures()["rollouts"] == 1
+    assert summary_of([*steps, restored, steps[1]]).figures()["rollouts"] == 2
 
 
 def test_the_summary_has_the_confidence_intervals_of_the_accuracies() -> None:
@@ -257,6 +292,21 @@ def test_the_summary_counts_versions_staleness_and_drops() -> None:
     assert figures["dropped"] == {"filtered": 1, "stale": 1}
 
 
+def test_the_summary_has_the_tokens_of_dropped_groups_and_a_bound_for_those_that_a_rollout_worker_lost() -> None:
+    events = [
+        replace(RUN, longest_response=100),
+        replace(dropped("stale"), discarded_tokens=30),
+        replace(dropped("stale"), discarded_tokens=40),
+        dropped("partial"),
+        replace(dropped("worker_lost"), before="in_flight"),
+        replace(dropped("worker_lost"), before="fed"),
+    ]
+    figures = summary_of(events).figures()
+    assert figures["discarded_tokens"] == {"stale": 70}
+    assert figures["lost_tokens_at_most"] == 200, "two samples of one group"
+    assert "tokens stale: 70; at most 200 with lost rollout workers" in summary_of(events).text()
+
+
 def test_groups_of_a_step_that_was_not_finite_do_not_count_as_trained() -> None:
     figures = summary_of([RUN, *step(0, 110.0, 112.0, [5, 5], finite=False), *step(1, 112.0, 114.0, [1])]).figures()
     assert figures["staleness_histogram"] == {"1": 1}
@@ -306,6 +356,12 @@ def test_a_run_folder_holds_the_configuration_that_ran(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     folder = RunFolder.create(config)
     assert build(read_yaml(folder.path / "config.yaml")) == config
+
+
+def test_a_run_folder_has_the_name_that_is_set(tmp_path: Path) -> None:
+    names = [RunFolder.create(config_in(tmp_path, run_name="mine")).path.name for _ in range(2)]
+    assert names == ["mine", "mine-2"]
+    assert RunFolder.create(config_in(tmp_path)).path.name.endswith("-chain_sum")
 
 
 def test_a_run_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:

@@ -10,12 +10,18 @@ from typing import Any
 import aiohttp
 import pytest
 
+from miles_async.adapters.agents import trajectories
 from miles_async.adapters.agents.endpoint import AgentEndpoint
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import StoreError, TrajectoryError, UserError
+from miles_async.pipeline.journal import Journal
+from miles_async.stored_run import Changes
 from miles_async.types import Sample, VersionSpan
+from tests.sim.lost_workers import MemoryStore
+from tests.sim.world import DirectOutbox, Trace
 from tests.unit.byte_tokenizer import Bytes
 from tests.unit.test_generate_functions import Script, masked
 
@@ -38,28 +44,51 @@ class Agent:
         self._http, self.endpoint, self.engine, self.turns = http, endpoint, engine, turns
         self.headers = {"Authorization": f"Bearer {endpoint.key}"}
 
-    async def post(self, url: str, body: Any) -> tuple[int, Any]:
-        async with self._http.post(url, json=body, headers=self.headers) as response:
+    async def post(self, url: str, body: Any, **headers: str) -> tuple[int, Any]:
+        async with self._http.post(url, json=body, headers={**self.headers, **headers}) as response:
             return response.status, await response.json()
 
     async def ask(self, base_url: str, *messages: Any, **more: Any) -> tuple[int, Any]:
         return await self.post(f"{base_url}/chat/completions", {"messages": list(messages), **more})
 
-    async def trajectory(self, samples: Any) -> tuple[int, Any]:
-        return await self.post(f"{self.endpoint.url}/trajectories", {"samples": samples})
+    async def trajectory(self, samples: Any, key: str | None = None) -> tuple[int, Any]:
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return await self.post(f"{self.endpoint.url}/trajectories", {"samples": samples}, **headers)
+
+
+class SlowStore(MemoryStore):
+    """A store that can be stopped, and that can fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works = asyncio.Event()
+        self.works.set()
+        self.full = False
+
+    async def write(self, changes: Changes) -> None:
+        await self.works.wait()
+        if self.full:
+            raise StoreError("the disk is full")
+        await super().write(changes)
 
 
 @asynccontextmanager
-async def connected_agent(*lines: str | None, capacity: int = 2, size: int = 1) -> AsyncIterator[Agent]:
-    """An agent at the endpoint of an engine that answers with `lines`."""
-    engine = Script(*lines)
-    trajectories = TrajectoryBuffer(capacity, size)
-    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(trajectories)
+async def connected_agent(
+    *lines: str | None, capacity: int = 2, size: int = 1, store: MemoryStore | None = None, live: bool = True
+) -> AsyncIterator[Agent]:
+    """An agent at the endpoint of an engine that answers with `lines`, and of the run in `store`."""
+    engine, store = Script(*lines), store or MemoryStore()
+    stored = await store.read()
+    journal = Journal(store, DirectOutbox(Trace()), SystemClock(), number=0 if stored is None else stored.number)
+    buffer = TrajectoryBuffer(capacity, size, log=journal, stored=stored)
+    if stored is not None:
+        buffer.restore(stored.posted)
+    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(buffer)
     await endpoint.start()
-    endpoint.accept_external(turns, PARAMS, live=lambda: True)
+    endpoint.accept_external(turns, PARAMS, live=lambda: live)
     try:
         async with aiohttp.ClientSession() as http:
-            yield Agent(http, endpoint, engine, turns, trajectories)
+            yield Agent(http, endpoint, engine, turns, buffer)
     finally:
         await endpoint.close()
         await engine.close()
@@ -266,6 +295,67 @@ async def test_a_session_with_an_unfinished_request_cannot_be_posted() -> None:
         assert (status, "a request is in progress" in answer["error"]["message"]) == (400, True)
         await agent.engine.abort()
         await going_on
+
+
+async def test_a_posted_group_is_acknowledged_when_it_is_stored() -> None:
+    store = SlowStore()
+    async with connected_agent(store=store) as agent:
+        store.works.clear()
+        posting = asyncio.create_task(agent.trajectory([OWN]))
+        await asyncio.sleep(0.1)
+        assert not posting.done()
+        store.works.set()
+        assert await posting == (200, {"group": "external_0"})
+    stored = await store.read()
+    assert stored is not None
+    assert stored.posted == ["external_0"]
+
+
+async def test_a_group_that_cannot_be_stored_is_not_acknowledged() -> None:
+    store = SlowStore()
+    async with connected_agent(store=store) as agent:
+        store.full = True
+        status, body = await agent.trajectory([OWN], key="a")
+        assert (status, "repeat the request with the same Idempotency-Key" in body["error"]["message"]) == (503, True)
+
+
+async def test_a_request_with_the_same_idempotency_key_adds_no_second_group() -> None:
+    async with connected_agent() as agent:
+        answers = [await agent.trajectory([OWN], key=key) for key in ("a", "b", "a")]
+        assert answers == [(200, {"group": name}) for name in ("external_0", "external_1", "external_0")]
+        assert [(await agent.trajectories.take()).feed_index for _ in range(2)] == ["external_0", "external_1"]
+        assert (await agent.trajectory([OWN], key="k" * 256))[0] == 400
+
+
+async def test_groups_keys_and_numbers_outlive_the_rollout_worker() -> None:
+    store = MemoryStore()
+    async with connected_agent(store=store) as lost:
+        await lost.trajectory([OWN], key="a")
+        await lost.trajectory([{**OWN, "reward": 2}])
+    async with connected_agent(store=store, capacity=3) as agent:
+        assert await agent.trajectory([OWN], key="a") == (200, {"group": "external_0"})
+        assert await agent.trajectory([OWN]) == (200, {"group": "external_2"})
+        groups = [await agent.trajectories.take() for _ in range(3)]
+        assert [group.feed_index for group in groups] == ["external_0", "external_1", "external_2"]
+        assert [group[0].reward for group in groups] == [1.0, 2.0, 1.0]
+
+
+async def test_the_oldest_idempotency_key_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectories, "MAX_KEYS", 2)
+    store = MemoryStore()
+    async with connected_agent(store=store, capacity=9) as agent:
+        for key in ("a", "b", "c"):
+            await agent.trajectory([OWN], key=key)
+        assert await agent.trajectory([OWN], key="b") == (200, {"group": "external_1"})
+        assert await agent.trajectory([OWN], key="a") == (200, {"group": "external_3"})
+    stored = await store.read()
+    assert stored is not None
+    assert list(stored.keys) == ["c", "a"]
+
+
+async def test_groups_are_not_accepted_before_the_engines_hold_weights_of_the_run() -> None:
+    async with connected_agent(live=False) as agent:
+        assert (await agent.trajectory([OWN]))[0] == 503
 
 
 async def test_a_full_buffer_asks_the_client_to_retry() -> None:

@@ -25,7 +25,15 @@ from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM
-from workers.preflight import HTTP2_PREFACE, HTTP2_SETTINGS, check_ray, dynamic_filter, preflight, rollout_function
+from workers.preflight import (
+    HTTP2_PREFACE,
+    HTTP2_SETTINGS,
+    check_ray,
+    dynamic_filter,
+    lock_checkpoints,
+    preflight,
+    rollout_function,
+)
 
 RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
 
@@ -132,6 +140,17 @@ def test_the_configured_function_generates_but_train_py_replaces_one_with_a_back
     assert rollout_function(persistent, "train.py") is generate_rollout
 
 
+@pytest.mark.parametrize("parameters", ["args, rollout_id, data_source", "rollout_id, data_source, evaluation=False"])
+def test_a_rollout_function_with_an_older_signature_is_refused_with_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"older_{len(parameters)}"
+    (tmp_path / f"{name}.py").write_text(f"def rollout({parameters}): ...\n")
+    with pytest.raises(UserError, match=r"write fn\(args, rollout_id, data_source, evaluation=False\)"):
+        rollout_function(config(rollout_function_path=f"{name}.rollout"), "train_async.py")
+
+
 def group(reward: float) -> Group:
     sample = Sample(index=0, tokens=[1, 2], response_length=1, rollout_log_probs=[-0.5], reward=reward)
     return Group([sample], feed_index="sample_0_0")
@@ -168,6 +187,15 @@ def test_a_port_in_use_is_reported_before_anything_starts(setting: str) -> None:
             match=rf"{setting} {port} is not available \(Address already in use\): set --.*-port to a free port",
         ):
             preflight(config(**{setting: port}), "train_async.py")
+
+
+@pytest.mark.parametrize("setting", ["run_dir", "store_dir", "save"])
+def test_a_folder_that_is_not_writable_is_reported_before_anything_starts(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "file").touch()
+    settings = config(**{setting: str(tmp_path / "file" / "runs")})
+    complaint = rf"{setting} {tmp_path}/file/runs is not writable: set --.* to a folder that is"
+    with pytest.raises(UserError, match=complaint), lock_checkpoints(settings):
+        preflight(settings, "train_async.py")
 
 
 def test_a_ray_address_without_a_cluster_is_reported() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
-from miles_async.errors import UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from tests.slime_samples import slime_sample
 from workers.inspect_rollout import main
 
 
@@ -68,6 +69,34 @@ def test_a_truncated_changed_or_foreign_file_is_refused(tmp_path: Path) -> None:
         load_groups(path)
     with pytest.raises(UserError, match="cannot be read"):
         load_groups(tmp_path / "nowhere")
+
+
+def test_a_sample_of_slime_gets_the_oldest_of_its_versions_and_keeps_added_attributes_as_metadata() -> None:
+    sample = Sample.from_dict(slime_sample(0))
+    assert sample == Sample(
+        index=0,
+        prompt="1 + 1 =",
+        label="2",
+        metadata={"level": 3, "round_number": 7},
+        tokens=[5, 6, 7, 8],
+        response="2!",
+        response_length=2,
+        loss_mask=[1, 1],
+        rollout_log_probs=[-0.1, -0.2],
+        spans=[VersionSpan(3, 0, 2)],
+        reward=1.0,
+        status=SampleStatus.COMPLETED,
+    )
+
+
+def test_a_pending_sample_of_an_early_slime_has_neither_versions_nor_log_probabilities() -> None:
+    early = {"index": 1, "prompt": "p", "tokens": [], "response_length": 0, "status": "pending", "metadata": {}}
+    assert Sample.from_dict(early) == Sample(index=1, prompt="p")
+
+
+def test_a_sample_of_slime_with_images_is_refused() -> None:
+    with pytest.raises(TrajectoryError, match="sample 4 has multimodal_inputs: only text can be trained"):
+        Sample.from_dict(slime_sample(4, multimodal_inputs={"images": ["a"]}))
 
 
 def test_the_rollout_number_is_the_only_placeholder_of_a_file_name() -> None:

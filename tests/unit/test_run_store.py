@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import sqlite3
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,15 +24,16 @@ from miles_async.adapters.system.file_systems import file_system, is_network_fil
 from miles_async.errors import FatalError, MilesError, StoreError, UserError
 from miles_async.sampling_mask import SamplingMask
 from miles_async.scheduling.ledger import GroupState
-from miles_async.stored_run import Changes, GroupChange, StoredRun
+from miles_async.stored_run import Changes, GroupChange, StoredContent
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.disks import files_at_most
 from tests.stored_batches import batch, check_state, finished_group
 
 
-def stored_in(folder: Path, *, read_only: bool = False) -> StoredRun | None:
+def last_batch(folder: Path, *, read_only: bool = False) -> int:
+    """Number of the batch whose state the store in `folder` has. Fails for any other state."""
     with closing(SqliteRunStore(folder, "a", read_only=read_only)) as store:
-        return asyncio.run(store.read())
+        return asyncio.run(check_state(store))
 
 
 def write_batches(store: SqliteRunStore, numbers: range, tokens: int = 20) -> None:
@@ -59,11 +61,11 @@ async def test_nothing_is_stored_before_the_first_batch(store: SqliteRunStore) -
 def test_another_process_reads_the_state_of_the_last_batch(tmp_path: Path) -> None:
     with closing(SqliteRunStore(tmp_path, "a")) as store:
         write_batches(store, range(1, 8))
-    assert check_state(stored_in(tmp_path)) == 7
+    assert last_batch(tmp_path) == 7
     with closing(SqliteRunStore(tmp_path, "a")) as store:
         write_batches(store, range(8, 11))
-        assert check_state(stored_in(tmp_path, read_only=True)) == 10
-    assert check_state(stored_in(tmp_path)) == 10
+        assert last_batch(tmp_path, read_only=True) == 10
+    assert last_batch(tmp_path) == 10
 
 
 def test_other_users_cannot_read_the_store(tmp_path: Path) -> None:
@@ -81,7 +83,9 @@ async def test_groups_return_in_the_order_of_their_last_transitions(store: Sqlit
     stored = await store.read()
     assert stored is not None
     leased_group, fed_group = stored.groups
-    assert (leased_group.sequence, leased_group.state, leased_group.content) == (5, GroupState.LEASED, group)
+    assert (leased_group.sequence, leased_group.state) == (5, GroupState.LEASED)
+    assert leased_group.content == StoredContent([5], 40)
+    assert await store.load(5) == group
     assert (fed_group.attempt, fed_group.state, fed_group.adopted, fed_group.content) == (1, GroupState.FED, True, None)
 
 
@@ -101,9 +105,7 @@ async def test_a_group_that_is_recycled_while_it_is_written_is_stored_as_it_fini
     await asyncio.sleep(0)
     group.reset()
     await writing
-    stored = await store.read()
-    assert stored is not None
-    assert stored.groups[0].content == finished_group(1)
+    assert await store.load(1) == finished_group(1)
 
 
 JSON = st.recursive(
@@ -140,9 +142,7 @@ def test_any_sample_returns_as_it_was_written(tmp_path: Path) -> None:
         def returns(samples: list[Sample]) -> None:
             changes = Changes(number=1, groups={1: a_finished(Group(samples, feed_index="é"))})
             asyncio.run(store.write(changes))
-            stored = asyncio.run(store.read())
-            assert stored is not None
-            assert stored.groups[0].content == samples
+            assert asyncio.run(store.load(1)) == samples
 
         returns()
 
@@ -151,12 +151,31 @@ async def test_metadata_that_json_cannot_express_is_stored_as_the_nearest_json_v
     metadata = {"big": 2**70, "half": "\ud800", "array": np.arange(2), "object": complex(1)}
     sample = Sample(metadata=metadata, sampling_mask=SamplingMask.from_rows([[1, 2]]), response="\udfff")
     await store.write(Changes(number=1, groups={1: a_finished(Group([sample], feed_index="f"))}))
-    stored = await store.read()
-    assert stored is not None
-    assert stored.groups[0].content is not None
-    [returned] = stored.groups[0].content
+    [returned] = await store.load(1)
     assert returned.metadata == {"big": str(2**70), "half": "?", "array": [0, 1], "object": "(1+0j)"}
     assert (returned.response, returned.sampling_mask) == ("?", sample.sampling_mask)
+
+
+def test_the_state_is_read_without_the_tokens_of_its_groups(tmp_path: Path) -> None:
+    groups = {number: finished_group(number, tokens=5000) for number in range(1, 41)}
+    changes = Changes(number=1, groups={number: a_finished(group) for number, group in groups.items()})
+    with closing(SqliteRunStore(tmp_path, "a")) as store:
+        asyncio.run(store.write(changes))
+        tracemalloc.start()
+        try:
+            stored = asyncio.run(store.read())
+            _, most_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert stored is not None
+        assert [group.content for group in stored.groups] == [StoredContent([number], 10_000) for number in groups]
+        assert most_bytes < (tmp_path / f"{FILE}-wal").stat().st_size / 4
+        assert asyncio.run(store.load(40)) == groups[40]
+
+
+async def test_a_group_that_is_not_stored_cannot_be_loaded(store: SqliteRunStore) -> None:
+    with pytest.raises(FatalError, match="group 7 is missing"):
+        await store.load(7)
 
 
 def test_the_file_does_not_grow_while_groups_come_and_go(tmp_path: Path) -> None:
@@ -172,7 +191,7 @@ def test_a_second_writer_is_refused_with_process_and_host_of_the_first(tmp_path:
     with closing(SqliteRunStore(tmp_path, "a")):
         with pytest.raises(UserError, match=f"--store-dir .*process {os.getpid()} on host {socket.gethostname()}"):
             SqliteRunStore(tmp_path, "a")
-        assert stored_in(tmp_path, read_only=True) is None
+        assert last_batch(tmp_path, read_only=True) == 0
     SqliteRunStore(tmp_path, "a").close()
 
 
@@ -182,7 +201,7 @@ def test_the_store_of_another_run_or_another_format_is_refused_by_name(tmp_path:
         SqliteRunStore(tmp_path, "b")
     with closing(sqlite3.connect(tmp_path / FILE)) as connection:
         connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(UserError, match="has format version 7, and this version of miles_async reads format version 1"):
+    with pytest.raises(UserError, match="has format version 7, and this version of miles_async reads format version 2"):
         SqliteRunStore(tmp_path, "a")
 
 
@@ -208,9 +227,9 @@ async def test_a_batch_that_does_not_fit_on_the_disk_is_an_error_and_can_be_writ
     await store.write(batch(1))
     with files_at_most(100_000), pytest.raises(StoreError, match=r"cannot be written .*free some disk space"):
         await store.write(batch(2, tokens=50_000))
-    assert check_state(await store.read()) == 1
+    assert await check_state(store) == 1
     await store.write(batch(2))
-    assert check_state(await store.read()) == 2
+    assert await check_state(store) == 2
 
 
 MOUNTS = r"""
@@ -252,13 +271,13 @@ def test_on_a_network_file_system_a_store_uses_a_rollback_journal(tmp_path: Path
         write_batches(store, range(3, 5))
         assert not (tmp_path / "store" / f"{FILE}-wal").exists()
     assert "network file system (lustre)" in logs[0]["event"]
-    assert check_state(stored_in(tmp_path / "store")) == 4
+    assert last_batch(tmp_path / "store") == 4
 
 
 def state_or_error(folder: Path) -> int | str:
     """Number of the batch that a damaged store holds, or the error that refuses it."""
     try:
-        return check_state(stored_in(folder))
+        return last_batch(folder)
     except MilesError as error:
         return str(error)
 

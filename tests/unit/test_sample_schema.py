@@ -21,6 +21,7 @@ from miles_async.errors import PromptTooLongError, TrajectoryError, UserError
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.sample_schema import SampleLimits, check_group, check_sample, decode_answers
 from miles_async.types import Group, Sample, VersionSpan
+from tests.sim.world import DirectJournal, Trace
 
 LIMITS = SampleLimits(vocabulary=100, longest=8)
 NEWEST = 4
@@ -239,7 +240,7 @@ POSTED: dict[str, Any] = {
 )
 def test_an_invalid_post_is_answered_with_an_error_and_changes_nothing(fields: dict[str, Any], complaint: str) -> None:
     async def story() -> None:
-        buffer = TrajectoryBuffer(2, 1, limits=LIMITS, newest_version=lambda: NEWEST)
+        buffer = TrajectoryBuffer(2, 1, log=DirectJournal(Trace()), limits=LIMITS, newest_version=lambda: NEWEST)
         endpoint = AgentEndpoint(buffer)
         await endpoint.start()
         try:
@@ -264,10 +265,13 @@ def test_an_invalid_post_is_answered_with_an_error_and_changes_nothing(fields: d
 class Source:
     """Collects the groups that are refused."""
 
-    trainer_version = NEWEST
+    trainer_version = live_version = NEWEST
 
     def __init__(self) -> None:
         self.refused: list[str] = []
+
+    def version_when_taken(self, sample: Sample) -> int | None:
+        return None
 
     def refuse(self, group: Group, error: str) -> None:
         self.refused.append(error)

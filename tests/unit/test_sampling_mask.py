@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.plugin import request_sampling_masks
 from miles_async.adapters.sglang.response import extend
@@ -123,7 +125,8 @@ def test_an_answer_that_was_aborted_before_its_first_token_needs_no_mask() -> No
 def test_tool_output_has_no_kept_tokens() -> None:
     turn = Sample(tokens=[1])
     extend(turn, answer([7]), decode, sampling_mask=True)
-    MultiTurnSampler(None, Bytes()).observe_ids(turn, [65, 66])  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(sampling=SamplingParams(max_new_tokens=9))
+    MultiTurnSampler(engine, Bytes()).observe_ids(turn, [65, 66])
     extend(turn, answer([8]), decode, sampling_mask=True)
     assert turn.sampling_mask == mask_of([7, 3], [], [], [8, 3])
     check_group(Group([turn]), REQUIRED, 0)

@@ -186,6 +186,8 @@ def test_samples_are_drawn_as_configured_and_held_out_ones_greedily() -> None:
         "stop": ["END"],
         "stop_token_ids": [7, 9],
         "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
     }
     greedy = greedy_of(settings)
     assert (greedy.temperature, greedy.max_new_tokens, greedy.stop) == (0, 12, ("END",))
@@ -197,6 +199,13 @@ def test_sampling_settings_survive_a_generate_function() -> None:
     again = SamplingParams.of(body).body(4)
     assert (again["max_new_tokens"], again["temperature"], again["stop"]) == (4, 0.5, ["END"])
     assert (again["regex"], again["stop_token_ids"]) == ("a+", [3])
+    assert (again["no_stop_trim"], again["spaces_between_special_tokens"]) == (True, False)
+
+
+def test_a_generate_function_may_change_how_tokens_become_text() -> None:
+    body = {"max_new_tokens": 9, "no_stop_trim": False, "spaces_between_special_tokens": True}
+    again = SamplingParams.of(body).body(4)
+    assert (again["no_stop_trim"], again["spaces_between_special_tokens"]) == (False, True)
 
 
 def test_each_evaluation_data_set_may_set_its_sampling(tmp_path: Path) -> None:

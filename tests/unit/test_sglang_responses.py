@@ -50,6 +50,26 @@ def test_a_continuation_shifts_its_spans_and_joins_those_of_one_version() -> Non
     assert (aborted, sample.status) == (SampleStatus.ABORTED, SampleStatus.COMPLETED)
 
 
+@pytest.mark.parametrize("cut_after", [0, 3], ids=["first attempt", "continued attempt"])
+def test_a_reward_sees_the_stop_string_as_the_tokens_have_it(cut_after: int) -> None:
+    ids = list(b"<answer>7</answer>\n")
+    sample = Sample(tokens=[1])
+    if cut_after:
+        extend(sample, answer(ids[:cut_after], [("3", 0, cut_after)], "abort"), decode)
+    rest = answer(ids[cut_after:], [("3", 0, len(ids) - cut_after)])
+    rest["meta_info"]["finish_reason"]["matched"] = "</answer>"
+    extend(sample, rest, decode)
+    assert sample.response == "<answer>7</answer>\n"
+
+
+def test_the_token_that_ended_a_response_leaves_the_text_of_the_engine() -> None:
+    sample = Sample(tokens=[1])
+    ended = answer([7, 2], [("3", 0, 2)])
+    ended["meta_info"]["finish_reason"]["matched"] = 2
+    extend(sample, ended, decode)
+    assert sample.response == "engine text"
+
+
 def test_a_sample_aborted_before_its_first_token_has_no_span() -> None:
     sample = Sample(tokens=[1])
     extend(sample, answer([], [("3", 0, 0)], "abort"), decode)

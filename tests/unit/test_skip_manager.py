@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_async.config.checks import notes
+from miles_async.config.flags import parse_flags
+from miles_async.config.load import build, read_yaml
 from miles_async.errors import UserError
 from miles_async.recording import Steps, choose_step, differences, feed_step
-from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, base, register_skip
+from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, SkipManagerConfig, base, register_skip
 from miles_async.skip.identity import identity_of
 from miles_async.types import Sample
 from tests.configuration import run_config
@@ -27,17 +30,17 @@ def doubling() -> Iterator[type[BaseSkip]]:
 
     @register_skip("doubling")
     class Doubling(BaseSkip):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, local_config: Any, global_config: Any) -> None:
+            super().__init__(local_config, global_config)
             self.kept: dict[int, Any] = {}
 
-        def meet_precondition(self, step: int, *args: Any, **kwargs: Any) -> bool:
+        def meet_precondition(self, step: int, func: Any, *args: Any, **kwargs: Any) -> bool:
             return step in self.kept
 
-        def warp_function(self, step: int, *args: Any, **kwargs: Any) -> Any:
+        def warp_function(self, step: int, func: Any, *args: Any, **kwargs: Any) -> Any:
             return self.kept[step]
 
-        def prepare_data(self, result: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        def prepare_data(self, step: int, result: Any, *args: Any, **kwargs: Any) -> None:
             self.kept[step] = result
 
     yield Doubling
@@ -61,7 +64,7 @@ class Doubler:
         return self.double(number)
 
 
-ON = ("skip.roles.doubling.enable=True", "skip.roles.doubling.steps=[1-3]")
+ON = ("skip.doubling.enable=True", "skip.doubling.steps=[1-3]")
 
 
 @pytest.mark.usefixtures("doubling")
@@ -84,7 +87,7 @@ def test_a_step_that_is_not_configured_always_runs() -> None:
 
 
 @pytest.mark.usefixtures("doubling")
-@pytest.mark.parametrize("words", [(), ("skip.roles.doubling.steps=[1]",)])
+@pytest.mark.parametrize("words", [(), ("skip.doubling.steps=[1]",)])
 def test_a_missing_or_disabled_role_has_no_effect(words: tuple[str, ...]) -> None:
     doubler = Doubler()
     with SkipManager.init(run_config(*words)):
@@ -97,7 +100,7 @@ def test_two_runs_in_a_row_share_no_state() -> None:
     doubler = Doubler()
     for _ in range(2):
         with SkipManager.init(run_config(*ON)) as manager:
-            assert manager.step is None
+            assert manager.step == -1
             SkipManager.set_step(1)
             doubler.double(5)
     assert doubler.calls == [5, 5]
@@ -109,10 +112,10 @@ def test_two_runs_in_a_row_share_no_state() -> None:
 @pytest.mark.usefixtures("doubling")
 async def test_two_runs_at_once_share_no_state() -> None:
     async def run(number: int) -> list[int]:
-        SkipManager.init(run_config(*ON))
-        SkipManager.set_step(1)
-        doubler = Doubler()
-        return [await doubler.double_later(number), await doubler.double_later(0)]
+        with SkipManager.init(run_config(*ON)):
+            SkipManager.set_step(1)
+            doubler = Doubler()
+            return [await doubler.double_later(number), await doubler.double_later(0)]
 
     assert list(await asyncio.gather(run(1), run(2))) == [[2, 2], [4, 4]]
 
@@ -127,22 +130,74 @@ async def test_concurrent_calls_have_separate_steps(doubling: type[BaseSkip]) ->
     base.REGISTERED["doubling"] = Online
     doubler = Doubler()
 
-    SkipManager.init(run_config(*ON))
-    await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
-    again = await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
+    with SkipManager.init(run_config(*ON)):
+        await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
+        again = await asyncio.gather(*(doubler.double_later(number) for number in (1, 2, 3, 4)))
     assert again == [2, 4, 6, 8]
     assert sorted(doubler.calls) == [1, 2, 3, 4, 4]
 
 
+@pytest.mark.usefixtures("doubling")
+def test_a_plain_thread_sees_the_manager_of_the_run() -> None:
+    doubler = Doubler()
+    with SkipManager.init(run_config(*ON)), ThreadPoolExecutor(1) as pool:
+        SkipManager.set_step(2)
+        assert [pool.submit(doubler.double, number).result() for number in (5, 6)] == [10, 10]
+
+
+@pytest.mark.usefixtures("doubling")
+def test_the_state_of_the_current_run_is_available_from_the_class() -> None:
+    with SkipManager.init(run_config(*ON)) as manager:
+        SkipManager.set_step(3)
+        assert SkipManager.step == manager.step == 3
+        assert sorted(SkipManager.skip_instances) == ["async_rollout", "doubling", "rollout"]
+        assert SkipManager.skip_instances["doubling"].is_enabled()
+        assert not SkipManager.skip_instances["rollout"].is_enabled()
+        assert isinstance(SkipManager.config, SkipManagerConfig)
+        assert SkipManager.config.roles["doubling"].steps == ["1-3"]
+    assert SkipManager.step == -1
+    assert not SkipManager.skip_instances
+    assert SkipManager.config is None
+
+
+def test_a_role_may_define_whether_it_is_enabled_as_a_property(doubling: type[BaseSkip]) -> None:
+    class Never(doubling):  # type: ignore[valid-type, misc]
+        @property
+        def is_enabled(self) -> bool:
+            return False
+
+    base.REGISTERED["doubling"] = Never
+    doubler = Doubler()
+    with SkipManager.init(run_config(*ON)) as manager:
+        SkipManager.set_step(1)
+        assert [doubler.double(5), doubler.double(6)] == [10, 12]
+        assert not manager.any_enabled
+
+
+@pytest.mark.usefixtures("doubling")
+def test_a_role_is_configured_in_yaml_and_extended_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "skip.yaml"
+    file.write_text("skip:\n  doubling:\n    enable: true\n    steps: [1]\n")
+    loaded = build([*read_yaml(file), *parse_flags(["skip.doubling.steps=[2]"]).assignments])
+    assert loaded == run_config("skip.doubling.enable=True", "skip.doubling.steps=[2]")
+    with pytest.raises(UserError, match=r"^skip\.doubling\.every: extra inputs are not permitted"):
+        run_config("skip.doubling.every=2")
+
+
+def test_a_misspelt_setting_of_a_built_in_role_is_not_a_role() -> None:
+    with pytest.raises(UserError, match=r"unknown setting skip\.rollout\.step\b.*skip\.rollout\.steps"):
+        run_config("skip.rollout.step=[1]")
+
+
 def test_an_action_that_a_role_does_not_support_is_refused(doubling: type[BaseSkip]) -> None:
-    doubling.support_actions = frozenset({SkipAction.CACHE})
-    with pytest.raises(UserError, match="'doubling' does not support action repeat: set cache"):
-        SkipManager.init(run_config("skip.roles.doubling.action=repeat"))
+    doubling.support_actions = [SkipAction.CACHE]
+    with pytest.raises(UserError, match=r"skip\.doubling\.action: \S*Doubling does not support repeat; set cache"):
+        SkipManager.init(run_config("skip.doubling.action=repeat"))
 
 
 def test_a_role_without_a_registered_class_is_refused() -> None:
-    with pytest.raises(UserError, match=r"skip\.roles\.nobody: no class is registered .* async_rollout, rollout"):
-        SkipManager.init(run_config("skip.roles.nobody.enable=true"))
+    with pytest.raises(UserError, match=r"skip\.nobody: no class is registered .* async_rollout, rollout"):
+        SkipManager.init(run_config("skip.nobody.enable=true"))
 
 
 def test_a_role_can_have_only_one_class() -> None:
@@ -160,10 +215,8 @@ def test_recordings_are_kept_in_the_folders_that_verl_uses(tmp_path: Path, monke
     monkeypatch.setenv("HOME", str(tmp_path))
     words = ["skip.rollout.dump_dir=~/dump", "skip.async_rollout.dump_dir=~/dump", "--rollout-max-prompt-len", "64"]
     sizes = ["--rollout-batch-size", "32", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"]
-    manager = SkipManager(
-        SkipContext(config=run_config(*words, *sizes, "--experiment-name", "e", "--project-name", "p"))
-    )
-    roles: dict[str, Any] = manager.roles
+    manager = SkipManager(run_config(*words, *sizes, "--experiment-name", "e", "--project-name", "p"), SkipContext())
+    roles: Mapping[str, Any] = manager.skip_instances
     folders = {role: str(skip.store.folder.relative_to(tmp_path)) for role, skip in roles.items()}
     assert folders == {
         "rollout": "dump/e_p/GBS32_N4_in64_out8",
@@ -269,7 +322,7 @@ async def test_the_worked_example_of_the_documentation_skips_the_reward_stage(tm
         return 0.5
 
     module["slow_judge"] = slow_judge
-    words = ("skip.roles.reward.enable=True", "skip.roles.reward.steps=[0-1]", f"skip.roles.reward.dump_dir={tmp_path}")
+    words = ("skip.reward.enable=True", "skip.reward.steps=[0-1]", f"skip.reward.dump_dir={tmp_path}")
     samples = [Sample(index=i, metadata={"feed_index": f"sample_0_{i}"}) for i in range(3)]
 
     async def run() -> list[float]:

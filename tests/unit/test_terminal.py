@@ -26,6 +26,7 @@ from miles_async.events import (
     ProcessSilent,
     QueueChanged,
     RouterChanged,
+    RunDrained,
     RunEnded,
     Stalled,
     StartupChanged,
@@ -475,6 +476,25 @@ def test_a_lost_engine_and_router_are_reported_with_their_return_but_their_start
         "Warning: router does not answer (engines 1, healthy 1)",
         "router answers (engines 1, healthy 1)",
     ]
+
+
+@pytest.mark.usefixtures("_logging_restored")
+def test_a_drained_run_reports_what_ended_and_warns_if_its_time_was_too_short(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    configure_logging("console")
+    configured = config(run_dir=str(tmp_path), save=str(tmp_path / "saved"))
+    drained = RunDrained(time=1.0, seconds=2.94, finished=31, interrupted=0, abandoned=0, kept=95, unsaved=0)
+    with EventSubscribers(configured, RunFolder.create(configured)) as subscribers:
+        subscribers.emit(drained)
+        for trouble in ({"abandoned": 64}, {"unsaved": 1}):
+            subscribers.emit(structs.replace(drained, **trouble))
+    ended, *warnings = err.getvalue().splitlines()
+    assert ended == ("the run was drained (seconds 2.9, finished 31, interrupted 0, abandoned 0, kept 95, unsaved 0)")
+    assert all("needed more than --drain-seconds" in warning for warning in warnings)
+    assert ["abandoned 64" in warnings[0], "unsaved 1" in warnings[1]] == [True, True]
 
 
 def test_the_summary_mentions_accuracy_only_if_something_was_evaluated() -> None:

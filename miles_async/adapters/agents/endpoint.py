@@ -26,7 +26,7 @@ import orjson
 from aiohttp import web
 
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
-from miles_async.adapters.agents.trajectories import BufferFullError, TrajectoryBuffer
+from miles_async.adapters.agents.trajectories import BufferFullError, NotStoredError, TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
@@ -140,7 +140,7 @@ class AgentEndpoint:
 
     async def _open_session(self, http: web.Request) -> web.Response:
         if self._external is None or not self._external[2]():
-            return _error(503, "the engines do not hold the weights of this run yet: try again in a moment")
+            return _weights_are_missing()
         sampler, params, _ = self._external
         name, _ = self._begin(Sample(), sampler, params)
         self._external_sessions[name] = None
@@ -151,13 +151,20 @@ class AgentEndpoint:
 
     async def _post_trajectory(self, http: web.Request) -> web.Response:
         assert self._trajectories is not None, "the route exists"
+        if self._external is not None and not self._external[2]():
+            return _weights_are_missing()
         try:
             posted = msgspec.json.decode(await http.read(), type=dict[str, Any]).get("samples")
-            return _json(200, {"group": self._trajectories.add(posted, self._lookup, self._claim)})
+            name = await self._trajectories.add(
+                posted, self._lookup, self._claim, key=http.headers.get("Idempotency-Key")
+            )
+            return _json(200, {"group": name})
         except (InvalidRequestError, msgspec.DecodeError) as error:
             return _error(400, str(error))
         except BufferFullError as full:
             return _error(429, str(full))
+        except NotStoredError as failure:
+            return _error(503, str(failure))
 
     def _lookup(self, session: str) -> Sample:
         """The sample of a session. Raises InvalidRequestError if the session is unknown, busy, failed or empty."""
@@ -231,6 +238,10 @@ async def _refuse_external(http: web.Request) -> web.Response:
         "this run has no external generator: set rollout_function_path to "
         "miles_async.rollout.external_rollout.generate_rollout",
     )
+
+
+def _weights_are_missing() -> web.Response:
+    return _error(503, "the engines do not hold the weights of this run yet: try again in a moment")
 
 
 def _body(completion: Completion) -> dict[str, Any]:

@@ -4,24 +4,55 @@ A posted group is a list of `n_samples_per_prompt` samples, each with a `reward`
 it was generated; the session holds its tokens, log-probabilities and weight versions. Alternatively, the sample holds
 them itself: `tokens`, `response_length`, `rollout_log_probs`, `weight_versions` as SGLang reports them, and an optional
 `loss_mask`. If the run samples with top-p or top-k, it also holds `sampling_mask`, as SGLang reports it.
+
+A group is acknowledged when it is stored, so a group that was acknowledged is not lost with the rollout worker. A
+generator that receives no answer repeats its request with the same idempotency key, and the group is added once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.errors import TrajectoryError
 from miles_async.sample_schema import NO_LIMITS, PostedSample, SampleLimits, check_sample, parse
 from miles_async.sampling_mask import SamplingMask
+from miles_async.stored_run import StoredRun
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+
+MAX_KEYS = 10_000
+"""Idempotency keys that are remembered; the oldest one is forgotten first."""
+MAX_KEY_CHARACTERS = 255
 
 
 class BufferFullError(Exception):
     """The buffer has no room for another group; the generator should try again after the next batch."""
+
+
+class NotStoredError(Exception):
+    """A group was added, but it cannot be stored now; the generator should repeat the request with the same key."""
+
+
+class PostedGroupLog(Protocol):
+    """Stores posted groups (`pipeline/journal.py`)."""
+
+    def post(self, group: Group, number: int, key: str | None) -> None:
+        """Record the `number`-th group with its idempotency key."""
+        ...
+
+    def forget_key(self, key: str) -> None:
+        """Remove an idempotency key."""
+        ...
+
+    async def flush(self) -> bool:
+        """Store everything that was recorded. Returns whether it is stored."""
+        ...
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
+        """Return the samples of a group that is stored."""
+        ...
 
 
 class TrajectoryBuffer:
@@ -32,27 +63,85 @@ class TrajectoryBuffer:
         capacity: int,
         group_size: int,
         *,
+        log: PostedGroupLog,
         limits: SampleLimits = NO_LIMITS,
         newest_version: Callable[[], int] | None = None,
+        stored: StoredRun | None = None,
     ) -> None:
-        """`newest_version` returns the newest weight version; without it, versions are not checked."""
-        self._groups: asyncio.Queue[Group] = asyncio.Queue(capacity)
+        """`newest_version` returns the newest weight version; without it, versions are not checked.
+
+        `stored` is the state of the run that a lost rollout worker has left.
+        """
+        # Restored groups may exceed the capacity, because groups of the lost batch are among them.
+        self._groups: asyncio.Queue[Group] = asyncio.Queue()
+        self._capacity = capacity
         self._group_size = group_size
+        self._log = log
         self._limits = limits
         self._newest_version = newest_version
-        self._numbers = itertools.count()
+        self._added: int = 0 if stored is None else stored.progress.get("posted", 0)
+        """Groups that were added since the run began."""
+        self._names: dict[str, str] = {} if stored is None else dict(stored.keys)
+        """Names of groups by idempotency key, the oldest first."""
 
-    def add(self, posted: Any, lookup: Callable[[str], Sample], claim: Callable[[str], Sample]) -> str:
-        """Add a posted group and return its name.
+    async def add(
+        self,
+        posted: Any,
+        lookup: Callable[[str], Sample],
+        claim: Callable[[str], Sample],
+        *,
+        key: str | None = None,
+    ) -> str:
+        """Add a posted group, and return its name when it is stored.
 
-        `lookup` returns the sample of a session that can be posted, and `claim` also closes the session. Raises
-        InvalidRequestError if the group is invalid, and BufferFullError if there is no room. No session is closed in
-        either case.
+        If `key` was used before, no group is added, and the name of the earlier group is returned. `lookup` returns the
+        sample of a session that can be posted, and `claim` also closes the session.
+
+        Raises InvalidRequestError if the group is invalid, and BufferFullError if there is no room. No session is
+        closed in either case. Raises NotStoredError if the group was added but is not stored.
         """
+        if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
+            raise InvalidRequestError(f"an idempotency key has 1 to {MAX_KEY_CHARACTERS} characters, not {len(key)}")
+        name = None if key is None else self._names.get(key)
+        if name is None:
+            group = self._group_of(posted, lookup, claim)
+            name = group.feed_index
+            self._log.post(group, self._added, key)
+            if key is not None:
+                self._remember(key, name)
+            self._groups.put_nowait(group)
+        if not await self._log.flush():
+            raise NotStoredError(
+                f"group {name} was added, but the store of the run cannot be written: repeat the request with the same "
+                "Idempotency-Key; without one, the group would be added again"
+            )
+        return name
+
+    def restore(self, names: Sequence[str]) -> None:
+        """Add the posted groups of a restored run. Their samples stay in the store until they are taken."""
+        for name in names:
+            self._groups.put_nowait(Group(feed_index=name))
+
+    async def take(self) -> Group:
+        """Remove and return the oldest group; wait if the buffer is empty."""
+        group = await self._groups.get()
+        if not group:
+            group[:] = await self._log.load_posted(group.feed_index)
+        return group
+
+    def _remember(self, key: str, name: str) -> None:
+        self._names[key] = name
+        if len(self._names) > MAX_KEYS:
+            oldest = next(iter(self._names))
+            del self._names[oldest]
+            self._log.forget_key(oldest)
+
+    def _group_of(self, posted: Any, lookup: Callable[[str], Sample], claim: Callable[[str], Sample]) -> Group:
+        """Check a posted group, and close its sessions. Raises as `add`."""
         if not isinstance(posted, list) or len(posted) != self._group_size:
             count = len(posted) if isinstance(posted, list) else 0
             raise InvalidRequestError(f"a group has n_samples_per_prompt={self._group_size} samples, not {count}")
-        if self._groups.full():
+        if self._groups.qsize() >= self._capacity:
             raise BufferFullError("the buffer is full: try again after the next batch")
         newest = None if self._newest_version is None else self._newest_version()
         entries, samples = [], []
@@ -71,18 +160,14 @@ class TrajectoryBuffer:
             raise InvalidRequestError("a session is posted twice: each sample needs its own session")
         for session in sessions:
             claim(session)
-        number = next(self._numbers)
+        number = self._added
+        self._added += 1
         name = f"external_{number}"
         for index, (sample, entry) in enumerate(zip(samples, entries, strict=True)):
             sample.index = number * self._group_size + index
             sample.reward = float(entry.reward)
             sample.metadata |= {**entry.metadata, "feed_index": name}
-        self._groups.put_nowait(Group(samples, feed_index=name))
-        return name
-
-    async def take(self) -> Group:
-        """Remove and return the oldest group; wait if the buffer is empty."""
-        return await self._groups.get()
+        return Group(samples, feed_index=name)
 
 
 def _sample(entry: PostedSample, index: int) -> Sample:

@@ -10,8 +10,9 @@ from typing import Any
 from miles_async.adapters.datasets.buffer import Buffer, Report, pop_first
 from miles_async.adapters.datasets.gym import WARM_START_SEED, GymProblems, hold_out
 from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Keys, Problem, Problems
-from miles_async.adapters.datasets.rows import open_rows
+from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
+from miles_async.adapters.storage.checksum import checksum, sampled_chunks
 from miles_async.config.derived import trains_only
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
@@ -52,6 +53,7 @@ def open_data(
         n_samples_per_prompt=config.rollout.n_samples_per_prompt,
         shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
         seed=data.rollout_seed,
+        content=_content(config),
         render=_chat_renderer(checkpoint, data.apply_chat_template_kwargs)
         if data.apply_chat_template
         else _plain_prompt,
@@ -99,6 +101,15 @@ def _problems(config: RunConfig) -> tuple[Problems, Problems, list[Problem]]:
     chats = data.apply_chat_template or config.rollout.rollout_function_path == SFT_FUNCTION
     problems = FileProblems(rows, keys, chats=chats)
     return problems, problems, problems.hold_out(data.eval_size) if data.eval_size else []
+
+
+def _content(config: RunConfig) -> str:
+    """A checksum of the data: of the file (of samples, if it is large), or of the settings of the task."""
+    data = config.data
+    if data.prompt_data is None:
+        return checksum([repr((data.reasoning_gym_task, data.reasoning_gym_settings, data.prompt_template)).encode()])
+    path, _ = split_slice(data.prompt_data)
+    return checksum(sampled_chunks(Path(path).expanduser()))
 
 
 def _gym(data: Data) -> tuple[Problems, Problems, list[Problem]]:

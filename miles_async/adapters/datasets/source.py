@@ -16,6 +16,8 @@ from miles_async.types import Group, Sample
 
 Render = Callable[[Problem], Any]
 """Converts the prompt of a problem to the text that is sent to the engine. Raises DataRowError if that fails."""
+_SETTINGS = {"rows": "number of rows", "shuffle": "rollout_shuffle", "seed": "rollout_seed", "held_out": "eval_size"}
+"""Names of stored values for people."""
 
 
 class BufferedSource:
@@ -36,6 +38,7 @@ class BufferedSource:
         n_samples_per_prompt: int,
         shuffle: bool,
         seed: int,
+        content: str,
         render: Render,
         buffer: Buffer,
         report: Report,
@@ -47,6 +50,7 @@ class BufferedSource:
         self._n_samples_per_prompt = n_samples_per_prompt
         self._shuffle = shuffle
         self._seed = seed
+        self._content = content
         self._render = render
         self._buffer = buffer
         self._report = report
@@ -56,6 +60,8 @@ class BufferedSource:
         """Number of rows of this epoch that were read, in the order of the epoch."""
         self.sample_index = 0
         """Index of the next sample; the numbering continues across epochs."""
+        self.metadata: dict[str, Any] = {}
+        """Values that a rollout function keeps with the position."""
         self._order = self._epoch_order()
 
     def get_samples(self, num_samples: int) -> list[Group]:
@@ -140,14 +146,23 @@ class BufferedSource:
 
         Raises UserError if the data or its order differ: the saved position would then refer to other rows.
         """
-        if state["order"] != self._order_of_data:
+        own = self._order_of_data
+        # Checkpoints of earlier versions have only some of the entries.
+        changed = [
+            f"{_SETTINGS.get(name, name)} was {old} and is {own[name]}"
+            for name, old in state["order"].items()
+            if own[name] != old
+        ]
+        if changed:
             raise UserError(
-                f"the saved data position is of {_describe(state['order'])}, this run has "
-                f"{_describe(self._order_of_data)}: use the data, rollout_seed and rollout_shuffle of the saved run"
+                f"the saved data position is of other data ({', '.join(changed)}): use the data, rollout_seed, "
+                "rollout_shuffle, eval_size and n_samples_per_prompt of the saved run"
             )
         with self._lock:
             self.epoch_id, self.sample_offset = state["epoch_id"], state["sample_offset"]
             self.sample_index = state["sample_index"]
+            # Checkpoints of earlier versions have no metadata.
+            self.metadata = dict(state.get("metadata", {}))
             self._order = self._epoch_order()
             self._buffer.restore(state["buffer"])
 
@@ -156,12 +171,20 @@ class BufferedSource:
             "epoch_id": self.epoch_id,
             "sample_offset": self.sample_offset,
             "sample_index": self.sample_index,
+            "metadata": json_value(dict(self.metadata)),
             "order": self._order_of_data,
         }
 
     @property
     def _order_of_data(self) -> dict[str, Any]:
-        return {"rows": len(self._problems), "shuffle": self._shuffle, "seed": self._seed}
+        return {
+            "rows": len(self._problems),
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "content": self._content,
+            "held_out": len(self._held_out),
+            "n_samples_per_prompt": self._n_samples_per_prompt,
+        }
 
     def _next_group(self) -> Group:
         problem, prompt = self._next_problem()
@@ -200,7 +223,3 @@ class BufferedSource:
     def _epoch_order(self) -> Sequence[int] | Permutation:
         rows = len(self._problems)
         return Permutation(rows, f"{self._seed} {self.epoch_id}") if self._shuffle else range(rows)
-
-
-def _describe(order: Mapping[str, Any]) -> str:
-    return f"{order['rows']} rows " + (f"shuffled by seed {order['seed']}" if order["shuffle"] else "in file order")

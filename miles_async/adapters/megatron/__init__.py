@@ -1,4 +1,4 @@
-"""The learner: Megatron-core models, built by mbridge from Hugging Face checkpoints."""
+"""The learner: Megatron-core models, built from Hugging Face checkpoints as model plug-ins describe them."""
 
 import warnings
 

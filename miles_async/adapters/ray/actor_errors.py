@@ -7,18 +7,21 @@ import re
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from miles_async.errors import FatalError, MilesError
 
 T = TypeVar("T")
 _NAME = re.compile(r"^\s*name: (\S+)$", re.MULTILINE)
+_ADDRESS = re.compile(r"^\s*ip: (\S+)$", re.MULTILINE)
+_NODE_DEATH = re.compile(r"the actor's node was (?:preempted|terminated)[^:]*: (.*)")
 
 
 async def actor_result(call: Awaitable[T]) -> T:
     """Await a call to an actor, or a coroutine that makes such calls.
 
-    Raises the actor's own error if it is a MilesError, and FatalError if the actor raised anything else or has died.
+    Raises the actor's own error if it is a MilesError, and FatalError if the actor raised anything else, has died
+    or cannot be reached.
     """
     try:
         return await call
@@ -27,6 +30,11 @@ async def actor_result(call: Awaitable[T]) -> T:
             raise error.cause from None
         sentence = f"a process of the run failed with {type(error.cause).__name__}: {error.cause}"
         raise FatalError(f"{sentence}; its log is in logs/ of the run folder") from error
+    except ActorUnavailableError as error:
+        cause = " ".join(str(error).split()).partition(" The task may or may not")[0].rstrip(". ")
+        raise FatalError(
+            f"a process of the run could not be reached: {cause}; check the network between the nodes"
+        ) from error
     except RayActorError as error:
         raise FatalError(describe_death(error)) from error
 
@@ -40,12 +48,15 @@ async def all_results(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 def describe_death(error: RayActorError) -> str:
-    """Say in one sentence which process died, how, and where its log is."""
+    """Say in one sentence which process died, how, and where its log is, or that its node was lost."""
     text = str(error).strip()
     # Ray's last line has the cause, followed by a list of what may cause such deaths in general.
     cause = text.splitlines()[-1].partition("Worker exit detail: ")[2] or text.splitlines()[-1]
     cause = cause.partition(" Some common causes")[0].partition(" There are some potential root causes")[0].rstrip(". ")
     if (name := _NAME.search(text)) is None:
         return f"a process of the run died: {cause}"
+    if (node := _NODE_DEATH.search(text)) is not None:
+        where = f" {address[1]}" if (address := _ADDRESS.search(text)) else ""
+        return f"{name[1]} was lost with its node{where}: {node[1].rstrip('. ')}; check that machine and its network"
     log = f"logs/{name[1]}.log in the run folder"
     return f"{name[1]} died: {cause}; it was killed (out of memory?) or crashed, see {log}"

@@ -29,9 +29,10 @@ class RayLearner:
     Every call raises FatalError if a rank is lost.
     """
 
-    def __init__(self, config: RunConfig, ranks: Sequence[Rank], resumed_from: Path | None = None) -> None:
-        """`resumed_from` is the checkpoint that the ranks were resumed from."""
+    def __init__(self, config: RunConfig, ranks: Sequence[Rank], run: str, resumed_from: Path | None = None) -> None:
+        """`run` is the name of the run; `resumed_from` is the checkpoint that the next one follows."""
         self._config = config
+        self._run = run
         self._ranks = ranks
         save = save_folder(config)
         checksums = config.learner.checkpoint_checksums
@@ -93,14 +94,16 @@ class RayLearner:
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         try:
             await self._writing(rollout_id, self._write(rollout_id, progress))
-        finally:
+        except FatalError:
+            # Only after a failure: if this call is cancelled, a thread may still be committing the draft.
             if self._checkpoints is not None and self._draft is not None:
                 await asyncio.to_thread(self._checkpoints.discard, self._draft)
+            raise
 
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         """Let all ranks write their parts into one folder on a shared file system, then commit the folder."""
         if self._checkpoints is not None and self._draft is not None:
-            await asyncio.to_thread(self._checkpoints.write_progress, self._draft, progress)
+            await asyncio.to_thread(self._checkpoints.write_progress, self._draft, {"run": self._run, **progress})
         written = await all_results(rank.write_state.remote() for rank in self._ranks)
         await all_results([self._ranks[0].finish_state.remote(written)])
         if self._checkpoints is not None and self._draft is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,11 @@ from miles_async.errors import EngineLostError, TrajectoryError
 Decode = Callable[[bytes], Any]
 _TEMPORARY = {408, 425, 429, 503}
 """Answers that depend on the state of the server, not on the request; the same request may succeed later."""
+LINK_SECONDS = 10
+"""A connection whose packets the other machine has not acknowledged for so long is closed.
+
+A server that is busy or stopped acknowledges packets, because its kernel does that. So this finds broken links and lost
+machines long before the time limit of a request, and nothing else."""
 
 
 class UnavailableError(EngineLostError):
@@ -32,7 +38,8 @@ class JsonClient:
 
     def __init__(self) -> None:
         # `Permits` bounds the requests; a limit here would let them wait unseen.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_open_socket)
+        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
     async def post(
         self, url: str, body: Any = None, *, key: str = "", within: float, decode: Decode | None = None
@@ -62,9 +69,11 @@ class JsonClient:
                 url,
                 data=orjson.dumps(body if body is not None else {}),
                 headers={"content-type": "application/json", **authorization(key)},
-                timeout=aiohttp.ClientTimeout(total=within),
+                timeout=aiohttp.ClientTimeout(total=within, sock_connect=min(within, LINK_SECONDS)),
             ) as response:
                 content = await response.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise UnavailableError(f"{method} {url}: no connection within {min(within, LINK_SECONDS):g} s") from error
         except TimeoutError as error:
             raise NoAnswerError(f"{method} {url}: {str(error) or f'no answer within {within:g} s'}") from error
         except aiohttp.ClientError as error:
@@ -84,6 +93,18 @@ class JsonClient:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setblocking(False)
+    # The first option is for packets that are not acknowledged; the others send packets over an idle connection.
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LINK_SECONDS * 1000)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        opened.setsockopt(socket.IPPROTO_TCP, option, max(1, LINK_SECONDS // 5))
+    return opened
 
 
 def _start(content: bytes) -> str:

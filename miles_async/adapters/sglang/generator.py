@@ -32,7 +32,15 @@ ABORT_REPEAT_SECONDS = 0.02
 EVALUATION_PRIORITY = -100
 """Training requests have priority 0. SGLang lets a request preempt another one only if their priorities differ by more
 than 10."""
-_NAMED = ("max_new_tokens", "temperature", "top_p", "top_k", "skip_special_tokens")
+_NAMED = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "skip_special_tokens",
+    "no_stop_trim",
+    "spaces_between_special_tokens",
+)
 
 
 class PromptTokenizer(Protocol):
@@ -43,7 +51,10 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. `temperature=0` is greedy."""
+    """How tokens are sampled and converted to text. `temperature=0` is greedy.
+
+    The defaults of `no_stop_trim` and `spaces_between_special_tokens` are the values that slime sends.
+    """
 
     max_new_tokens: int
     """Maximum length of the response, including tokens that the sample already has."""
@@ -54,6 +65,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     """Leave special tokens out of the text; the tokens themselves are kept."""
+    no_stop_trim: bool = True
+    """Keep the stop string that ended a response in the text, as the tokens have it."""
+    spaces_between_special_tokens: bool = False
     other: Mapping[str, Any] = field(default_factory=dict)
     """Other sampling parameters of SGLang, such as `regex` or `min_p`; passed on unchanged."""
 
@@ -77,6 +91,8 @@ class SamplingParams:
             "stop": list(self.stop) or None,
             "stop_token_ids": list(self.stop_token_ids) or None,
             "skip_special_tokens": self.skip_special_tokens,
+            "no_stop_trim": self.no_stop_trim,
+            "spaces_between_special_tokens": self.spaces_between_special_tokens,
             **self.other,
         }
 
@@ -346,8 +362,8 @@ class GeneratorWithSampling:
     engine: SGLangGenerator
     sampling: SamplingParams
 
-    async def generate(self, group: Group) -> None:
-        await self.engine.generate(group, self.sampling)
+    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+        await self.engine.generate(group, sampling or self.sampling)
 
     async def abort(self, group: Group | None = None) -> None:
         await self.engine.abort(group)

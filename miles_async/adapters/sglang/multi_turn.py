@@ -76,7 +76,9 @@ class MultiTurnSampler:
         sample.rollout_log_probs += [0.0] * len(ids)
         if sample.sampling_mask is not None:
             sample.sampling_mask = SamplingMask.concatenate([sample.sampling_mask, SamplingMask.empty(len(ids))])
-        sample.response = self.tokenizer.decode(sample.tokens[sample.prompt_length :])
+        sample.response = self.tokenizer.decode(
+            sample.tokens[sample.prompt_length :], skip_special_tokens=self._engine.sampling.skip_special_tokens
+        )
 
     def latest_text(self, sample: Sample) -> str:
         """Return the text that the model has sampled since the last observation, across aborts and continuations."""

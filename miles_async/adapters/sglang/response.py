@@ -44,7 +44,10 @@ def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *,
     sample.sampling_mask = mask
     if sample.loss_mask is not None:
         sample.loss_mask += [1] * len(ids)
-    sample.response = decode(sample.tokens[sample.prompt_length :]) if continued else answer.text
+    # SGLang cuts its text behind a stop string, even if the last token has more characters. Rewards see the text of the
+    # tokens, so that a response has the same text whether or not it was interrupted.
+    stopped = isinstance(meta.finish_reason.matched, str)
+    sample.response = decode(sample.tokens[sample.prompt_length :]) if continued or stopped else answer.text
     sample.spans = spans
     sample.status = status
 

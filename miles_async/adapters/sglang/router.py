@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -28,6 +28,8 @@ class RouterSpec:
     request_timeout: float = 600.0
     """Seconds after which the router gives up a request."""
     start_timeout: float = 60.0
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `RouterArgs`, which override those that the run does not need."""
     cpus: Sequence[int] | None = None
     key: str = field(default_factory=new_key, repr=False)
     """API key that every request to the router has to carry."""
@@ -147,4 +149,5 @@ def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:
         "health_check_interval_secs": 5,
         "prometheus_host": "127.0.0.1",
         "prometheus_port": metrics_port,
+        **spec.further,
     }

@@ -1,19 +1,19 @@
 """The API key of a server process, and the pipe that hands it over and ties the process to its parent.
 
 The parent holds the write end of the server's standard input and writes the key into it. Command lines and environment
-variables would be visible to other processes. When the parent ends, even by SIGKILL, the pipe closes and the whole
-process group of the server is killed.
+variables would be visible to other processes. When the parent ends, even by SIGKILL, the pipe closes and all processes
+of the server are killed.
 
-A forked child watches the pipe. A thread could not: it would wait for the interpreter lock, which sglang-router holds
-while it serves. A parent-death signal (`PR_SET_PDEATHSIG`) would not do either: it is sent when the *thread* that
-started this process ends, and Ray's actors change threads.
+A parent-death signal (`PR_SET_PDEATHSIG`) would not do: it is sent when the *thread* that started this process ends,
+and Ray's actors change threads.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import signal
+
+from miles_async.adapters.system.sessions import kill_own_session_at_end_of_input
 
 
 def new_key() -> str:
@@ -27,22 +27,12 @@ def authorization(key: str) -> dict[str, str]:
 
 
 def receive_key() -> str:
-    """Return the key, which is the first line of standard input. Kill the process group when the parent ends."""
+    """Return the first line of standard input, the key. The session of this process is killed when the parent ends."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte:
             raise SystemExit("the parent ended before it sent the key")
         line += byte
-    _kill_group_with_parent()
+    kill_own_session_at_end_of_input()
     return line.decode().strip()
-
-
-def _kill_group_with_parent() -> None:
-    """Watch standard input in a forked child; returns at once in this process."""
-    if os.fork() == 0:
-        # A polite end of the group must not end the watcher before the servers.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        while os.read(0, 1):
-            pass
-        os.killpg(0, signal.SIGKILL)

@@ -34,11 +34,11 @@ class CheckpointTokenizer:
     @property
     def end(self) -> str:
         """The end-of-sequence token as text. Raises UserError if the tokenizer defines none."""
-        if self._chat.eos_token is None:
+        if self.transformers.eos_token is None:
             raise UserError(
                 f"the tokenizer in {self._folder} has no eos_token, which has to end every supervised example; set it"
             )
-        return str(self._chat.eos_token)
+        return str(self.transformers.eos_token)
 
     def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
@@ -48,18 +48,19 @@ class CheckpointTokenizer:
         Raises UserError if the checkpoint has no chat template, and TrajectoryError if the template fails for these
         messages.
         """
-        if self._chat.chat_template is None:
+        if self.transformers.chat_template is None:
             raise UserError(
                 f"the tokenizer in {self._folder} has no chat template, which prompts of chat messages need; "
                 "set its chat_template"
             )
         try:
-            return str(
-                self._chat.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer_next)
+            text = self.transformers.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=answer_next
             )
         except Exception as error:
             # A template is code from the checkpoint and may raise any exception.
             raise TrajectoryError(f"the chat template refused the messages: {error}") from error
+        return str(text)
 
     def text_of(self, ids: list[int]) -> str:
         """Return the text of tokens, including special tokens."""
@@ -69,7 +70,8 @@ class CheckpointTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     @cached_property
-    def _chat(self) -> Any:
+    def transformers(self) -> Any:
+        """The tokenizer object of the library transformers, which is loaded when it is used first."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)

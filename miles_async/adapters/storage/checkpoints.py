@@ -44,11 +44,17 @@ def checkpoint_name(rollout_id: int) -> str:
     return f"{_PREFIX}{rollout_id:07d}"
 
 
-class ResumePoint(NamedTuple):
-    """The checkpoint to resume from."""
+class LoadedCheckpoint(NamedTuple):
+    """An intact checkpoint, from which a learner is started."""
 
-    checkpoint: Path
-    damage: list[str]
+    folder: Path
+    rollout: int
+    """The last rollout that it contains."""
+    version: int = 0
+    """The weight version of this run that was staged last before it was written; 0 if it is of another run."""
+    changed: bool = False
+    """Whether the weights have changed since."""
+    damage: Sequence[str] = ()
     """One sentence for each newer checkpoint that is damaged, newest first."""
 
 
@@ -127,7 +133,7 @@ class CheckpointFolder:
     def discard(self, draft: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
-    def latest(self) -> ResumePoint:
+    def latest(self) -> LoadedCheckpoint:
         """Return the newest intact checkpoint. Raises UserError if there is none."""
         if not (self._root / _MARKER).is_file():
             raise UserError(
@@ -135,16 +141,39 @@ class CheckpointFolder:
                 "load to the save folder of an earlier run"
             )
         damage: list[str] = []
-        for name in self._listed():
-            try:
-                _check(self._root / name, checksums=self._checksums)
-                return ResumePoint(self._root / name, damage)
-            except UserError as error:
-                damage.append(str(error))
+        for checkpoint, progress in self._intact(damage):
+            return LoadedCheckpoint(checkpoint, progress["rollout"], damage=damage)
         raise UserError(
             f"load {self._root} holds no intact checkpoint: {'; '.join(damage) or f'{_MARKER} is empty'}. Write the "
             f"name of another checkpoint into {self._root / _MARKER}, or set load to another folder"
         )
+
+    def newest_of(self, run: str) -> LoadedCheckpoint | None:
+        """Return the newest intact checkpoint that run `run` has written; None before its first one.
+
+        Reads the files of the checkpoint for their checksums.
+        """
+        damage: list[str] = []
+        for checkpoint, progress in self._intact(damage, run):
+            return LoadedCheckpoint(checkpoint, progress["rollout"], progress["version"], progress["changed"], damage)
+        return None
+
+    def _intact(self, damage: list[str], run: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """The intact checkpoints, newest first, with their progress; of run `run` only those before any other run's.
+
+        Adds one sentence to `damage` for each checkpoint that is damaged.
+        """
+        for name in self._listed():
+            checkpoint = self._root / name
+            try:
+                progress = read_progress(checkpoint)
+                if run is not None and progress.get("run") != run:
+                    return
+                _check_files(checkpoint, checksums=self._checksums)
+            except UserError as error:
+                damage.append(str(error))
+            else:
+                yield checkpoint, progress
 
     def _listed(self) -> list[str]:
         """The names in the marker, newest first."""
@@ -198,9 +227,8 @@ def _has(values: dict[str, Any], name: str, kind: type[Any]) -> bool:
     return isinstance(values.get(name), kind)
 
 
-def _check(checkpoint: Path, *, checksums: bool) -> None:
-    """Raises UserError if the checkpoint is incomplete or damaged. Without `checksums`, only sizes are compared."""
-    read_progress(checkpoint)
+def _check_files(checkpoint: Path, *, checksums: bool) -> None:
+    """Raises UserError if a file is missing or damaged. Without `checksums`, only sizes are compared."""
     if not (checkpoint / _FILES).is_file():
         return  # written by a version of this project that did not list the files
     try:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 20
+_SAMPLED_CHUNKS = 64
 
 
 def checksum(chunks: Iterable[bytes]) -> str:
@@ -15,6 +16,17 @@ def checksum(chunks: Iterable[bytes]) -> str:
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def sampled_chunks(path: Path) -> Iterator[bytes]:
+    """Read the size of a file and its chunks of 1 MiB: all, or 64 at equal distances. Raises OSError."""
+    size = path.stat().st_size
+    yield str(size).encode()
+    step = max(_CHUNK_BYTES, size // _SAMPLED_CHUNKS)
+    with path.open("rb") as file:
+        for position in range(0, size, step):
+            file.seek(position)
+            yield file.read(_CHUNK_BYTES)
 
 
 def file_chunks(path: Path) -> Iterator[bytes]:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -42,11 +42,11 @@ from miles_async.events import AnyEvent
 from miles_async.json_values import json_value
 from miles_async.sampling_mask import SamplingMask
 from miles_async.scheduling.ledger import GroupState
-from miles_async.stored_run import Changes, StoredGroup, StoredRun
+from miles_async.stored_run import Changes, StoredContent, StoredGroup, StoredRun
 from miles_async.types import Group, Sample
 
 FILE = "run.sqlite"
-FORMAT = 1
+FORMAT = 2
 """Version of the schema and of the encoding. SQLite keeps it as `user_version`."""
 PAGE_BYTES = 16 << 10
 """A page of the file. Groups of many tokens are written faster than with SQLite's default of 4 KiB."""
@@ -57,6 +57,7 @@ CHECKPOINT_BYTES = 16 << 20
 BUSY_SECONDS = 60.0
 """How long a transaction waits for a process that lists the store."""
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -100,11 +101,31 @@ class SqliteRunStore:
             for sequence, change in changes.groups.items()
             if change.content is not None
         }
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._file.write, changes, contents)
+        posted = {name: [_field_values(sample) for sample in group] for name, group in changes.posted.items()}
+        await self._in_thread(self._file.write, changes, contents, posted)
 
     async def read(self) -> StoredRun | None:
-        """Return the stored state; see `RunStore.read`. Needs memory for the result and one encoded group."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._file.read)
+        """Return the stored state; see `RunStore.read`. Needs memory for the result and one encoded group.
+
+        The samples of finished and posted groups are verified, but not decoded: objects for all their tokens would need
+        gigabytes, and the time to allocate them. `load` and `load_posted` decode one group.
+        """
+        return await self._in_thread(self._file.read)
+
+    async def load(self, sequence: int) -> list[Sample]:
+        """Return the samples of a stored group; see `RunStore.load`."""
+        return await self._in_thread(self._file.load, _CONTENTS, sequence)
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
+        """Return the samples of a posted group; see `RunStore.load_posted`."""
+        return await self._in_thread(self._file.load, _POSTED, feed_index)
+
+    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def progress(self) -> dict[str, Any]:
+        """Return only `StoredRun.progress`; empty if nothing has been stored. Blocks. Raises FatalError for damage."""
+        return self._thread.submit(self._file.progress).result()
 
     def close(self) -> None:
         """Wait for the batches that are being written, close the file and unlock the folder."""
@@ -167,7 +188,7 @@ _OUTER_CAUSES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """A table whose rows end with a checksum of the other columns. The first column is the key."""
+    """A table whose first column is the key. Each row has a checksum of its columns."""
 
     name: str
     columns: Mapping[str, str]
@@ -180,12 +201,13 @@ class _Table:
 
     @property
     def create(self) -> str:
-        columns = ", ".join(f"{name} {kind}" for name, kind in self.columns.items())
-        return f"CREATE TABLE {self.name} ({columns}, checksum TEXT)"
+        key, *others = (f"{name} {kind}" for name, kind in self.columns.items())
+        # SQLite reads a row from its beginning, and the last column may be large.
+        return f"CREATE TABLE {self.name} ({', '.join([key, 'checksum TEXT', *others])})"
 
     @property
     def put(self) -> str:
-        return f"REPLACE INTO {self.name} VALUES ({'?, ' * len(self.columns)}?)"
+        return f"REPLACE INTO {self.name} ({self._names}) VALUES ({'?, ' * len(self.columns)}?)"
 
     @property
     def delete(self) -> str:
@@ -193,11 +215,19 @@ class _Table:
 
     @property
     def select(self) -> str:
-        return f"SELECT {', '.join(self.columns)}, checksum FROM {self.name} ORDER BY {self.order}"
+        return f"SELECT {self._names} FROM {self.name} ORDER BY {self.order}"
+
+    @property
+    def select_row(self) -> str:
+        return f"SELECT {self._names} FROM {self.name} WHERE {self.key} = ?"
 
     @property
     def select_checksums(self) -> str:
         return f"SELECT {self.key}, checksum FROM {self.name}"
+
+    @property
+    def _names(self) -> str:
+        return f"{', '.join(self.columns)}, checksum"
 
 
 _GROUPS = _Table(
@@ -209,15 +239,23 @@ _GROUPS = _Table(
         "state": "TEXT",
         "position": "INTEGER",
         "adopted": "INTEGER",
+        "rollout": "INTEGER",
     },
     "position",
 )
 # A separate table, because SQLite writes a whole row again if one of its columns changes.
-_CONTENTS = _Table("contents", {"sequence": "INTEGER PRIMARY KEY", "data": "BLOB"}, "sequence")
+_CONTENTS = _Table(
+    "contents",
+    {"sequence": "INTEGER PRIMARY KEY", "versions": "BLOB", "response_tokens": "INTEGER", "data": "BLOB"},
+    "sequence",
+)
+# These two tables are in the order in which their rows were inserted.
+_POSTED = _Table("posted", {"feed_index": "TEXT PRIMARY KEY", "data": "BLOB"}, "rowid")
+_KEYS = _Table("keys", {"key": "TEXT PRIMARY KEY", "feed_index": "TEXT"}, "rowid")
 _OWED = _Table("owed", {"feed_index": "TEXT PRIMARY KEY", "position": "INTEGER", "data": "BLOB"}, "position")
 _PROGRESS = _Table("progress", {"name": "TEXT PRIMARY KEY", "data": "BLOB"}, "name")
 _EVENTS = _Table("events", {"number": "INTEGER PRIMARY KEY", "data": "BLOB"}, "number")
-_TABLES = (_GROUPS, _CONTENTS, _OWED, _PROGRESS, _EVENTS)
+_TABLES = (_GROUPS, _CONTENTS, _POSTED, _KEYS, _OWED, _PROGRESS, _EVENTS)
 _RUN = _Table("run", {"id": "TEXT PRIMARY KEY", "number": "INTEGER", "rows_checksum": "TEXT"}, "id")
 """One row: the run, its last batch, and the sum of the checksums of all rows of the other tables."""
 
@@ -325,33 +363,69 @@ class _RunFile:
             self._checksums = {}
             raise _damaged(self._path, "rows are missing or belong to different batches")
 
-    def write(self, changes: Changes, contents: Mapping[int, Sequence[tuple[Any, ...]]]) -> None:
-        """Store a batch; `contents` holds the fields of the finished groups' samples by sequence number."""
+    def write(
+        self, changes: Changes, contents: Mapping[int, _SampleValues], posted: Mapping[str, _SampleValues]
+    ) -> None:
+        """Store a batch.
+
+        `contents` and `posted` hold the fields of the samples of finished groups, by sequence number, and of posted
+        groups, by feed index.
+        """
+        try:
+            try:
+                self._transact(changes, contents, posted)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
+                # On a small disk, the log may need more space than is left, although the state itself is small.
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._transact(changes, contents, posted)
+        except sqlite3.Error as error:
+            raise StoreError(f"the run store {self._path} cannot be written ({error}): free some disk space") from error
+
+    def _transact(
+        self, changes: Changes, contents: Mapping[int, _SampleValues], posted: Mapping[str, _SampleValues]
+    ) -> None:
+        """Store a batch in one transaction. If this raises an error, nothing of the batch is stored."""
         execute = self._connection.execute
         try:
             if not self._checksums:
                 self.load_checksums()
             execute("BEGIN IMMEDIATE")
-            self._apply(changes, contents)
+            self._apply(changes, contents, posted)
             execute("COMMIT")
-        except BaseException as error:
+        except BaseException:
             self._checksums = {}  # they include rows that are not stored
             if self._connection.in_transaction:
                 execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
-                raise StoreError(
-                    f"the run store {self._path} cannot be written ({error}): free some disk space"
-                ) from error
             raise
 
-    def _apply(self, changes: Changes, contents: Mapping[int, Sequence[tuple[Any, ...]]]) -> None:
+    def _apply(
+        self, changes: Changes, contents: Mapping[int, _SampleValues], posted: Mapping[str, _SampleValues]
+    ) -> None:
         # `executemany` takes row by row from these generators, and SQLite releases the interpreter lock for each row.
         groups = (
-            (sequence, change.feed_index, change.attempt, change.state.value, change.order, int(change.adopted))
+            (
+                sequence,
+                change.feed_index,
+                change.attempt,
+                change.state.value,
+                change.order,
+                int(change.adopted),
+                change.rollout,
+            )
             for sequence, change in changes.groups.items()
         )
         self._put(_GROUPS, groups)
-        self._put(_CONTENTS, ((sequence, _encode_samples(samples)) for sequence, samples in contents.items()))
+        self._put(
+            _CONTENTS,
+            (
+                (sequence, _encode(_versions(samples)), _response_tokens(samples), _encode_samples(samples))
+                for sequence, samples in contents.items()
+            ),
+        )
+        self._put(_POSTED, ((name, _encode_samples(samples)) for name, samples in posted.items()))
+        self._put(_KEYS, changes.keys.items())
         self._put(_OWED, ((name, self._owed_position(name), _encode(prompt)) for name, prompt in changes.owed.items()))
         self._put(_PROGRESS, ((name, _encode(value)) for name, value in changes.progress.items()))
         if changes.events:
@@ -359,6 +433,8 @@ class _RunFile:
         self._delete(_GROUPS, changes.ended)
         self._delete(_CONTENTS, changes.ended)
         self._delete(_OWED, changes.settled)
+        self._delete(_POSTED, changes.settled)
+        self._delete(_KEYS, changes.forgotten_keys)
         for name in changes.settled:
             self._owed_positions.pop(name, None)
         self._delete(_EVENTS, [number for number in self._checksums[_EVENTS] if number <= changes.delivered])
@@ -397,6 +473,10 @@ class _RunFile:
                 if self._connection.in_transaction:  # SQLite ends it itself after some errors
                     self._connection.execute("ROLLBACK")
 
+    def progress(self) -> dict[str, Any]:
+        with _reported_for(self._path):
+            return {name: _decode(data) for (name, data), _ in self._checked_rows(_PROGRESS)}
+
     def _stored_run(self) -> StoredRun | None:
         _, number, rows_checksum = self._run_row()
         total = 0
@@ -407,13 +487,11 @@ class _RunFile:
                 total += row_sum
                 yield row
 
-        contents = {sequence: _decode_samples(data) for sequence, data in rows(_CONTENTS)}
+        contents = {
+            sequence: StoredContent(_decode(versions), tokens) for sequence, versions, tokens, _ in rows(_CONTENTS)
+        }
         groups = []
-        for sequence, feed_index, attempt, state, _, adopted in rows(_GROUPS):
-            samples = contents.pop(sequence, None)
-            content = None
-            if samples is not None:
-                content = Group(samples, feed_index=feed_index, attempt=attempt, sequence=sequence)
+        for sequence, feed_index, attempt, state, _, adopted, rollout in rows(_GROUPS):
             groups.append(
                 StoredGroup(
                     sequence=sequence,
@@ -421,19 +499,29 @@ class _RunFile:
                     attempt=attempt,
                     state=GroupState(state),
                     adopted=bool(adopted),
-                    content=content,
+                    rollout=rollout,
+                    content=contents.pop(sequence, None),
                 )
             )
         stored = StoredRun(
             number=number,
             groups=groups,
             owed=[Group.from_prompt_dict(_decode(data)) for _, _, data in rows(_OWED)],
+            posted=[name for name, _ in rows(_POSTED)],
+            keys=dict(rows(_KEYS)),
             progress={name: _decode(data) for name, data in rows(_PROGRESS)},
             events=[(batch, _decode_events(data)) for batch, data in rows(_EVENTS)],
         )
         if contents or _sum_text(total) != rows_checksum:
             raise _damaged(self._path, "rows are missing or belong to different batches")
         return stored if number else None
+
+    def load(self, table: _Table, key: int | str) -> list[Sample]:
+        """The samples of the group with this key. Raises FatalError if they are damaged or missing."""
+        with _reported_for(self._path):
+            for (*_, data), _ in self._checked(table, self._connection.execute(table.select_row, (key,))):
+                return _decode_samples(data)
+        raise _damaged(self._path, f"group {key} is missing")
 
     def _run_row(self) -> tuple[str, int, str]:
         rows = [row for row, _ in self._checked_rows(_RUN)]
@@ -442,8 +530,12 @@ class _RunFile:
         return rows[0]
 
     def _checked_rows(self, table: _Table) -> Iterator[tuple[tuple[Any, ...], int]]:
-        """The rows of a table without their checksums, and the checksums. Raises FatalError for a wrong one."""
-        for *values, stored in self._connection.execute(table.select):
+        """All rows of a table; see `_checked`."""
+        return self._checked(table, self._connection.execute(table.select))
+
+    def _checked(self, table: _Table, rows: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], int]]:
+        """The rows without their checksums, and the checksums. Raises FatalError for a wrong one."""
+        for *values, stored in rows:
             row = tuple(values)
             if _row_checksum(table, row) != stored:
                 raise _damaged(self._path, f"a row of {table.name} does not match its checksum")
@@ -473,6 +565,9 @@ _FREE_FIELDS = {"prompt", "label", "metadata", "response", "reward"}
 """Fields that may hold any value of the user."""
 _field_values = attrgetter(*_FIELDS)
 """The values of `_FIELDS` of a sample, as a tuple."""
+_SampleValues = Sequence[tuple[Any, ...]]
+"""The values of `_FIELDS` of each sample of a group."""
+_SPANS, _RESPONSE_LENGTH = _FIELDS.index("spans"), _FIELDS.index("response_length")
 
 # MessagePack stores floats exactly. For lists of numbers, msgspec is at least twice as fast as a conversion to arrays.
 _encoder = msgspec.msgpack.Encoder(enc_hook=json_value)
@@ -489,7 +584,17 @@ def _encode(value: Any) -> bytes:
         return _encoder.encode(json_value(value))
 
 
-def _encode_samples(samples: Sequence[tuple[Any, ...]]) -> bytes:
+def _versions(samples: _SampleValues) -> list[int]:
+    """The weight versions of a group in ascending order. Empty if a sample has none."""
+    spans = [values[_SPANS] for values in samples]
+    return sorted({span.version for one in spans for span in one}) if all(spans) else []
+
+
+def _response_tokens(samples: _SampleValues) -> int:
+    return sum(values[_RESPONSE_LENGTH] for values in samples)
+
+
+def _encode_samples(samples: _SampleValues) -> bytes:
     named = [dict(zip(_FIELDS, values, strict=True)) for values in samples]
     for values in named:
         if (mask := values["sampling_mask"]) is not None:

@@ -46,7 +46,7 @@ def cached_checkpoint(config: RunConfig, problems: Problems, check: Problems) ->
         # The problems already contain the text that the template produces.
         "warm_start": config.warm_start.model_dump(mode="json", exclude={"cache_dir", "warm_start_template"}),
         "learner": config.learner.model_dump(include={"adam_beta1", "adam_beta2", "weight_decay", "clip_grad", "seed"}),
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "mbridge", "transformers")},
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
         "problems": [list(problems), list(check)],
     }
     key = hashlib.sha256(json.dumps(key_values, sort_keys=True).encode()).hexdigest()[:20]

@@ -3,7 +3,7 @@
 A session (see setsid(2)) holds a process and its descendants, except those that start a session themselves. Unlike the
 tree of processes, a session keeps its members if a process in the middle of the tree ends.
 
-Run as a script, this module is the process behind `SessionReaper`. It imports only the standard library, so that it
+Run as a script, this module is the process that kills the sessions. It imports only the standard library, so that it
 starts quickly and needs little memory.
 """
 
@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 POLL_SECONDS = 0.05
+_KILLER = (sys.executable, "-I", "-S", __file__)
+"""Kills the sessions in its arguments and in the lines of its standard input, as soon as the input ends."""
 
 
 class SessionReaper:
@@ -29,8 +31,7 @@ class SessionReaper:
     """
 
     def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", __file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(_KILLER, stdin=subprocess.PIPE, start_new_session=True)
         self._sessions: set[int] = set()
 
     def add(self, session: int) -> None:
@@ -46,6 +47,16 @@ class SessionReaper:
         while members(self._sessions) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         self._process.communicate()
+
+
+def kill_own_session_at_end_of_input() -> None:
+    """Kill the session that this process leads as soon as the standard input of this process ends; returns at once.
+
+    A separate process waits for the end. A thread could not: it would wait for the interpreter lock, which
+    sglang-router holds while it serves. The process leads another session, which a SIGSTOP to this one does not reach.
+    """
+    command, nowhere = (*_KILLER, str(os.getpid())), subprocess.DEVNULL
+    subprocess.Popen(command, stdin=0, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 def members(sessions: Collection[int]) -> set[int]:
@@ -75,4 +86,4 @@ def _is_zombie(process: Path) -> bool:
 
 
 if __name__ == "__main__":
-    kill_sessions({int(line) for line in sys.stdin})
+    kill_sessions({int(session) for session in (*sys.argv[1:], *sys.stdin)})

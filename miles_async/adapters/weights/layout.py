@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from miles_async.errors import FatalError
 
@@ -56,17 +57,24 @@ class TensorPlan:
     columns: int
     """Number of column blocks that are staged one after the other; 1 if the tensor is staged in its own order."""
     copies: tuple[Copy, ...]
+    offset: float = 0.0
+    """SGLang's loader adds this number to each element, so the engine's memory holds the sum."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
 
-def plan_tensors(tensors: Iterable[tuple[str, Shape]], ranks: Sequence[Mapping[str, Shape]]) -> list[TensorPlan]:
+def plan_tensors(
+    tensors: Iterable[tuple[str, Shape]],
+    ranks: Sequence[Mapping[str, Shape]],
+    offsets: Mapping[str, float] = MappingProxyType({}),
+) -> list[TensorPlan]:
     """Plan the copies of every tensor, in the order of `tensors`.
 
     `tensors` are Hugging Face names and full shapes; `ranks` are the engine's parameter shapes, one mapping per
-    tensor-parallel rank. Raises FatalError if engine and learner do not hold the same model.
+    tensor-parallel rank; `offsets` are those of `TensorPlan` that are not 0, by name. Raises FatalError if engine and
+    learner do not hold the same model.
     """
     tensors = list(tensors)
     rows = {name: shape[0] for name, shape in tensors}
@@ -78,7 +86,7 @@ def plan_tensors(tensors: Iterable[tuple[str, Shape]], ranks: Sequence[Mapping[s
                 continue  # a tied output layer shares the memory of the embedding
             raise FatalError(f"the engine serves another model: it has no parameter {target} for {name}")
         columns, copies = _copies(name, shape, target, ranks, rows)
-        plans.append(TensorPlan(name, shape, columns, tuple(copies)))
+        plans.append(TensorPlan(name, shape, columns, tuple(copies), offsets.get(name, 0.0)))
         covered[target] += sum(copy.numel for copy in copies if copy.rank == 0)
     # Rank 0 represents all ranks. Only the padding of a vocabulary may remain unwritten.
     for target, filled in covered.items():

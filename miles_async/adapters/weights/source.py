@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import EngineMemory, read_checksums, read_engine_memory
@@ -43,14 +44,16 @@ class WeightSource:
         bucket: int = 512 << 20,
         verify_all: bool = False,
         timeout: float = 60.0,
+        offsets: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """`tensors` are the Hugging Face names and full shapes of all weights, including those of other sources.
 
         `folder` is where the disk transports write; engines must see it under the same path. This source is number
         `rank` of `sources`. `bucket` is in bytes. `verify_all` compares all bytes after a send instead of samples.
-        `timeout` is in seconds, per request to an engine.
+        `timeout` is in seconds, per request to an engine. `offsets` are what SGLang adds to tensors that it loads.
         """
         self._tensors = tensors
+        self._offsets = offsets
         self._rank, self._sources = rank, sources
         self.bucket, self.verify_all, self.timeout = bucket, verify_all, timeout
         folder /= f"source_{rank}"
@@ -181,7 +184,7 @@ class WeightSource:
                 f"engine {engine.name} holds its weights in another layout than {min(self._engines)}; start all with "
                 "the same model, dtype and tensor-parallel size"
             )
-        plans = plans_of_source(plan_tensors(self._tensors, layout[0]), self._rank, self._sources)
+        plans = plans_of_source(plan_tensors(self._tensors, layout[0], self._offsets), self._rank, self._sources)
         self._layout, self._staging, self._prepared = layout, Staging(plans, layout[1]), {}
 
     def _is_alive(self, name: str) -> bool:

@@ -50,6 +50,9 @@ class Staging:
             for name, offset in self._offsets.items()
         }
 
+        self._without_offset: dict[str, torch.Tensor] = {}
+        """The tensors to which the engine's loader adds an offset, as a checkpoint contains them."""
+
     @torch.no_grad()
     def fill(self, version: int, named_tensors: NamedTensors) -> None:
         """Copy the planned tensors into the buffer, in any order; other tensors are ignored.
@@ -63,7 +66,7 @@ class Staging:
         for name, tensor in named_tensors:
             if name not in self._by_name:
                 continue  # another weight source sends it
-            columns = self._by_name[name].columns
+            columns, offset = self._by_name[name].columns, self._by_name[name].offset
             if tuple(tensor.shape) != self._by_name[name].shape:
                 raise FatalError(f"the learner's {name} changed its shape to {tuple(tensor.shape)}")
             if columns == 1:
@@ -72,6 +75,10 @@ class Staging:
                 # One block of columns after the other, so that each block is one contiguous copy.
                 for target, block in zip(self._views[name].chunk(columns), tensor.chunk(columns, dim=1), strict=True):
                     target.view(block.shape).copy_(block)
+            if offset:
+                # SGLang's loader adds the offset in the engine's dtype, too.
+                self._without_offset[name] = self._views[name].clone()
+                self._views[name].add_(offset)
             missing.discard(name)
         if missing:
             raise FatalError(f"the learner no longer exports {min(missing)}")
@@ -89,12 +96,16 @@ class Staging:
         return self._views[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in its Hugging Face shape: a view of the buffer unless it is staged in column blocks."""
+        """Return a tensor as a checkpoint contains it, for SGLang's loader, which adds the offset again.
+
+        The result is a view of staged memory unless the tensor is staged in column blocks.
+        """
         plan = self._by_name[name]
+        values = self._without_offset[name] if plan.offset else self._views[name]
         if plan.columns == 1:
-            return self._views[name].view(plan.shape)
+            return values.view(plan.shape)
         rows = plan.shape[0]
-        return torch.cat([block.view(rows, -1) for block in self._views[name].chunk(plan.columns)], dim=1)
+        return torch.cat([block.view(rows, -1) for block in values.chunk(plan.columns)], dim=1)
 
     def buckets(self, size: int) -> Iterator[list[TensorPlan]]:
         """Yield the tensors in buffer order, in buckets of at most `size` bytes; a larger tensor is a bucket alone."""
@@ -111,8 +122,8 @@ class Staging:
             yield bucket
 
     def flat(self, bucket: Sequence[TensorPlan]) -> torch.Tensor:
-        """Return the bytes of a bucket's tensors in Hugging Face order, one after the other: a view if possible."""
-        if all(plan.columns == 1 for plan in bucket):
+        """Return the bytes of the tensors of a bucket, as `tensor` returns them, without gaps: a view if possible."""
+        if all(plan.columns == 1 and not plan.offset for plan in bucket):
             # Neighbours in a bucket are neighbours in the buffer.
             last = bucket[-1]
             end = self._offsets[last.name] + last.numel * self.element_size(last.name)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from miles_async.config.derived import learner_ranks
-from miles_async.config.model_shape import ModelShape, shape_of
+from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
+from miles_async.models.plugin import ModelShape
 
 
 def layout_problems(config: RunConfig) -> Iterator[str]:

@@ -9,25 +9,33 @@ from pathlib import Path
 from miles_async.config.derived import (
     compares_with_sampling_policy,
     hf_export,
+    hub_name,
     is_gguf,
     keeps_reference,
     micro_batch_tokens,
     policy_objective,
     reference_batching,
+    restarts_learner,
 )
+from miles_async.config.model_shape import model_type_of
 from miles_async.config.schema import RunConfig
+from miles_async.models.registry import has_plugin, missing_plugin
 
 
 def _checkpoint(config: RunConfig) -> Iterator[str]:
     checkpoint = config.model.hf_checkpoint
     if checkpoint is None:
         yield from _tiny_model(config)
-    elif is_gguf(checkpoint):
-        return  # it is checked again after its conversion
+    elif is_gguf(checkpoint) or hub_name(checkpoint) is not None:
+        return  # it is checked again after its conversion or download
     elif not Path(checkpoint).expanduser().is_dir():
         yield f"hf_checkpoint {checkpoint}: no such folder; set it to the folder of a Hugging Face checkpoint"
     elif not _is_checkpoint(checkpoint):
         yield _not_a_checkpoint("hf_checkpoint", checkpoint)
+    elif not config.debug.debug_rollout_only:
+        model_type = model_type_of(checkpoint)
+        if model_type is not None and not has_plugin(model_type):
+            yield f"hf_checkpoint {checkpoint}: {missing_plugin(model_type)}"
 
 
 def _is_checkpoint(folder: str) -> bool:
@@ -61,7 +69,7 @@ def _reference(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.ref_load is None:
         return
-    if not _is_checkpoint(algorithm.ref_load):
+    if hub_name(algorithm.ref_load) is None and not _is_checkpoint(algorithm.ref_load):
         yield _not_a_checkpoint("ref_load", algorithm.ref_load)
     if not keeps_reference(config):
         yield "ref_load names a reference model that is not used: set use_kl_loss or kl_coef, or unset ref_load"
@@ -69,8 +77,9 @@ def _reference(config: RunConfig) -> Iterator[str]:
 
 def _critic(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.critic_load is not None and not _is_checkpoint(algorithm.critic_load):
-        yield _not_a_checkpoint("critic_load", algorithm.critic_load)
+    critic = algorithm.critic_load
+    if critic is not None and hub_name(critic) is None and not _is_checkpoint(critic):
+        yield _not_a_checkpoint("critic_load", critic)
     if algorithm.advantage_estimator == "ppo":
         if config.learner.loss_type == "sft_loss":
             yield "advantage_estimator ppo trains a critic, but loss_type sft_loss does not use it: unset one of them"
@@ -81,6 +90,16 @@ def _critic(config: RunConfig) -> Iterator[str]:
 
 
 _CRITIC_SETTINGS = {"value_clip", "num_critic_only_steps", "critic_load", "critic_lr", "critic_lr_warmup_steps"}
+
+
+def _resume(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    if learner.resume is None:
+        return
+    if not restarts_learner(config):
+        yield "resume auto needs checkpoints at intervals: set save and save_interval, and unset colocate"
+    if learner.load is not None:
+        yield "resume auto and load exclude each other: unset load, which begins another run, or unset resume"
 
 
 def _exports(config: RunConfig) -> Iterator[str]:
@@ -166,4 +185,4 @@ def _loss(config: RunConfig) -> Iterator[str]:
         yield f"icepop_band [{low:g}, {high:g}] does not contain the ratio 1; set it to [0.5, 5], for example"
 
 
-CHECKS = (_checkpoint, _reference, _critic, _exports, _recomputation, _dynamic_batching, _loss)
+CHECKS = (_checkpoint, _reference, _critic, _resume, _exports, _recomputation, _dynamic_batching, _loss)

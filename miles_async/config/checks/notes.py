@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miles_async.config.derived import GREEDY_FUNCTION, compares_with_sampling_policy, engines, schedule_of
+from miles_async.config.derived import (
+    GREEDY_FUNCTION,
+    compares_with_sampling_policy,
+    engines,
+    has_worker,
+    schedule_of,
+)
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
@@ -18,9 +24,28 @@ def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
+def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
+    """Settings of the pipeline's producer, which does not run beside the worker of a rollout function."""
+    if not has_worker(config):
+        return
+    rollout, skip = config.rollout, config.skip
+    settings = {
+        "windowed_fifo_ratio": rollout.windowed_fifo_ratio is not None,
+        "over_sampling_batch_size": rollout.over_sampling_batch_size is not None,
+        "over_sampling_filter_path": rollout.over_sampling_filter_path is not None,
+        "dynamic_sampling_filter_path": rollout.dynamic_sampling_filter_path is not None,
+        "head_deadline_seconds": rollout.head_deadline_seconds is not None,
+        "adaptive_concurrency": config.engine.adaptive_concurrency,
+        "skip.rollout": skip.rollout.enable,
+        "skip.async_rollout": skip.async_rollout.enable,
+    }
+    for name in (name for name, is_set in settings.items() if is_set):
+        yield f"{name} has no effect, because the worker of {rollout.rollout_function_path} generates: unset it"
+
+
 def _unused_over_sampling_filter(config: RunConfig, entry: str) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.over_sampling_filter_path is None:
+    if rollout.over_sampling_filter_path is None or has_worker(config):
         return
     if schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         yield (
@@ -33,7 +58,7 @@ def _unused_over_sampling_filter(config: RunConfig, entry: str) -> Iterator[str]
 
 def _unused_window(config: RunConfig, entry: str) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.windowed_fifo_ratio is None:
+    if rollout.windowed_fifo_ratio is None or has_worker(config):
         return
     if rollout.rollout_function_path == GREEDY_FUNCTION:
         yield (
@@ -51,6 +76,8 @@ def _unused_window(config: RunConfig, entry: str) -> Iterator[str]:
 
 
 def _unused_skip(config: RunConfig, entry: str) -> list[str]:
+    if has_worker(config):
+        return []
     used, idle = ("rollout", "async_rollout")
     if schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         used, idle = idle, used
@@ -64,6 +91,12 @@ def _unused_skip(config: RunConfig, entry: str) -> list[str]:
     return found
 
 
+def _unused_save_interval(config: RunConfig, entry: str) -> Iterator[str]:
+    learner = config.learner
+    if learner.save_interval is not None and learner.save is None and learner.save_hf is None:
+        yield "save_interval has no effect: set save to a folder for checkpoints, or save_hf to a folder for exports"
+
+
 def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
     policy = config.engine.sglang_router_policy
     if policy in ("consistent_hashing", "prefix_hash") and engines(config) > 1:
@@ -73,4 +106,22 @@ def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-NOTES = (_unused_window, _unused_over_sampling_filter, _unused_skip, _policy_notes, _router_notes)
+def _saved_format(config: RunConfig, entry: str) -> Iterator[str]:
+    template = config.debug.save_debug_rollout_data
+    if template is not None and template.endswith((".pt", ".pth")):
+        yield (
+            "save_debug_rollout_data writes safetensors files, which torch.load cannot read: end the file name in "
+            ".safetensors; load_debug_rollout_data and make inspect read them"
+        )
+
+
+NOTES = (
+    _unused_with_worker,
+    _unused_window,
+    _unused_over_sampling_filter,
+    _unused_skip,
+    _policy_notes,
+    _unused_save_interval,
+    _router_notes,
+    _saved_format,
+)

@@ -9,6 +9,7 @@ from miles_async.config.derived import (
     SFT_FUNCTION,
     evaluation_concurrency,
     generates,
+    hub_name,
     sampling_mask_limit,
     sampling_top_k,
     server_arguments,
@@ -47,7 +48,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"{' and '.join(sources)} are {'both' if len(sources) == 2 else 'all'} set: unset all but one of them"
     # `path@[a:b]` selects rows of the file.
     path = (data.prompt_data or "").partition("@[")[0]
-    if path and not Path(path).expanduser().is_file():
+    if path and hub_name(path) is None and not Path(path).expanduser().is_file():
         yield f"prompt_data {path}: no such file"
 
 
@@ -74,8 +75,8 @@ def _reward(config: RunConfig) -> Iterator[str]:
         yield "rm_type reasoning_gym scores only reasoning_gym_task problems; set rm_type to exact, for example"
     if kind == "remote_rm" and rollout.rm_url is None:
         yield "rm_type remote_rm needs a reward server: set rm_url to the address of the server"
-    if kind == "dapo" and rollout.reward_key is None:
-        yield "rm_type dapo returns a dictionary: set reward_key to score (1 or -1) or acc (1 or 0)"
+    if kind == "dapo" and rollout.reward_key not in ("score", "acc"):
+        yield f"rm_type dapo has no reward_key {rollout.reward_key!r}: set it to score (1 or -1) or acc (1 or 0)"
     if rollout.custom_rm_isolated and rollout.custom_rm_path is None:
         yield "custom_rm_isolated has no effect without custom_rm_path: set custom_rm_path, or unset custom_rm_isolated"
 

@@ -12,6 +12,7 @@ from miles_async.config.derived import (
     micro_batch_tokens,
     samples_per_rollout,
     samples_per_step,
+    steps_per_rollout,
 )
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Bounds
@@ -19,7 +20,7 @@ from miles_async.scheduling.bounds import Bounds
 
 def _batch_sizes(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
-    samples, steps = samples_per_rollout(config), learner.num_steps_per_rollout
+    samples, steps = samples_per_rollout(config), steps_per_rollout(config)
     product = f"rollout_batch_size {rollout.rollout_batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt}"
     if learner.global_batch_size is None:
         if samples % steps:
@@ -42,7 +43,7 @@ def _batch_sizes(config: RunConfig) -> Iterator[str]:
 
 def _fitting_sizes(config: RunConfig) -> str:
     """Advice: the smallest changes after which the batch sizes agree."""
-    requested, steps = config.learner.global_batch_size or 1, config.learner.num_steps_per_rollout
+    requested, steps = config.learner.global_batch_size or 1, steps_per_rollout(config)
     samples, per_prompt = samples_per_rollout(config), config.rollout.n_samples_per_prompt
     options = []
     if samples % steps == 0:

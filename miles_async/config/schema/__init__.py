@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from miles_async.config.schema.algorithm import Algorithm
 from miles_async.config.schema.data import Data
+from miles_async.config.schema.faults import Fault, Faults
 from miles_async.config.schema.learner import Learner
 from miles_async.config.schema.model import Model, TinyModel, WarmStart
 from miles_async.config.schema.observability import Debug, Observability
@@ -25,6 +26,8 @@ __all__ = [
     "Debug",
     "Engine",
     "EvalDataset",
+    "Fault",
+    "Faults",
     "Learner",
     "Model",
     "Observability",
@@ -56,3 +59,4 @@ class RunConfig(Section):
     skip: Skip = Skip()
     observability: Observability = Observability()
     debug: Debug = Debug()
+    faults: Faults = Faults()

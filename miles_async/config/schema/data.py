@@ -13,7 +13,8 @@ class Data(Section):
     """Where prompts and labels come from: a file, a reasoning-gym task, or the rollout function."""
 
     prompt_data: str | None = None
-    """JSONL or Parquet file of prompts. `path@[a:b]` uses rows a up to, but not including, b. If unset, set
+    """JSONL or Parquet file of prompts, or a data set on the Hugging Face Hub: `owner/name` is its split train,
+    `owner/name:test` its split test. `path@[a:b]` uses rows a up to, but not including, b. If unset, set
     reasoning_gym_task or disable_rollout_global_dataset instead."""
     input_key: str = "prompt"
     """Key of the prompt in a row of prompt_data. The value is a string or a list of chat messages."""

@@ -17,8 +17,9 @@ class Learner(Section):
     examples."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step. If unset, it is rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
-    num_steps_per_rollout: int = Field(1, ge=1)
-    """Optimizer steps per training batch."""
+    num_steps_per_rollout: int | None = Field(None, ge=1)
+    """Optimizer steps per training batch. If unset, it is rollout_batch_size * n_samples_per_prompt /
+    global_batch_size, or 1 if global_batch_size is unset too."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate of the policy."""
     lr_warmup_steps: int = Field(0, ge=0)
@@ -124,7 +125,7 @@ class Learner(Section):
     updated by such batches."""
     save: str | None = None
     """Folder for checkpoints, from which load resumes. A checkpoint is written every save_interval rollouts and at the
-    end of the run, also if Ctrl-C or SIGTERM ends it. If unset, no checkpoints are written."""
+    end of the run, also if Ctrl-C or SIGTERM ends it (drain_seconds). If unset, no checkpoints are written."""
     save_interval: int | None = Field(None, ge=1)
     """Number of rollouts between two checkpoints (save) and exports (save_hf). If unset, only the final ones are
     written."""
@@ -140,10 +141,9 @@ class Learner(Section):
     """Store a checksum of each file of a checkpoint, and compare the checksums when a run resumes (load), so that a
     file with damaged contents is found. If off, only the sizes of files are compared: reading a checkpoint of many
     terabytes takes long."""
-    termination_grace_seconds: float = Field(8.0, ge=0)
-    """Seconds that the current step and its checkpoint have together after SIGTERM; then they are abandoned. Raise this
-    for models whose step and checkpoint take longer. The sender of SIGTERM must wait at least 15 seconds longer than
-    this before it sends SIGKILL. Ctrl-C sets no time limit."""
+    resume: Literal["auto"] | None = None
+    """auto continues the newest run that saves to the same folder, if it did not end: the run's folder, store, weight
+    versions and prompts are kept. If there is no such run, a run begins. Needs save and save_interval."""
     load: str | None = None
     """The save folder of an earlier run. The run resumes from the newest checkpoint in it. If unset, the run starts
     from the beginning."""

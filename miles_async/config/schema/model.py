@@ -31,9 +31,9 @@ class Model(Section):
     """The model to train: a Hugging Face checkpoint, or a tiny model that is created locally."""
 
     hf_checkpoint: str | None = None
-    """Folder of the Hugging Face checkpoint to train, or a GGUF file, which is converted once into cache_dir.
-    `package:NAME/FILE` is a GGUF file in the installed Python package NAME. If unset, a tiny model is created
-    locally."""
+    """Folder of the Hugging Face checkpoint to train, or its name on the Hugging Face Hub, such as Qwen/Qwen3-4B, or a
+    GGUF file, which is converted once into cache_dir. `package:NAME/FILE` is a GGUF file in the installed Python
+    package NAME. If unset, a tiny model is created locally."""
     tiny_model: TinyModel = TinyModel()
     """Shape of the tiny model that is created if hf_checkpoint is unset."""
 

@@ -18,6 +18,9 @@ class Observability(Section):
     """Name of the experiment. It is part of the path of skip recordings and the default of wandb_group."""
     run_dir: str = "runs"
     """Folder that receives one subfolder per run. `latest` in it points to the newest run."""
+    run_name: str | None = Field(None, pattern=r"^[\w.-]+$")
+    """Name of the folder of the run in run_dir. A number is appended if the folder exists. If unset, the name consists
+    of the time and the data."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Loopback port of the live page and of /metrics. 0 picks a free port and prints it."""
     sample_interval_seconds: float | None = Field(5.0, gt=0)
@@ -62,11 +65,11 @@ class Debug(Section):
     """Saved batches, partial runs and profiles."""
 
     save_debug_rollout_data: str | None = None
-    """File that each training batch is saved to, such as `debug/{rollout_id}.safetensors`. `make inspect` shows its
-    content. If unset, no batches are saved."""
+    """File that each training batch is saved to, such as `debug/{rollout_id}.safetensors`. The format is safetensors,
+    whatever the suffix. `make inspect` shows its content. If unset, no batches are saved."""
     load_debug_rollout_data: str | None = None
-    """Files of saved batches to train on instead of generating, such as `debug/{rollout_id}.safetensors`. No engine is
-    started."""
+    """Files of saved batches to train on instead of generating, such as `debug/{rollout_id}.safetensors`. Files that
+    slime saved (`debug/{rollout_id}.pt`) work too. No engine is started."""
     debug_rollout_only: bool = False
     """Only generate: start no learner and keep the initial weights."""
     debug_train_only: bool = False

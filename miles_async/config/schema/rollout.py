@@ -13,7 +13,7 @@ class EvalDataset(Section):
     """One entry of `eval_datasets`: a JSONL or Parquet file and the sampling parameters it is evaluated with."""
 
     path: str
-    """JSONL or Parquet file of the problems."""
+    """JSONL or Parquet file of the problems, or a data set on the Hugging Face Hub such as `owner/name:test`."""
     input_key: str = "prompt"
     """Key of the prompt in a row."""
     label_key: str = "label"
@@ -42,8 +42,12 @@ class Rollout(Section):
     schedule: Literal["fully_async", "one_step_off", "synchronous"] | None = None
     """How generation and training overlap. fully_async: a persistent producer fills a queue of groups. one_step_off:
     the next batch is generated while the current one trains. synchronous: generation and training alternate.
-    Default: synchronous for train.py; for train_async.py, fully_async with the fully asynchronous rollout function
-    and one_step_off with any other."""
+    Default: synchronous for train.py; for train_async.py, fully_async if the rollout function drains the stream or has
+    a worker that generates between calls, and one_step_off for any other. --check-config prints which applies."""
+    slime_imports: bool = False
+    """Let user modules import slime's names, such as slime.rollout.sglang_rollout and slime.utils.types, from this
+    project. Other modules of slime come from a checkout on PYTHONPATH. slime's fully_async_rollout then runs unchanged.
+    If off, imports of slime find only a checkout."""
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
     rollout_batch_size: int = Field(32, ge=1)
@@ -62,6 +66,10 @@ class Rollout(Section):
     max_weight_staleness: int | None = Field(None, ge=0)
     """Maximum age of a group when its training step begins, in weight versions, counted from the version that sampled
     the group's oldest token. Older groups are recycled. If unset, only queue_capacity limits the age."""
+    off_lineage: Literal["recycle", "train"] = "recycle"
+    """What happens to a group with tokens of weight versions that were rolled back because the learner was lost and
+    restored from a checkpoint: it is generated again (recycle), or trained with the log-probabilities that it has
+    (train). Its age then counts all versions since."""
     queue_capacity: int = Field(1000, ge=1)
     """Maximum number of groups in flight and queued for training. When this number is reached, no new groups are
     started; no group is dropped."""
@@ -89,11 +97,12 @@ class Rollout(Section):
     """Sample from the k most likely tokens, 2 to --sglang-sampling-mask-max-tokens (4096 by default). -1 disables top-k
     sampling. With any other value, the trainer computes log-probabilities over the same tokens."""
     rollout_stop: list[str] = []
-    """Strings that end a response."""
+    """Strings that end a response. The response keeps the string that ended it, as in slime."""
     rollout_stop_token_ids: list[int] = []
     """Token ids that end a response, in addition to the tokenizer's end-of-sequence token."""
     rollout_skip_special_tokens: bool = True
-    """Remove special tokens from the response text. The tokens that are trained on are not affected."""
+    """Remove special tokens from the response text. The tokens that are trained on are not affected. slime keeps
+    them by default; set --no-rollout-skip-special-tokens for rewards that expect them."""
     rm_type: str | None = None
     """Built-in reward: reasoning_gym, exact, math, dapo, deepscaler, f1, gpqa, ifeval or remote_rm. With the prefix
     `boxed_`, such as boxed_exact, only the content of the last \\boxed{} of the response is scored. If unset,
@@ -108,7 +117,7 @@ class Rollout(Section):
     """Call custom_rm_path once per group: fn(args, samples) -> one number per sample. If off, the function is called
     once per sample."""
     reward_key: str | None = None
-    """Key of the number to train on if the reward is a dictionary."""
+    """Key of the number to train on if the reward is a dictionary. With rm_type dapo, score if unset."""
     rm_url: str | None = None
     """URL to which rm_type remote_rm posts the prompt, response and label of each sample as JSON."""
     remote_rm_concurrency: int = Field(64, ge=1)

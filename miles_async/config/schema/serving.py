@@ -39,7 +39,8 @@ class Engine(Section):
     """The SGLang engines and the router in front of them."""
 
     rollout_num_gpus: int = Field(1, ge=1)
-    """Number of GPUs for all engines together; on a CPU machine, number of engine ranks."""
+    """Number of GPUs for all engines together; on a CPU machine, number of engine ranks. If unset, 1, or with colocate
+    all devices of the learner."""
     rollout_num_gpus_per_engine: int = Field(1, ge=1)
     """Number of GPUs per engine (tensor parallelism). It must divide rollout_num_gpus."""
     sglang_server_concurrency: int = Field(512, ge=1)
@@ -64,6 +65,9 @@ class Engine(Section):
     sglang_router_api_key: str | None = None
     """API key of the existing sglang-router at sglang_router_ip. env:NAME reads the key from an environment variable,
     file:PATH from a file; neither shows it on the command line. If unset, requests to that router carry no key."""
+    sglang_router_args: dict[str, Any] = {}
+    """Any other argument of the router that the run starts, under sglang-router's own name. The flag
+    `--sglang-router-balance-abs-threshold 0`, or slime's `--router-balance-abs-threshold 0`, sets a single argument."""
     sglang_router_request_timeout_secs: float = Field(21600.0, gt=0)
     """Time limit in seconds for the answer to one request to an engine. A request that exceeds the limit counts as a
     failed attempt of its group. Health checks find engines that hang, so the limit only has to exceed the time of the
@@ -88,6 +92,10 @@ class Cluster(Section):
     max_restarts: int = Field(3, ge=0)
     """Times that a rollout worker that was lost is started again before a batch is trained. Learner, engines and all
     finished groups are kept meanwhile. With 0, and with --colocate, a lost rollout worker ends the run."""
+    drain_seconds: float = Field(10.0, ge=0)
+    """Seconds that groups in flight, the current step and its checkpoint have together after Ctrl-C or SIGTERM; then
+    they are abandoned. Raise this for models whose step and checkpoint take longer. The sender of SIGTERM must wait at
+    least 15 seconds longer than this before it sends SIGKILL."""
     store_dir: str | None = None
     """Folder on a local disk for the state of the run that survives the rollout worker: unfinished prompts and finished
     groups. If unset, it is in the folder of the run."""

@@ -55,8 +55,8 @@ class Skip(Section):
     rollout: SkipRollout = SkipRollout()
     async_rollout: SkipAsyncRollout = SkipAsyncRollout()
     roles: dict[str, SkipRole] = {}
-    """User-defined skip roles by name, each with the settings enable, dump_dir, steps and action, such as
-    skip.roles.reward.enable=true."""
+    """User-defined skip roles by name, each with the settings enable, dump_dir, steps and action. Write them as
+    skip.<role>, such as skip.reward.enable=true."""
     replay_timing: Literal["recorded", "none"] = "recorded"
     """Duration of a replay: recorded takes as long as the recorded generation took, none takes no time."""
     drain_seconds: float = Field(60.0, ge=0)

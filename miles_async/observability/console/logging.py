@@ -25,7 +25,7 @@ from structlog.typing import EventDict, Processor
 from tqdm import tqdm
 
 from miles_async.config.redaction import redact_text
-from miles_async.observability.console.lossy_output import survive_lost_output
+from miles_async.observability.lossy_output import survive_lost_output
 
 OWN = ("miles_async", "workers", "__main__")
 """The packages whose log lines are our own."""

@@ -7,17 +7,30 @@ from typing import Any, TextIO
 import structlog
 from tqdm import tqdm
 
-from miles_async.events import BatchDrained, Event, PublishEnded, Stalled, StepEnded, StepStarted, WarningRaised
+from miles_async.events import (
+    BatchDrained,
+    Event,
+    PublishEnded,
+    SampleDisplayed,
+    Stalled,
+    StepEnded,
+    StepStarted,
+    WarningRaised,
+)
 from miles_async.observability.console.logging import details_logger
 
 details = details_logger(__name__)
 
 
 class PlainLines:
-    """Prints the lines that Miles users grep for, and warnings, in the same form for every log format.
+    """Prints the lines that users of Miles and slime grep for, and warnings, in the same form for every log format.
 
-    `only_warnings` leaves out the queue line and the staleness line, for a terminal that shows their figures otherwise.
+    `only_warnings` leaves out samples, the queue line and the staleness line, for a terminal that shows the figures
+    otherwise.
 
+    - `First rollout sample` shows the first sample that was displayed since the previous batch, and `Finish rollout`
+      the last one before a batch leaves the queue. Few samples are displayed (`sample_interval_seconds`), so a short
+      rollout may have neither line.
     - The queue line is printed when a batch leaves the queue.
     - The staleness line is printed when the training step of that batch begins. Its average and maximum cover the
       groups that enter the step. `recycled` counts the groups recycled since the previous staleness line.
@@ -28,12 +41,21 @@ class PlainLines:
         self._stream = stream
         self._only_warnings = only_warnings
         self._recycled = 0
+        self._sample: SampleDisplayed | None = None
+        """The newest sample since the previous batch."""
 
     def observe(self, event: Event) -> None:
         match event:
-            case BatchDrained() | StepStarted() if self._only_warnings:
+            case SampleDisplayed() | BatchDrained() | StepStarted() if self._only_warnings:
                 pass
+            case SampleDisplayed():
+                if self._sample is None:
+                    self._print(f"First rollout sample: {_sample_text(event)}")
+                self._sample = event
             case BatchDrained():
+                if self._sample is not None:
+                    self._print(f"Finish rollout: {_sample_text(self._sample)}")
+                self._sample = None
                 self._recycled += event.recycled
                 self._print(f"Global worker queue size: {event.depth}")
             case StepStarted():
@@ -57,6 +79,10 @@ class PlainLines:
         # tqdm.write clears a progress bar on the same terminal, prints the line and redraws the bar.
         tqdm.write(line, file=self._stream)
         self._stream.flush()
+
+
+def _sample_text(sample: SampleDisplayed) -> str:
+    return f"{[sample.prompt + sample.response]}, label: {sample.label}, reward: {sample.reward}"
 
 
 class StepLog:

@@ -15,6 +15,7 @@ from miles_async.events import (
     GroupGenerated,
     GroupMoved,
     GroupReplayed,
+    LearnerRestored,
     PublishEnded,
     RunStarted,
     StepStarted,
@@ -23,7 +24,17 @@ from miles_async.events import (
 _LIFECYCLE = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 _NEXT = dict(pairwise(_LIFECYCLE))
 _RETRIED = frozenset(
-    {"stale", "failed", "engine_lost", "router_lost", "worker_lost", "head_deadline", "aborted", "partial"}
+    {
+        "stale",
+        "failed",
+        "engine_lost",
+        "router_lost",
+        "worker_lost",
+        "rolled_back",
+        "head_deadline",
+        "aborted",
+        "partial",
+    }
 )
 """Drop reasons after which the prompt must get another attempt or become a dead letter."""
 
@@ -35,34 +46,57 @@ class _Life:
     state: str
     admitted_at: int
     """The live version at admission. If the group continues an earlier attempt, the version at that admission."""
-    oldest: int | None = None
-    """The oldest version of its tokens."""
+    versions: tuple[int, int] | None = None
+    """The oldest and the newest version of its tokens."""
     trained_as: int | None = None
     """The version that its training step produces."""
+    rollout: int | None = None
+    """The rollout of its training step."""
     replayed: bool = False
     """Whether its tokens come from a recording, in which case they may be older than its admission."""
     bypassed: int = 0
     """Number of younger groups that were collected before it."""
 
 
+@dataclass(slots=True)
+class _Line:
+    """Consecutive versions that the current weights descend from."""
+
+    first: int
+    last: int | None
+    """None for the versions that are being made now."""
+    updates: int
+    """Weight updates from the start of the run to the first version."""
+
+
 class Audit:
     """Pass every event to `observe` in order. An event log with deleted parts is checked up to the first of them.
 
-    `violations` are sentences. `owed` holds the prompts that were dropped and have not been admitted again yet.
+    `violations` are sentences. `owed` holds the prompts that were dropped, or whose training was undone, and that have
+    neither been admitted nor returned to the queue again.
     """
 
-    def __init__(self, staleness_limit: int | None, *, windowed: bool = True) -> None:
-        """`staleness_limit` is in versions; None disables the check. `windowed` enables the check of bypasses."""
+    def __init__(self, staleness_limit: int | None, *, windowed: bool = True, trains_off_lineage: bool = False) -> None:
+        """`staleness_limit` is in versions; None disables the check. `windowed` enables the check of bypasses.
+
+        `trains_off_lineage` allows tokens of versions that were rolled back (`--off-lineage train`).
+        """
         self._limit = staleness_limit
         self._windowed = windowed
+        self._trains_off_lineage = trains_off_lineage
+        self._lines = [_Line(0, None, 0)]
         self._window: int | None = None
         self._slots: int | None = None
         self._live: dict[int, _Life] = {}
+        self._live_prompts: set[str] = set()
         self._waiting: dict[int, _Life] = {}
         """The live groups that are not collected yet, oldest first."""
         self._interrupted: dict[str, tuple[int, int]] = {}
         """Attempt and `admitted_at` of dropped groups that may keep their tokens, by prompt."""
         self._trained: set[str] = set()
+        """Prompts that the current weights were trained on."""
+        self._published_lives: dict[int, _Life] = {}
+        """Published groups, by sequence number: a learner that is restored from a checkpoint undoes their training."""
         self._live_version = -1
         self._next_sequence = 0
         self._complete = True
@@ -83,13 +117,16 @@ class Audit:
             case GroupMoved():
                 self._moved(event)
             case GroupReplayed():
-                self._live[event.sequence].replayed = True
+                if life := self._live_group(event.sequence, "was replayed"):
+                    life.replayed = True
             case GroupGenerated():
                 self._group_generated(event)
             case StepStarted():
                 self._step_started(event)
             case PublishEnded() if event.live:
                 self._live_version = event.version
+            case LearnerRestored():
+                self._learner_restored(event)
             case EventsMissing():
                 self._violated("parts of the event log were deleted; later events cannot be checked")
                 self._complete = False
@@ -100,6 +137,8 @@ class Audit:
         sequence = event.sequence
         if event.before is None:
             self._admitted(event)
+        elif (event.before, event.after) in (("trained", "queued"), ("published", "queued")):
+            self._training_undone(event)
         elif (life := self._live.get(sequence)) is None or life.state != event.before:
             self._violated(f"group {sequence} left state {event.before} without being in it")
             return
@@ -128,6 +167,9 @@ class Audit:
         if attempt != event.attempt:
             # A new attempt starts without tokens. An attempt with the same number continues the tokens it has.
             admitted_at = self._live_version
+        if event.feed_index and event.feed_index in self._live_prompts:
+            self._violated(f"prompt {event.feed_index} was admitted again while an attempt at it holds a slot")
+        self._live_prompts.add(event.feed_index)
         life = _Life(event.feed_index, event.attempt, "fed", admitted_at)
         self._live[event.sequence] = self._waiting[event.sequence] = life
         self.owed.discard(event.feed_index)
@@ -136,6 +178,7 @@ class Audit:
 
     def _dropped(self, event: GroupMoved, life: _Life) -> None:
         del self._live[event.sequence]
+        self._live_prompts.discard(event.feed_index)
         self._waiting.pop(event.sequence, None)
         if life.state == "trained":
             self._violated(f"group {event.sequence} was dropped after it was trained")
@@ -148,7 +191,7 @@ class Audit:
     def _collected(self, sequence: int) -> None:
         del self._waiting[sequence]
         # A group that a user's function generated does not go through the window.
-        generated_outside = self._live[sequence].oldest is None
+        generated_outside = self._live[sequence].versions is None
         if generated_outside or not self._windowed or self._window is None:
             return
         for older, life in self._waiting.items():
@@ -159,6 +202,16 @@ class Audit:
             if life.bypassed > self._window - 1:
                 self._violated(f"group {older} was bypassed {life.bypassed} times with a window of {self._window}")
 
+    def _training_undone(self, event: GroupMoved) -> None:
+        life = self._live.get(event.sequence) or self._published_lives.pop(event.sequence, None)
+        if life is None or life.state != event.before or life.feed_index in self._trained:
+            self._violated(f"group {event.sequence} returned to the queue, but its training was not undone")
+            return
+        life.state = "queued"
+        self._live[event.sequence] = life
+        self._live_prompts.add(life.feed_index)
+        self.owed.discard(event.feed_index)
+
     def _entered_weights(self, life: _Life) -> None:
         self.trained += 1
         if life.feed_index in self._trained:
@@ -166,30 +219,79 @@ class Audit:
         self._trained.add(life.feed_index)
 
     def _published(self, sequence: int, life: _Life) -> None:
-        del self._live[sequence]
+        self._published_lives[sequence] = self._live.pop(sequence)
+        self._live_prompts.discard(life.feed_index)
+        life.state = "published"
         if life.trained_as is None or life.trained_as > self._live_version:
             self._violated(f"the slot of group {sequence} was freed before version {life.trained_as} was live")
 
     def _group_generated(self, event: GroupGenerated) -> None:
-        life = self._live[event.sequence]
-        life.oldest = event.versions[0]
-        if life.oldest < life.admitted_at and not life.replayed:
+        life = self._live_group(event.sequence, "was generated")
+        if life is None:
+            return
+        oldest, _ = life.versions = event.versions
+        # The worker of a rollout function generates a group before the group is admitted.
+        if oldest < life.admitted_at and not life.replayed and not event.by_worker:
             self._violated(
-                f"group {event.sequence} has tokens of version {life.oldest}, but was admitted at {life.admitted_at}"
+                f"group {event.sequence} has tokens of version {oldest}, but was admitted at {life.admitted_at}"
             )
 
     def _step_started(self, event: StepStarted) -> None:
         for sequence, claimed in zip(event.groups, event.staleness, strict=True):
-            life = self._live[sequence]
-            life.trained_as = event.version + 1
-            if life.oldest is None:
+            life = self._live_group(sequence, "entered a step")
+            if life is None:
                 continue
-            age = event.version - life.oldest
-            self.greatest_age = max(self.greatest_age, age)
-            if age != claimed:
+            life.trained_as, life.rollout = event.version + 1, event.rollout
+            if life.versions is None:
+                continue
+            ages = [self._age(version, event.version) for version in life.versions]
+            if None in ages and not self._trains_off_lineage:
+                self._violated(f"group {sequence} entered its step with tokens of versions that were rolled back")
+            # A version that was rolled back counts all versions since. So a version between the oldest and the newest
+            # one, which no event names, may be the one with the highest age.
+            oldest, newest = life.versions
+            possible = {self._counted_age(version, event.version) for version in range(oldest, newest + 1)}
+            age = max(self._counted_age(version, event.version) for version in life.versions)
+            if claimed not in possible or claimed < age:
                 self._violated(f"group {sequence} entered its step {age} versions old, but the event reports {claimed}")
+            age = max(age, claimed)
+            self.greatest_age = max(self.greatest_age, age)
             if self._limit is not None and age > self._limit:
                 self._violated(f"group {sequence} entered its step {age} versions old, over the limit {self._limit}")
+
+    def _learner_restored(self, event: LearnerRestored) -> None:
+        """Begin another line of versions, and undo the training of rollouts that the checkpoint does not have."""
+        self._lines = [line for line in self._lines if line.first <= event.kept_version]
+        line = self._lines[-1]
+        line.last = event.kept_version
+        updates = line.updates + event.kept_version - line.first + event.updates
+        self._lines.append(_Line(event.version, None, updates))
+        for life in (*self._live.values(), *self._published_lives.values()):
+            if life.rollout is not None and life.rollout > event.rollout and life.state in ("trained", "published"):
+                self._trained.discard(life.feed_index)
+                self.trained -= 1
+                self.owed.add(life.feed_index)
+
+    def _age(self, version: int, current: int) -> int | None:
+        """Weight updates from one version to another; None if the weights do not descend from `version`."""
+        updates = [
+            line.updates + at - line.first
+            for at in (version, current)
+            for line in self._lines
+            if line.first <= at and (line.last is None or at <= line.last)
+        ]
+        return updates[1] - updates[0] if len(updates) == 2 else None
+
+    def _counted_age(self, version: int, current: int) -> int:
+        """The age of a version for the staleness limit: a version that was rolled back counts all versions since."""
+        age = self._age(version, current)
+        return current - version if age is None else age
+
+    def _live_group(self, sequence: int, what: str) -> _Life | None:
+        life = self._live.get(sequence)
+        if life is None:
+            self._violated(f"group {sequence} {what} without being live")
+        return life
 
     def _check_counts(self, event: GroupMoved) -> None:
         if sum(event.counts.values()) != len(self._live):

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
 from miles_async.observability.metrics.histogram import Histogram
+from miles_async.types import DropReason
 
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -112,6 +113,13 @@ class Instruments:
         self.ended_groups = counter(
             "ended_groups", "Groups that were published or dropped, by reason.", "outcome", "reason"
         )
+        self.discarded_tokens = counter(
+            "discarded_tokens",
+            "Response tokens of dropped groups, by reason. For worker_lost, an upper bound.",
+            "reason",
+        )
+        for reason in DropReason:  # so that a rate is 0, and not unknown, before the first group is dropped
+            self.discarded_tokens.labels(reason)
         self.filtered_groups = BoundedLabels(
             counter("filtered_groups", "Groups that a filter dropped, by reason.", "reason")
         )

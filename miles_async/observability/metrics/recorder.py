@@ -97,6 +97,8 @@ class MetricsRecorder:
         self._routed: set[str] = set()
         self._lost: set[str] = set()
         self._samples_per_group = 1
+        self._longest_group = 0
+        """The most response tokens of a group."""
 
     def observe(self, event: Event) -> None:
         match event:
@@ -231,6 +233,7 @@ class MetricsRecorder:
         if event.staleness_limit is not None:
             self._metrics.staleness_limit.set(event.staleness_limit)
         self._samples_per_group = event.samples_per_group
+        self._longest_group = event.longest_group
         self._learner_idle.since = event.time
         self._engine_idle = _EngineIdle(began=event.time, reported_at=event.time)
 
@@ -241,6 +244,9 @@ class MetricsRecorder:
             self._record_progress("queued", event.time)
         elif event.after in (GroupState.PUBLISHED, GroupState.DROPPED):
             self._metrics.ended_groups.labels(event.after, event.reason or "").inc()
+            if event.reason is not None:
+                tokens = self._longest_group if event.was_lost_in_flight else event.discarded_tokens
+                self._metrics.discarded_tokens.labels(event.reason).inc(tokens)
             if event.reason == DropReason.STALE:
                 self._metrics.recycled_groups.inc()
                 self._observe_age("recycled", event)

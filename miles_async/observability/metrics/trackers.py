@@ -19,6 +19,7 @@ from typing import Protocol
 
 import structlog
 
+from miles_async.config.derived import steps_per_rollout
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
@@ -213,9 +214,7 @@ class Trackers:
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         settings = config.observability
-        self._points = PointBuilder(
-            config.learner.num_steps_per_rollout, always_train_step=settings.wandb_always_use_train_step
-        )
+        self._points = PointBuilder(steps_per_rollout(config), always_train_step=settings.wandb_always_use_train_step)
         self._trackers: list[BackgroundTracker] = []
         if settings.use_tensorboard:
             self._trackers.append(

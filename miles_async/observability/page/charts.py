@@ -72,7 +72,7 @@ class Charts:
 
     def observe(self, event: Event) -> None:
         match event:
-            case RunStarted():
+            case RunStarted() if "whole" not in self._timelines:
                 self._samples_per_group = event.samples_per_group
                 self._timelines["whole"] = Timeline(event.time, width=0.5, max_buckets=WHOLE_RUN_BUCKETS)
                 if self._recent:

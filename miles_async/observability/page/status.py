@@ -97,7 +97,8 @@ class RunStatus:
             case EngineBusy():
                 self._busy = event
             case RunStarted():
-                self.run = event
+                # A driver that continues the run emits it again.
+                self.run, self._ended = self.run or event, None
             case ClusterReady():
                 self._cluster = event
             case TrainerPhaseChanged():

@@ -26,9 +26,11 @@ import structlog
 
 from miles_async.atomic_files import atomic_file
 from miles_async.errors import UserError
-from miles_async.events import Event, EventsMissing, decode, encode
+from miles_async.events import Event, EventsMissing, EventsReceived, decode, encode
 
 _BUFFER_BYTES = 1 << 20
+_LAST_BYTES = 64 << 10
+"""The last event of a run is much shorter."""
 CLOSE_SECONDS = 5.0
 """How long to wait for the compression of the last part. A part that is not compressed in time is kept uncompressed."""
 
@@ -62,8 +64,8 @@ class EventLogWriter:
         self._max_archive_bytes = max_bytes - 3 * self._rotate_bytes
         self._on_error = on_error
         self._file = path.open("ab", buffering=_BUFFER_BYTES)
-        self._size = 0
-        self._parts = 0
+        self._size = self._file.tell()
+        self._parts = max(_part_numbers(path), default=0)
         self._archiver: Thread | None = None
         self._deleted = False
         """Whether a part was deleted."""
@@ -83,9 +85,14 @@ class EventLogWriter:
             self._fail(error)
 
     def tick(self, now: float) -> None:
-        if self._file.closed or now - self._flushed < self._flush_seconds:
+        if now - self._flushed >= self._flush_seconds:
+            self._flushed = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all events to the file, so that they survive this process."""
+        if self._file.closed:
             return
-        self._flushed = now
         try:
             self._file.flush()
         except OSError as error:
@@ -155,6 +162,38 @@ class EventLogWriter:
                     deleted=_part(self._path, number).name,
                     folder=str(self._path.parent),
                 )
+
+
+def cut_incomplete_batch(path: Path) -> int:
+    """Prepare the log of a run that did not end for a driver that continues it. `path` is the newest file of the log.
+
+    A driver that is killed may have logged a part of the last batch of events, which the next driver receives again. So
+    everything after the last complete batch is removed. Returns the number of that batch, 0 if there is none.
+    """
+    with path.open("a+b") as file:
+        file.seek(0)
+        logged = file.read()
+        begin = logged.rfind(b'{"type":"EventsReceived"')
+        end = logged.find(b"\n", begin) + 1
+        if begin >= 0 and end == 0:  # the line itself is incomplete
+            begin = logged.rfind(b'{"type":"EventsReceived"', 0, begin)
+            end = logged.find(b"\n", begin) + 1
+        file.truncate(end if begin >= 0 else 0)
+    # If the newest file has no complete batch, the last one is at the end of the part before it.
+    last = read_events(path) if begin < 0 else [decode(logged[begin:end])]
+    return max((event.number for event in last if isinstance(event, EventsReceived)), default=0)
+
+
+def last_event(path: Path) -> Event | None:
+    """Return the last event of the newest file of a log; None if there is none, or if the line was cut off."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            *_, line = file.read().splitlines(keepends=True)
+            event: Event = decode(line)
+            return event
+    except (OSError, ValueError, msgspec.DecodeError):
+        return None
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -101,7 +101,7 @@ class PerfettoTrace:
     def observe(self, event: Event) -> None:
         self._last_time = max(self._last_time, event.time)
         match event:
-            case RunStarted():
+            case RunStarted() if not self._began:
                 self._began = event.time
                 for process, name in _NAMES.items():
                     self._name("process_name", process, 0, name)

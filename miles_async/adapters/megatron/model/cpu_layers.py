@@ -174,7 +174,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
 
 
 class CpuNorm(torch.nn.RMSNorm):
-    """RMS norm that works with sequence parallelism, which Megatron's own local norm refuses.
+    """RMS norm that works with sequence parallelism and with weights around 0, which Megatron's own local norm refuses.
 
     Each rank normalizes a part of the sequence. Megatron adds up the gradients of parameters with this attribute.
     Without CUDA torch composes the norm from operations that keep several copies of their input for the backward pass.
@@ -183,11 +183,13 @@ class CpuNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
+        self._zero_centered = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [..., h] in the type of `x` [..., h]."""
-        output: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        weight = self.weight + 1 if self._zero_centered else self.weight
+        output: Tensor = _RmsNorm.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -266,18 +268,18 @@ class _SwiGlu(torch.autograd.Function):
         return result
 
 
-def cpu_layer_spec(bridge: Any, vp_stage: int | None = None) -> Any:
-    """Layer spec of one pipeline stage; replaces mbridge's `_get_transformer_layer_spec`."""
+def cpu_layer_spec(config: Any, vp_stage: int | None) -> Any:
+    """The layer spec of one pipeline stage, with attention and norms that need neither CUDA nor Transformer Engine."""
     # The router checks whether Transformer Engine's matrix product is None, but the name is only defined if Transformer
     # Engine is installed.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    block = get_gpt_decoder_block_spec(bridge.config, use_transformer_engine=False, vp_stage=vp_stage)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     block.layer_norm = CpuNorm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = CpuNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CpuAttention
-        if bridge.config.qk_layernorm:
+        if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = CpuNorm
     return block
 

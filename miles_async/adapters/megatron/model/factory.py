@@ -8,24 +8,32 @@ from functools import partial
 from typing import Any
 
 import torch
-from mbridge import AutoBridge
-from mbridge.core import Bridge
-from mbridge.core.util import unwrap_model
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
+from torch.nn.functional import gelu, silu
+from transformers import AutoConfig
 
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.cpu_layers import cpu_layer_spec, replace_swiglu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
-from miles_async.adapters.megatron.model.hf_weights import load_weights
+from miles_async.adapters.megatron.model.hf_weights import WeightConverter, load_weights
 from miles_async.adapters.megatron.model.output_layer import OutputLayer
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.value_head import attach_value_head
 from miles_async.config.derived import shares_prefixes
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
+from miles_async.models.plugin import HfConfig, ModelPlugin, name_of, plugin_errors
+from miles_async.models.registry import find_plugin
 
 _CPU_MODEL = {
     # Fused kernels need CUDA.
@@ -42,20 +50,19 @@ _CPU_EXPERTS = {
     "moe_token_dispatcher_type": "allgather",
     "moe_grouped_gemm": False,
     # Megatron refuses variable lengths together with the all-gather dispatcher, which cannot gather unequal parts.
-    # `_create_bridge` sets it after that check; `model_inputs` makes the parts equal.
+    # `_transformer_config` sets it after that check; `model_inputs` makes the parts equal.
     "variable_seq_lengths": False,
 }
-
-
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""RoPE scaling of Llama 3.1, 3.2 and 3.3. Megatron has these values as constants and supports no others."""
+_ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
+"""By `hidden_act` of `config.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronModel:
     """This rank's part of a model that is trained, with its optimizer."""
 
-    bridge: Bridge
+    config: TransformerConfig
+    converter: WeightConverter
     """Converts names and tensors between Megatron and Hugging Face."""
     chunks: list[DistributedDataParallel]
     """The layers that this rank holds: one chunk per virtual pipeline stage, else one."""
@@ -97,7 +104,8 @@ class MegatronModel:
 class ReferenceModel:
     """This rank's part of a frozen model, which has no gradients and no optimizer. Fields as in `MegatronModel`."""
 
-    bridge: Bridge
+    config: TransformerConfig
+    converter: WeightConverter
     chunks: list[torch.nn.Module]
     vocab_size: int
     output_layer: OutputLayer | None
@@ -107,29 +115,30 @@ class ReferenceModel:
 def build_reference(settings: Learner, hf_checkpoint: str) -> ReferenceModel:
     """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
     with redirect_cuda_to_cpu():
-        bridge, chunks = _load_chunks(settings, hf_checkpoint)
+        config, converter, chunks = _load_chunks(settings, hf_checkpoint)
     output_layer, by_position = _replace_output_layer(chunks), _use_positions(chunks, settings)
     frozen = [chunk.requires_grad_(False) for chunk in chunks]
-    return ReferenceModel(bridge, frozen, bridge.hf_config.vocab_size, output_layer, by_position)
+    return ReferenceModel(config, converter, frozen, converter.shape.vocabulary, output_layer, by_position)
 
 
 def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> MegatronModel:
     """Load this rank's part of a checkpoint and create its optimizer. The process groups must exist.
 
     With `values` the model is a critic: a value head replaces the output layer.
-    Raises UserError if mbridge does not support the model family or Megatron does not support its RoPE scaling.
+    Raises UserError if no plug-in supports the model, if the plug-in fails or does not fit the checkpoint, and if
+    Megatron does not support the scaling of the rotary embedding.
     """
     with redirect_cuda_to_cpu():
-        bridge, chunks = _load_chunks(settings, hf_checkpoint)
+        config, converter, chunks = _load_chunks(settings, hf_checkpoint)
         for chunk in chunks if values else ():
             attach_value_head(chunk)
         output_layer = None if values else _replace_output_layer(chunks)
         by_position = _use_positions(chunks, settings)
         sharded = _shards_optimizer(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-        wrapped = [DistributedDataParallel(bridge.config, ddp_config, chunk) for chunk in chunks]
+        wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
         # Megatron puts norms and biases into a parameter group of their own, without weight decay.
-        config = OptimizerConfig(
+        optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
             weight_decay=settings.weight_decay,
@@ -140,20 +149,88 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             params_dtype=_dtype(settings),
             use_distributed_optimizer=sharded,
         )
-        optimizer = get_megatron_optimizer(config, wrapped)
-        return MegatronModel(bridge, wrapped, optimizer, bridge.hf_config.vocab_size, output_layer, by_position)
+        optimizer = get_megatron_optimizer(optimizer_config, wrapped)
+        vocabulary = converter.shape.vocabulary
+        return MegatronModel(config, converter, wrapped, optimizer, vocabulary, output_layer, by_position)
 
 
-def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[Any, list[torch.nn.Module]]:
-    bridge = _create_bridge(settings, hf_checkpoint)
+def _load_chunks(
+    settings: Learner, hf_checkpoint: str
+) -> tuple[TransformerConfig, WeightConverter, list[torch.nn.Module]]:
+    plugin, hf_config = _read_checkpoint(hf_checkpoint)
+    config = _transformer_config(plugin, hf_config, settings)
+    # Tensor-parallel ranks hold equal parts of the vocabulary.
+    vocabulary, ranks = plugin.shape(hf_config).vocabulary, settings.tensor_model_parallel_size
+    padded = vocabulary + -vocabulary % ranks
+    converter = WeightConverter(plugin, hf_config, padded_vocabulary=padded, dtype=_dtype(settings))
     # Megatron sets these variables while it builds a model, and asserts that they have no other value. Transformer
     # Engine reads them later, in forward passes, where the user's values apply again.
     with environment(dict.fromkeys(ATTENTION)):
-        chunks = bridge.get_model(wrap_with_ddp=False, fp16=False, bf16=settings.precision == "bf16")
-    for chunk in chunks if on_cpu() else ():
-        replace_swiglu(chunk)
-    load_weights(bridge, chunks, hf_checkpoint)
-    return bridge, chunks
+        chunks = _build_chunks(plugin, hf_config, config, padded)
+    load_weights(converter, chunks, hf_checkpoint)
+    return config, converter, chunks
+
+
+def _read_checkpoint(hf_checkpoint: str) -> tuple[ModelPlugin, HfConfig]:
+    """Return the plug-in for a checkpoint, and the checkpoint's configuration with the defaults of transformers."""
+    try:
+        config = AutoConfig.from_pretrained(hf_checkpoint).to_dict()
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"transformers cannot read {hf_checkpoint}/config.json: {reason}") from error
+    try:
+        return find_plugin(config["model_type"]), config
+    except UserError as error:
+        raise UserError(f"{hf_checkpoint}: {error}") from error
+
+
+def _build_chunks(
+    plugin: ModelPlugin, hf_config: HfConfig, config: TransformerConfig, padded_vocabulary: int
+) -> list[torch.nn.Module]:
+    """Build this rank's layers with random weights: one chunk per virtual pipeline stage, else one."""
+    stages = config.virtual_pipeline_model_parallel_size
+    with plugin_errors(plugin, "describe its position embedding"):
+        position_embedding = plugin.gpt_model(hf_config)
+    chunks = []
+    for stage in range(stages or 1):
+        vp_stage = None if stages is None else stage
+        if on_cpu():
+            spec = cpu_layer_spec(config, vp_stage)
+        else:
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        with plugin_errors(plugin, "change the layer spec"):
+            spec = plugin.layer_spec(spec, hf_config)
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocabulary,
+            max_sequence_length=hf_config["max_position_embeddings"],
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=hf_config["tie_word_embeddings"],
+            vp_stage=vp_stage,
+            **position_embedding,
+        )
+        with plugin_errors(plugin, "finish the model"):
+            plugin.finish_model(chunk, hf_config)
+        chunk.model_type = ModelType.encoder_or_decoder
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if on_cpu():
+            replace_swiglu(chunk)
+        else:
+            chunk.cuda(torch.cuda.current_device())
+        if config.bf16:
+            chunk = Float16Module(config, chunk)
+            _keep_router_bias_in_float32(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def _keep_router_bias_in_float32(chunk: torch.nn.Module) -> None:
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
 
 
 def _replace_output_layer(chunks: Sequence[torch.nn.Module]) -> OutputLayer | None:
@@ -197,77 +274,68 @@ def _dtype(settings: Learner) -> torch.dtype:
     return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
-def _create_bridge(settings: Learner, hf_checkpoint: str) -> Any:
-    try:
-        bridge = AutoBridge.from_pretrained(
-            hf_checkpoint,
-            dtype=_dtype(settings),
-            make_vocab_size_divisible_by=settings.tensor_model_parallel_size,
-        )
-    except ValueError as error:
-        if "Unregistered model type" not in str(error):
-            raise
-        families = ", ".join(AutoBridge.list_supported_models())
-        raise UserError(
-            f"{hf_checkpoint}: mbridge does not support this model family; use a model of one of {families}"
-        ) from error
-    _configure_rope(bridge)
-    # With tied embeddings mbridge changes this mapping on the class, which would affect the next model of the process.
-    head = "model.embed_tokens.weight" if bridge.hf_config.tie_word_embeddings else "lm_head.weight"
-    bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
-    # With a per-token loss Megatron adds gradients up over ranks and does not average them. This is needed because the
-    # loss is already divided by the tokens of the whole step.
-    common: dict[str, Any] = {
+def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Learner) -> TransformerConfig:
+    with plugin_errors(plugin, "describe its shape and Megatron's configuration"):
+        shape, of_the_model = plugin.shape(hf_config), plugin.transformer_config(hf_config)
+    dtype, stages = _dtype(settings), settings.virtual_pipeline_model_parallel_size
+    arguments: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.query_groups,
+        "kv_channels": shape.head_width,
+        "ffn_hidden_size": shape.feed_forward,
+        "num_moe_experts": shape.experts,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf_config.get("attention_dropout", 0.0),
+        "masked_softmax_fusion": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": stages,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "sequence_parallel": settings.sequence_parallel,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "overlap_p2p_comm": stages is not None,
+        "batch_p2p_comm": False,
+        # With a per-token loss Megatron adds gradients up over ranks and does not average them. This is needed because
+        # the loss is already divided by the tokens of the whole step.
         "calculate_per_token_loss": True,
         "recompute_granularity": settings.recompute_granularity,
         "recompute_method": settings.recompute_method,
         "recompute_num_layers": settings.recompute_num_layers,
     }
-    if bridge.hf_config.model_type == "mixtral":
-        # In Mixtral the weights of a token's chosen experts add up to 1: top-k comes before the softmax. mbridge's
-        # default has the opposite order.
-        common["moe_router_pre_softmax"] = False
-        # mbridge reads `head_dim`, which Mixtral's configuration may leave unset.
-        bridge.hf_config.head_dim = bridge.config.kv_channels
+    if shape.experts:
+        arguments |= {"moe_ffn_hidden_size": shape.feed_forward, "moe_router_topk": shape.active_experts}
+    if "activation_func" not in of_the_model:
+        arguments["activation_func"] = _activation(hf_config["hidden_act"])
+    if "layernorm_epsilon" not in of_the_model:
+        arguments["layernorm_epsilon"] = hf_config["rms_norm_eps"]
+    arguments |= of_the_model
     if on_cpu():
-        common |= _CPU_MODEL | (_CPU_EXPERTS if bridge.config.num_moe_experts else {})
-    bridge.set_extra_args(**common)
-    bridge.config.variable_seq_lengths = True
-    if on_cpu():
-        _use_local_layers(bridge)
-    return bridge
-
-
-def _configure_rope(bridge: Any) -> None:
-    """Pass the checkpoint's RoPE parameters on to Megatron.
-
-    mbridge 0.15 reads `rope_theta` from where transformers 4 had it and supports only unscaled RoPE.
-    Raises UserError for other scalings than Llama 3's.
-    """
-    rope = bridge.hf_config.rope_parameters
-    bridge.hf_config.rope_theta = rope["rope_theta"]
-    kind = rope.get("rope_type", "default")
-    if kind == "llama3" and _LLAMA3.items() <= rope.items():
-        arguments = bridge._get_gptmodel_args() | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-        bridge._get_gptmodel_args = arguments.copy
-    elif kind != "default":
+        arguments |= _CPU_MODEL | (_CPU_EXPERTS if shape.experts else {})
+    try:
+        config = TransformerConfig(**arguments)
+    except (AssertionError, TypeError, ValueError) as error:
         raise UserError(
-            f"the learner does not support rope type {kind!r} with {rope}; use a model with plain RoPE or Llama 3's"
+            f"Megatron refuses the configuration of the model plug-in {name_of(plugin)}: {error}"
+        ) from error
+    config.variable_seq_lengths = True
+    return config
+
+
+def _activation(name: str) -> Any:
+    if name not in _ACTIVATIONS:
+        raise UserError(
+            f"the learner does not know the activation {name!r}; use a model with {' or '.join(_ACTIVATIONS)}, or let "
+            "the transformer_config of its model plug-in return activation_func"
         )
-
-
-def _use_local_layers(bridge: Any) -> None:
-    """Make mbridge build layers without Transformer Engine.
-
-    Transformer Engine fuses norms into the linear layers that follow them. Local layers keep norms separate, so their
-    parameters have other names.
-    """
-    bridge.has_vp_stage = True
-    bridge._get_transformer_layer_spec = partial(cpu_layer_spec, bridge)
-    layer = "model.layers.{layer_number}"
-    bridge._OTHER_MAPPING = {**bridge._OTHER_MAPPING, "input_layernorm.weight": [f"{layer}.input_layernorm.weight"]}
-    bridge._MLP_MAPPING = {
-        **bridge._MLP_MAPPING,
-        "pre_mlp_layernorm.weight": [f"{layer}.post_attention_layernorm.weight"],
-    }
+    return _ACTIVATIONS[name]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mbridge.core.util import unwrap_model
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -59,6 +59,8 @@ from miles_async.losses.policy import (
     policy_metrics,
 )
 from miles_async.losses.supervised import sft_loss, supervised_loss
+from miles_async.models.plugin import plugin_errors
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import StepReport
 
 log = structlog.get_logger(__name__)
@@ -120,6 +122,8 @@ class MegatronLearner:
         self._steps_taken = 0
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
+        self.lineage = Lineage()
+        """Which versions the weights descend from, after this learner has taken the place of a lost one."""
         self._lr = learning_rate(config)
         if rank == 0 and not self.shares_prefixes:
             self._log_unshared_prefixes()
@@ -266,7 +270,13 @@ class MegatronLearner:
 
     def _staleness(self, versions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Age of tokens in weight versions. Tokens without a version, such as trained tool output, count as fresh."""
-        return np.where(versions == NO_VERSION, 0, self.version - versions)
+        known = np.unique(versions)
+        # A learner that has staged nothing yet, in a run without engines, counts all tokens as fresh.
+        ages = [
+            0 if version == NO_VERSION or version > self.version else self.lineage.age(version, self.version)
+            for version in known.tolist()
+        ]
+        return np.array(ages, np.int64)[np.searchsorted(known, versions)]
 
     def _inputs(self, step: TrainStep) -> list[ModelInput]:
         return model_inputs(step.micro_batches, self._settings, self._device, by_position=self._model.by_position)
@@ -346,7 +356,14 @@ class MegatronLearner:
 
         Tensors may be views of parameters, so copy those that must outlast the next optimizer step.
         """
-        return export_weights(self._model.bridge, self._model.chunks)
+        return export_weights(self._model.converter, self._model.chunks)
+
+    def engine_offsets(self, names: Iterable[str]) -> dict[str, float]:
+        """Return what SGLang adds to the tensors of these Hugging Face names when it loads them, where it is not 0."""
+        plugin = self._model.converter.plugin
+        with plugin_errors(plugin, "compare its tensors with SGLang's"):
+            offsets = {name: plugin.added_by_engine(name) for name in names}
+        return {name: offset for name, offset in offsets.items() if offset}
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write a checkpoint that transformers and SGLang load. It appears complete or not at all.

@@ -17,7 +17,6 @@ from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel
 from miles_async.batching.batch import TrainStep
 from miles_async.batching.flops import training_flops
-from miles_async.config.model_shape import ModelShape
 from miles_async.config.schema import Debug
 
 log = structlog.get_logger(__name__)
@@ -38,7 +37,7 @@ def performance_metrics(model: MegatronModel, steps: Sequence[TrainStep], second
     metrics = {"memory_gib": torch.cuda.max_memory_allocated() / 2**30}
     device = torch.cuda.get_device_name()
     peak = next((flops for name, flops in _PEAK_FLOPS.items() if name in device), None)
-    if peak is not None and model.bridge.config.bf16:
+    if peak is not None and model.config.bf16:
         batches = [batch for step in steps for batch in step.micro_batches]
         lengths = np.concatenate([batch.lengths for batch in batches]).tolist()
         shared = np.concatenate(
@@ -47,25 +46,9 @@ def performance_metrics(model: MegatronModel, steps: Sequence[TrainStep], second
         logits = sum(len(batch.targets) for batch in batches)
         # All ranks of a model replica work on the same sequences.
         ranks_per_replica = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size()
-        flops = training_flops(lengths, _shape(model), shared=shared, logits=logits)
+        flops = training_flops(lengths, model.converter.shape, shared=shared, logits=logits)
         metrics["mfu"] = flops / (seconds * peak * ranks_per_replica)
     return metrics
-
-
-def _shape(model: MegatronModel) -> ModelShape:
-    config = model.bridge.config
-    has_experts = config.num_moe_experts is not None
-    return ModelShape(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        query_groups=config.num_query_groups,
-        head_width=config.kv_channels,
-        feed_forward=config.moe_ffn_hidden_size if has_experts else config.ffn_hidden_size,
-        experts=config.num_moe_experts,
-        active_experts=config.moe_router_topk if has_experts else 1,
-        vocabulary=model.vocab_size,
-    )
 
 
 @contextmanager

@@ -1,0 +1,150 @@
+"""What a key of another project's configuration file means here, and the translation of a whole file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_async.config.fields import SECTIONS, nearest
+from miles_async.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """The key sets our settings, each to the same value."""
+
+    settings: tuple[str, ...]
+    """Dotted paths. A path below a setting that is a dict, such as `engine.sglang_server_args.page_size`, sets one key
+    of the dict."""
+    values: Mapping[Any, Any] | None = None
+    """Our value for each valid value of the key; None if the values are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """The key needs no setting, but may only have the values that correspond to what a run does anyway."""
+
+    values: tuple[Any, ...]
+    instead: str
+    """What the run does, and which setting changes it, for the error message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The key has no counterpart."""
+
+    instead: str
+    """What to set instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """The key determines our settings together with other keys, so the module of the project computes them."""
+
+
+Rule = Sets | Only | Refused | Combined
+Table = Mapping[str, Rule]
+"""The rules of a project by dotted key. A rule may also be for a section, if it applies to everything in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """The value of one of our settings."""
+
+    value: Any
+    key: str
+    """The key, or keys, of the other project that determine the value."""
+
+
+Translation = dict[str, Translated]
+"""Our settings by dotted path."""
+
+
+def sets(*settings: str) -> Sets:
+    """A key whose value one or several settings take over."""
+    return Sets(settings)
+
+
+def converts(setting: str, values: Mapping[Any, Any]) -> Sets:
+    """A key whose values have other names here."""
+    return Sets((setting,), values)
+
+
+def entries(section: Mapping[str, Any], table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a file. A value is not divided further if the table has a rule for it.
+
+    Empty sections have no entries if the table has keys below them.
+    """
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if key in table:
+            yield key, value
+        elif isinstance(value, Mapping) and value:
+            yield from entries(value, table, f"{key}.")
+        elif value not in (None, {}) or not any(known.startswith(f"{key}.") for known in table):
+            yield key, value
+
+
+@dataclass(slots=True)
+class Translator:
+    """Applies the rules of a table to the entries of a file, and collects every problem."""
+
+    project: str
+    table: Table
+    translation: Translation = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def apply(self, key: str, value: Any) -> None:
+        """Follow the rule of a key of the file."""
+        rule = self.table.get(key)
+        if rule is None:
+            self.problems.append(self._unknown(key))
+        else:
+            self.follow(rule, key, value)
+
+    def follow(self, rule: Rule, key: str, value: Any) -> None:
+        """Do with a key what its rule says: set our settings, or report a problem."""
+        match rule:
+            case Sets(settings, None):
+                for setting in settings:
+                    self.set(setting, value, key)
+            case Sets(settings, values) if values is not None:
+                ours = [our for their, our in values.items() if their == value]
+                if not ours:
+                    valid = " or ".join(str(their) for their in values)
+                    names = " and ".join(settings)
+                    self.problems.append(f"{key} {value!r} has no counterpart: set it to {valid}, or set {names}")
+                for setting in settings if ours else ():
+                    self.set(setting, ours[0], key)
+            case Only(values, instead) if value not in values:
+                self.problems.append(f"{key} {value!r} is not supported: {instead}")
+            case Refused(instead):
+                self.problems.append(f"{key} has no counterpart: {instead}")
+
+    def set(self, setting: str, value: Any, key: str) -> None:
+        """Set one of our settings. Two keys may set it only to the same value."""
+        earlier = self.translation.get(setting)
+        if earlier is not None and earlier.value != value:
+            self.problems.append(
+                f"{earlier.key} {earlier.value!r} and {key} {value!r} contradict each other, because both set "
+                f"{setting}: set them to the same value"
+            )
+            return
+        self.translation.setdefault(setting, Translated(value, key))
+
+    def finished(self) -> Translation:
+        """The translation. Raises UserError if there were problems."""
+        if self.problems:
+            raise UserError("\n".join(self.problems))
+        return self.translation
+
+    def _unknown(self, key: str) -> str:
+        if hint := nearest(key, self.table, cutoff=0.85):
+            return f"{key} is not a key of {self.project} that can be translated{hint}"
+        if key.partition(".")[0] in SECTIONS:
+            return (
+                f"{key} is not a key of {self.project}, as the other keys of this file are: put settings of "
+                "miles_async into another file, and pass both with --config"
+            )
+        return f"{key} is not a key of {self.project} that can be translated: remove it"

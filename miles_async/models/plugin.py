@@ -1,0 +1,236 @@
+"""What a model plug-in provides: the shape of a model, its Megatron configuration, and the mapping of its weights.
+
+A plug-in is a subclass of `ModelPlugin`, which an entry point of the group `miles_async.models` registers under the
+`model_type` of the checkpoint's `config.json`:
+
+    [project.entry-points."miles_async.models"]
+    gemma = "my_package.gemma:Gemma"
+
+slime divides the same task between a layer spec per model in `slime_plugins/models`, which `--spec` names, and a
+conversion of weights per model in `megatron_to_hf`.
+
+`--check-config` imports the plug-in too, and reads only `shape`. A plug-in whose module imports neither torch nor
+Megatron keeps that fast; import them inside the methods that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miles_async.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HfConfig = Mapping[str, Any]
+"""The contents of a checkpoint's `config.json`. While a model is built, the defaults of transformers are filled in."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Dimensions of a decoder-only transformer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    """Number of query heads."""
+    query_groups: int
+    """Number of key/value heads; several query heads share one (grouped-query attention)."""
+    head_width: int
+    feed_forward: int
+    """Width of the feed-forward layers, or of one expert in a mixture-of-experts model."""
+    experts: int | None
+    """Number of experts per mixture-of-experts layer; None for a dense model."""
+    active_experts: int
+    """Number of experts that each token is routed to; 1 for a dense model."""
+    vocabulary: int
+    """Vocabulary size before padding for tensor parallelism; 0 if `config.json` does not define it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A Megatron parameter that equals one tensor of the checkpoint, up to the padding of a vocabulary."""
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryKeyValue:
+    """Megatron's fused projection or bias of queries, keys and values, which is grouped by key/value head."""
+
+    query: str
+    key: str
+    value: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """The gate and up projections of a gated feed-forward layer, which Megatron stacks by rows."""
+
+    gate: str
+    up: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.gate, self.up
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """A Megatron parameter that two functions of the plug-in compute from tensors of the checkpoint, and back.
+
+    Both get whole tensors, before they are split among tensor-parallel ranks. Megatron's own split applies afterwards.
+    """
+
+    names: tuple[str, ...]
+    to_megatron: Callable[[Sequence[Tensor], HfConfig], Tensor]
+    """Returns the parameter from the tensors in the order of `names`."""
+    to_hf: Callable[[Tensor, HfConfig], Sequence[Tensor]]
+    """Returns the tensors in the order of `names` from the parameter."""
+
+
+Conversion = Same | QueryKeyValue | GateUp | Custom
+
+_NO_SCALING = "default"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""RoPE scaling of Llama 3.1, 3.2 and 3.3. Megatron has these values as constants and supports no others."""
+
+
+class ModelPlugin:
+    """Describes the models of one `model_type`. A plug-in overrides what differs from Llama.
+
+    Every learner rank calls the methods with the configuration of the checkpoint. What they return does not depend on
+    the parallel layout.
+    """
+
+    hf_layer = "model.layers.{layer}."
+    """Prefix of the names of a layer's tensors in the checkpoint."""
+
+    def shape(self, config: HfConfig) -> ModelShape:
+        """Return the dimensions of the model, for checks of the layout, batch sizes and Megatron's configuration."""
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        experts = config.get("num_experts") or config.get("num_local_experts")
+        return ModelShape(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            query_groups=config.get("num_key_value_heads") or heads,
+            head_width=config.get("head_dim") or hidden // heads,
+            feed_forward=(config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"],
+            experts=experts,
+            active_experts=config["num_experts_per_tok"] if experts else 1,
+            vocabulary=config.get("vocab_size", 0),
+        )
+
+    def transformer_config(self, config: HfConfig) -> dict[str, Any]:
+        """Return fields of Megatron's `TransformerConfig`, besides the dimensions of `shape` and the parallel layout.
+
+        The activation follows from `hidden_act` and the norm's epsilon from `rms_norm_eps` unless they are set here.
+        """
+        return {"add_qkv_bias": bool(config.get("attention_bias"))}
+
+    def gpt_model(self, config: HfConfig) -> dict[str, Any]:
+        """Return arguments of Megatron's `GPTModel` that describe the position embedding.
+
+        Raises UserError if Megatron does not support the scaling of the rotary embedding.
+        """
+        rope = config["rope_parameters"]
+        arguments = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+        kind = rope.get("rope_type", _NO_SCALING)
+        if kind == "llama3" and _LLAMA3.items() <= rope.items():
+            return arguments | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        if kind != _NO_SCALING:
+            raise UserError(
+                f"the learner does not support rope type {kind!r} with {rope}; use a model with plain RoPE or Llama 3's"
+            )
+        return arguments
+
+    def layer_spec(self, spec: Any, config: HfConfig) -> Any:
+        """Return the layer spec (`TransformerBlockSubmodules`) of a pipeline stage.
+
+        `spec` is Megatron's spec for the `TransformerConfig`: with Transformer Engine on GPUs, and with the attention
+        and norms of this project on CPUs.
+        """
+        return spec
+
+    def finish_model(self, model: Any, config: HfConfig) -> None:
+        """Change one stage of a new `GPTModel` before its weights are loaded. `model.pre_process` marks the first."""
+
+    def outer_tensors(self, config: HfConfig) -> dict[str, Conversion]:
+        """Map Megatron's parameters outside the layers to tensors of the checkpoint."""
+        embedding = "model.embed_tokens.weight"
+        return {
+            "embedding.word_embeddings.weight": Same(embedding),
+            "decoder.final_layernorm.weight": Same("model.norm.weight"),
+            "output_layer.weight": Same(embedding if config["tie_word_embeddings"] else "lm_head.weight"),
+        }
+
+    def layer_tensors(self, config: HfConfig) -> dict[str, Conversion]:
+        """Map Megatron's parameters of a layer, without `decoder.layers.N.`, to tensors of the checkpoint.
+
+        The names of the tensors follow `hf_layer`. `{expert}` on both sides is the number of an expert in its layer.
+        Transformer Engine fuses norms into the linear layers that follow them, so norms have two names in Megatron.
+        """
+        before_attention = Same("input_layernorm.weight")
+        before_feed_forward = Same("post_attention_layernorm.weight")
+        return {
+            "input_layernorm.weight": before_attention,
+            "self_attention.linear_qkv.layer_norm_weight": before_attention,
+            "self_attention.linear_qkv.weight": QueryKeyValue(
+                "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+            ),
+            "self_attention.linear_qkv.bias": QueryKeyValue(
+                "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+            ),
+            "self_attention.linear_proj.weight": Same("self_attn.o_proj.weight"),
+            "pre_mlp_layernorm.weight": before_feed_forward,
+            "mlp.linear_fc1.layer_norm_weight": before_feed_forward,
+            "mlp.linear_fc1.weight": GateUp("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            "mlp.linear_fc2.weight": Same("mlp.down_proj.weight"),
+        }
+
+    def unused_tensors(self, config: HfConfig) -> tuple[str, ...]:
+        """Return the ends of the names of tensors that may be in a checkpoint although the model has no use for them.
+
+        Any other tensor that no parameter holds is an error when the checkpoint is loaded.
+        """
+        # Old checkpoints contain the frequencies of the rotary embedding, and some contain a tied output layer twice.
+        frequencies = (".rotary_emb.inv_freq",)
+        return (*frequencies, "lm_head.weight") if config["tie_word_embeddings"] else frequencies
+
+    def added_by_engine(self, name: str) -> float:
+        """Return the number that SGLang adds to each element of a tensor of the checkpoint when it loads it.
+
+        The weight transports that write into the engine's memory need it, because they bypass SGLang's loader.
+        """
+        return 0.0
+
+
+def name_of(plugin: ModelPlugin) -> str:
+    """The name of a plug-in in error messages, as its entry point spells it: `module:Class`."""
+    return f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+
+
+@contextmanager
+def plugin_errors(plugin: ModelPlugin, action: str) -> Iterator[None]:
+    """Turn an error of the plug-in's own code into a UserError: "the model plug-in NAME failed to ACTION: ..."."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        # A plug-in is user code, which can raise any exception.
+        raise UserError(
+            f"the model plug-in {name_of(plugin)} failed to {action}: {type(error).__name__}: {error}"
+        ) from error

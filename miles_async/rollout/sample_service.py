@@ -1,0 +1,118 @@
+"""The pipeline's generator and rewarder for users' functions, which may call them from any thread and event loop.
+
+A run passes a `SampleService` to users' functions as `args.sample_service`. The functions with slime's
+names, in `sglang_rollout.py` and `rm_hub.py`, are based on it. Samples get log-probabilities and weight versions, and
+requests need permits, as in the pipeline itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from miles_async.adapters.sglang.generator import SamplingParams
+from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError
+from miles_async.ports import Rewarder
+from miles_async.types import Group, Sample, SampleStatus
+
+T = TypeVar("T")
+ROUTER_LOST_PAUSE_SECONDS = 1.0
+"""Time between two requests while no engine can be reached."""
+
+
+class SampleGenerator(Protocol):
+    """A `ports.Generator` that takes sampling parameters."""
+
+    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None: ...
+
+    async def abort(self, group: Group | None = None) -> None: ...
+
+
+class SampleService:
+    """Generates and scores groups in the pipeline's event loop. Create it inside that loop.
+
+    Example, in the thread of a worker::
+
+        group = Group.of(data_source.get_samples(1)[0])
+        await args.sample_service.generate(group, args.sample_service.sampling_params)
+        await args.sample_service.score(group)
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        """`sampling` are the parameters of training samples. Nothing can be generated or scored before `connect`."""
+        self._loop = asyncio.get_running_loop()
+        self._sampling = sampling
+        self._generator: SampleGenerator
+        self._evaluator: SampleGenerator
+        self._rewarder: Rewarder
+        self.states: dict[type, Any] = {}
+        """One object per class that keeps state for the whole run, such as `sglang_rollout.GenerateState`."""
+
+    def connect(self, *, generator: SampleGenerator, evaluator: SampleGenerator, rewarder: Rewarder) -> None:
+        """Set the generators, for training and for evaluations, and the rewarder.
+
+        They are created later than the service, because they call users' functions, which receive the service.
+        """
+        self._generator, self._evaluator, self._rewarder = generator, evaluator, rewarder
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """SGLang's dictionary of the sampling parameters of training samples."""
+        return self._sampling.body(self._sampling.max_new_tokens)
+
+    async def generate(self, group: Group, sampling_params: dict[str, Any], *, evaluation: bool = False) -> None:
+        """Finish every unfinished sample of the group, in place.
+
+        Aborted samples have status ABORTED. If the generation fails, the samples have status FAILED and the error in
+        `metadata["error"]`. Waits while no engine can be reached.
+        """
+        generator = self._evaluator if evaluation else self._generator
+        await self._in_pipeline(self._generate(generator, group, SamplingParams.of(sampling_params)))
+
+    async def score(self, group: Group) -> None:
+        """Set the rewards of all samples of the group. If that fails, the samples have status FAILED, as above."""
+        await self._in_pipeline(self._score(group))
+
+    async def rewards_of(self, samples: list[Sample]) -> list[Any]:
+        """Return the rewards of the samples, which stay as they are. Raises TrajectoryError if the reward fails."""
+        copies = Group(replace(sample) for sample in samples)
+        await self._in_pipeline(self._rewarder.score(copies))
+        return [sample.reward for sample in copies]
+
+    async def abort(self) -> None:
+        """Abort all requests of training samples. Returns when they have ended."""
+        await self._in_pipeline(self._generator.abort())
+
+    async def _in_pipeline(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the pipeline's event loop, from any loop."""
+        if asyncio.get_running_loop() is self._loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _generate(self, generator: SampleGenerator, group: Group, sampling: SamplingParams) -> None:
+        try:
+            await _when_reachable(generator, group, sampling)
+        except (TrajectoryError, EngineLostError) as error:
+            _mark_failed(group, error)
+
+    async def _score(self, group: Group) -> None:
+        try:
+            await self._rewarder.score(group)
+        except TrajectoryError as error:
+            _mark_failed(group, error)
+
+
+async def _when_reachable(generator: SampleGenerator, group: Group, sampling: SamplingParams) -> None:
+    while True:
+        try:
+            return await generator.generate(group, sampling)
+        except RouterLostError:
+            await asyncio.sleep(ROUTER_LOST_PAUSE_SECONDS)
+
+
+def _mark_failed(group: Group, error: Exception) -> None:
+    for sample in group:
+        if sample.reward is None:
+            sample.status, sample.metadata["error"] = SampleStatus.FAILED, str(error)

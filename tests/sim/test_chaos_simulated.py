@@ -1,0 +1,42 @@
+"""The series of simulated runs that lose processes: its first runs, and what it says of a run that loses a prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.pipeline.recycle import Recycler
+from miles_async.types import DropReason, Group
+from tests.chaos.simulated import play
+
+# The tasks of a worker that is killed do not end in an orderly way.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_a_run_that_loses_processes_at_drawn_calls_trains_each_prompt_once(number: int) -> None:
+    happened, failure = play(1, number)
+    assert failure is None
+    assert happened["trained"] >= 20 * 8
+
+
+def test_a_group_may_be_as_old_as_a_version_between_its_oldest_and_its_newest_one() -> None:
+    # Tokens of versions 10 to 12, of which 11 and 12 were rolled back, are 2, 4 and 3 versions old at version 15.
+    assert play(17, 1417)[1] is None
+
+
+def test_a_run_that_loses_a_prompt_is_reported_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    requeue = Recycler.requeue
+
+    def forget_what_a_worker_had_in_flight(self: Recycler, group: Group, reason: DropReason) -> None:
+        if reason is DropReason.WORKER_LOST:
+            self._run_state.drop(group, reason)
+        else:
+            requeue(self, group, reason)
+
+    monkeypatch.setattr(Recycler, "requeue", forget_what_a_worker_had_in_flight)
+    failures = [failure for number in range(6) if (failure := play(1, number)[1]) is not None]
+    assert failures
+    assert failures[0].startswith("run ")

@@ -1,0 +1,90 @@
+"""The `data_source` of rollout functions has the attributes that slime's `RolloutDataSourceWithBuffer` has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.datasets.factory import open_data
+from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.adapters.null import NullStore
+from miles_async.adapters.system.clock import SystemClock
+from miles_async.pipeline.journal import Journal
+from miles_async.pipeline.rollout_source import RolloutSource
+from miles_async.pipeline.run_state import RunState
+from miles_async.scheduling.bounds import Schedule
+from tests.configuration import run_config
+from tests.sim.world import DirectOutbox, Trace
+
+ROWS = 6
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> BufferedSource:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{row}", "label": row}) + "\n" for row in range(ROWS)))
+    settings = {"prompt_data": str(path), "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
+    return open_data(run_config(**settings))
+
+
+def source(data: BufferedSource, *, held_limit: int | None = None) -> RolloutSource:
+    clock = SystemClock()
+    not_used: Any = None
+    return RolloutSource(
+        data=data,
+        run_state=RunState(clock, Journal(NullStore(), DirectOutbox(Trace()), clock)),
+        collector=not_used,
+        evaluator=not_used,
+        schedule=Schedule.ONE_STEP_OFF,
+        held_limit=held_limit,
+    )
+
+
+def test_the_position_in_the_data_can_be_read(data: BufferedSource) -> None:
+    mine = source(data)
+    mine.get_samples(ROWS + 1)
+    assert (mine.epoch_id, mine.sample_offset, mine.sample_index) == (1, 1, 2 * (ROWS + 1))
+
+
+def test_returned_groups_wait_in_the_buffer_with_their_attempt(data: BufferedSource) -> None:
+    mine = source(data)
+    [group, _] = mine.get_samples(2)
+    group.attempt = 1
+    data.add_samples([group])
+    [group] = mine.get_samples(1)
+    # A plain list of the samples, as functions for slime return it.
+    mine.add_samples([list(group)])
+    assert [waiting.feed_index for waiting in mine.buffer] == ["sample_0_0"]
+    assert [waiting.attempt for waiting in mine.buffer] == [1]
+    assert mine.get_buffer_length() == 1
+    mine.buffer.clear()
+    assert mine.get_samples(1)[0].feed_index == "sample_0_0"
+
+
+def test_metadata_is_part_of_the_saved_position(data: BufferedSource) -> None:
+    mine = source(data)
+    mine.metadata["difficulty"] = 3
+    mine.update_metadata({"seen": {4, 5}})
+    state = json.loads(json.dumps(mine.state_dict()))
+    mine.metadata.clear()
+    mine.load_state_dict(state)
+    assert mine.get_metadata() == {"difficulty": 3, "seen": [4, 5]}
+
+
+def test_a_position_of_an_earlier_version_has_no_metadata(data: BufferedSource) -> None:
+    state = data.state_dict()
+    del state["metadata"]
+    data.load_state_dict(state)
+    assert data.metadata == {}
+
+
+def test_a_worker_gets_prompts_again_when_it_has_returned_some(data: BufferedSource) -> None:
+    mine = source(data, held_limit=3)
+    held = mine.get_samples(2)
+    held += mine.get_samples(2)
+    assert [len(held), mine.get_samples(1)] == [3, []]
+    mine.add_samples(held[:2])
+    assert len(mine.get_samples(4)) == 2

@@ -1,0 +1,126 @@
+"""A rollout worker that is lost is replaced, unless the run ends, and its successor continues the stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from miles_async.events import Event, WarningRaised
+from workers.rollout_workers import RolloutWorkers
+
+
+class Method:
+    """A method of an actor, which is called through `remote`."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    async def remote(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+class Worker:
+    """An actor. The first one dies when it has delivered a batch of events that is not in the store."""
+
+    def __init__(self, lives: list[Worker]) -> None:
+        self._first = not lives
+        self.received: list[int] = []
+        self.run, self.pid = Method(self._run), Method(self._pid)
+        self.answers, self.events = Method(self._answers), Method(self._events)
+        lives.append(self)
+
+    def _run(self, surroundings: Any, received: int) -> None:
+        self.received.append(received)
+        if self._first:
+            raise RayActorError
+
+    def _pid(self) -> int:
+        return 1
+
+    def _answers(self) -> None: ...
+
+    def _events(self, received: int) -> Sequence[Any]:
+        return [(20, [WarningRaised(time=0.0, text="an event that is not stored")])]
+
+
+async def test_the_next_rollout_worker_receives_the_number_of_the_last_batch_of_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    lives: list[Worker] = []
+    workers = RolloutWorkers(lambda name: Worker(lives), emit=lambda event: None, max_restarts=1)  # type: ignore[arg-type, return-value]
+
+    async def surroundings() -> Any:
+        if len(lives) == 2:
+            await workers.events()
+
+    async def learner_death() -> None: ...
+
+    async def replace_learner() -> None: ...
+
+    workers.start()
+    await workers.run(surroundings, learner_death, replace_learner)
+    first, second = lives
+    assert (first.received, second.received) == ([0], [20])
+
+
+class Call:
+    """A method of an actor: returns `result`, or raises it, once `ready` is set."""
+
+    def __init__(self, result: Any, ready: asyncio.Event) -> None:
+        self._result = result
+        self._ready = ready
+
+    async def remote(self, *arguments: Any) -> Any:
+        await self._ready.wait()
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class Actor:
+    """A rollout worker that dies when `killed` is set."""
+
+    def __init__(self, killed: asyncio.Event) -> None:
+        alive = asyncio.Event()
+        alive.set()
+        self.run, self.pid = Call(RayActorError(), killed), Call(1, alive)
+        self.asked_to_stop = False
+        self.stop = self
+
+    def remote(self) -> None:
+        self.asked_to_stop = True
+
+
+async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_replaced() -> None:
+    killed, started, events = asyncio.Event(), list[str](), list[Event]()
+
+    def create(name: str) -> Any:
+        started.append(name)
+        return Actor(killed)
+
+    async def surroundings() -> Any:
+        return None
+
+    async def no_death() -> None:
+        return None
+
+    async def replace_learner() -> None:
+        raise AssertionError("the learner lives")
+
+    workers = RolloutWorkers(create, events.append, max_restarts=3)
+    workers.start()
+    run = asyncio.ensure_future(workers.run(surroundings, no_death, replace_learner))
+    await asyncio.sleep(0)
+    workers.stop()
+    killed.set()
+    await run
+    assert started == ["rollout"]
+    [warning] = events
+    assert isinstance(warning, WarningRaised)
+    assert warning.text.endswith("it is not replaced, because the run ends")

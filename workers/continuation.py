@@ -1,0 +1,143 @@
+"""`--resume auto`: finds a run whose driver, machine or job was lost, and decides how to continue it.
+
+A run is found by its checkpoint folder: it is the newest run in `--run-dir` that saves to `--save`. It continues in its
+own folder with its own store, from its newest checkpoint; before its first one, from the checkpoint that it began with,
+if any. If its store is lost or does not fit its checkpoints (it was
+on another machine, or the newest checkpoint is damaged), another run begins with the checkpoint, which holds the
+prompts that were not trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import yaml
+
+from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
+from miles_async.adapters.storage.run_store import SqliteRunStore
+from miles_async.atomic_files import write_atomically
+from miles_async.config.derived import save_folder
+from miles_async.config.schema import RunConfig
+from miles_async.errors import FatalError, UserError
+from miles_async.events import RunEnded
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.trace.event_log import last_event
+
+from .specs import store_folder
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How an unfinished run continues."""
+
+    folder: RunFolder | None
+    """The folder of the run, which goes on in it; None if another run begins with the checkpoint `starts_from`."""
+    began_with: LoadedCheckpoint | None
+    """The checkpoint that the run began with; None if it began with the model."""
+    starts_from: LoadedCheckpoint | None
+    """The checkpoint that the learner starts from; None for the model."""
+    position: Mapping[str, Any]
+    """The position in the data, as `BufferedSource.position` returns it."""
+
+
+def unfinished_run(config: RunConfig) -> Continuation | None:
+    """Return the run to continue; None if there is none, or if the newest one has come to its end.
+
+    Raises UserError if nothing is left of the run that could be continued.
+    """
+    folder = _newest_run(config)
+    if folder is None or _has_ended(folder):
+        return None
+    run, save = folder.path.name, save_folder(config)
+    assert save is not None, "resume needs save"
+    newest = CheckpointFolder(save, checksums=config.learner.checkpoint_checksums).newest_of(run)
+    for damage in newest.damage if newest is not None else ():
+        log.warning(f"{damage}; run {run} continues from an older checkpoint")
+    began_with = _read_beginning(folder)
+    starts_from = newest or began_with
+    if starts_from is not None and not starts_from.folder.is_dir():
+        raise UserError(
+            f"run {run} cannot be continued, because it has written no intact checkpoint, and the one that it began "
+            f"with, {starts_from.folder}, is gone: unset resume to begin another run"
+        )
+    try:
+        position = _stored_position(config, folder, newest)
+    except (UserError, FatalError) as error:
+        if starts_from is None:
+            raise UserError(
+                f"run {run} cannot be continued, because it has written no checkpoint and its store is not usable "
+                f"({error}): unset resume to begin another run"
+            ) from error
+        log.warning(
+            f"another run continues run {run} from checkpoint {starts_from.folder.name}: unfinished groups are "
+            f"generated again, because the store is not usable ({error})"
+        )
+        return _another_run(starts_from)
+    if position is None:  # it was lost before its first prompt
+        return None if starts_from is None else _another_run(starts_from)
+    log.info(f"run {run} is continued", checkpoint=None if starts_from is None else starts_from.rollout)
+    return Continuation(folder, began_with, starts_from, position)
+
+
+def _another_run(checkpoint: LoadedCheckpoint) -> Continuation:
+    """Another run that begins with this checkpoint, whose weight versions are not those of the other run."""
+    begins_with = LoadedCheckpoint(checkpoint.folder, checkpoint.rollout)
+    return Continuation(None, begins_with, begins_with, read_progress(checkpoint.folder)["data"])
+
+
+def write_beginning(folder: RunFolder, checkpoint: LoadedCheckpoint) -> None:
+    """Note in the folder of a run that it begins with a checkpoint of another run."""
+    noted = {"checkpoint": str(checkpoint.folder), "rollout": checkpoint.rollout}
+    write_atomically(folder.began_with, json.dumps(noted).encode())
+
+
+def _read_beginning(folder: RunFolder) -> LoadedCheckpoint | None:
+    try:
+        noted = json.loads(folder.began_with.read_text())
+    except FileNotFoundError:
+        return None
+    return LoadedCheckpoint(Path(noted["checkpoint"]), noted["rollout"])
+
+
+def _newest_run(config: RunConfig) -> RunFolder | None:
+    """The newest run that saves to the same folder."""
+    root, save = Path(config.observability.run_dir).expanduser().absolute(), save_folder(config)
+    folders = [path for path in root.glob("*/") if not path.is_symlink()]
+    for path in sorted(folders, key=lambda path: path.name, reverse=True):
+        try:
+            settings = yaml.safe_load((path / "config.yaml").read_text())
+            saved_to = Path(settings["learner"]["save"]).expanduser().absolute()
+        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            continue  # not a run, or one without checkpoints
+        if saved_to == save:
+            return RunFolder(path)
+    return None
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    last = last_event(folder.events)
+    return isinstance(last, RunEnded) and last.reason == "done"
+
+
+def _stored_position(config: RunConfig, folder: RunFolder, newest: LoadedCheckpoint | None) -> Mapping[str, Any] | None:
+    """The position in the data according to the store; None if the store holds nothing yet.
+
+    Raises UserError or FatalError if the store is missing, damaged, or newer than the newest checkpoint.
+    """
+    with closing(SqliteRunStore(store_folder(config, folder), folder.path.name, read_only=True)) as store:
+        progress = store.progress()
+    if not progress:
+        return None
+    saved = progress["saved"]
+    if saved is not None and (newest is None or newest.rollout < saved):
+        raise UserError(f"it has only the groups that were trained after rollout {saved}")
+    position: Mapping[str, Any] = progress["data"]
+    return position
