@@ -103,6 +103,8 @@ class Strike:
     """Calls in a row that fail."""
     seconds: float = 0.0
     """`Fault.seconds`."""
+    earlier_ends: int = 0
+    """How often the run has ended, and was continued, before this happens. Batches are counted from the last start."""
 
     @property
     def fault(self) -> dict[str, object]:

@@ -68,7 +68,8 @@ def flags(folder: Path, rollouts: int) -> list[str]:
         "resume": "auto",
         "save_interval": SAVE_INTERVAL,
         "save_keep": 2,
-        "engine_health_timeout_seconds": DETECTION_SECONDS,
+        # The check may begin a second after the loss. Its failure is reported after the router has removed the engine.
+        "engine_health_timeout_seconds": DETECTION_SECONDS - 3,
         "no_progress_warn_seconds": 10,
         "no_progress_abort_seconds": STALL_SECONDS,
     }
@@ -181,7 +182,8 @@ class _Playing:
         outcome, arguments = self.outcome, flags(self.folder, self.rollouts)
         own = self.folder / f"part-{outcome.parts - 1}"
         own.mkdir(parents=True)
-        waiting = [struck for struck in outcome.strikes if struck.time is None]
+        ends = outcome.parts - 1
+        waiting = [struck for struck in outcome.strikes if struck.time is None and struck.strike.earlier_ends <= ends]
         at_points = [struck for struck in waiting if struck.strike.point is not None]
         # Faults happen once per run, so those of an earlier part are not repeated.
         if injected := bool(at_points) and not (self._run / "faults.jsonl").exists():

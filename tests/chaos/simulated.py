@@ -19,61 +19,26 @@ import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import structlog
 
 from miles_async.events import LearnerRestored
 from miles_async.observability.diagnosis.audit import Audit
-from miles_async.pipeline.run_ports import Ports
 from miles_async.scheduling.bounds import Schedule
-from tests.sim.lost_workers import LostWorkers
+from tests.sim.lost_workers import SURVIVED_FAULTS, FaultyLostWorkers
 from tests.sim.test_lost_workers import check_restored, config
-from tests.sim.virtual_time import VirtualClock
-from workers.faults import FaultInjector
 
-FAULTS: tuple[dict[str, Any], ...] = (
-    {"kind": "delay", "point": "store.write.before", "seconds": 3.0, "times": 30},
-    {"kind": "delay", "point": "store.write.after", "seconds": 3.0, "times": 30},
-    {"kind": "delay", "point": "learner.train.*", "seconds": 20.0, "times": 3},
-    {"kind": "delay", "point": "learner.write_state.*", "seconds": 20.0, "times": 3},
-    {"kind": "delay", "point": "channel.*", "seconds": 20.0, "times": 3},
-    {"kind": "delay", "point": "fleet.*", "seconds": 20.0, "times": 3},
-    {"kind": "delay", "point": "rewarder.score.*", "seconds": 20.0, "times": 30},
-    {"kind": "error", "point": "generator.generate.*", "times": 3},
-    {"kind": "error", "point": "rewarder.score.*", "times": 5},
-    {"kind": "clock_jump", "point": "*", "seconds": -3600.0},
-    {"kind": "clock_jump", "point": "*", "seconds": 3600.0},
-    {"kind": "poison", "point": "generator.generate.after", "times": 5},
-)
-"""Faults that a run survives without the loss of a process."""
 CHUNK = 20
 """Runs that a process plays before it reports."""
 
 
-@dataclass(kw_only=True)
-class FaultyRun(LostWorkers):
-    """A run with the configured faults, whose rollout workers and learners are killed."""
-
-    happened: Path
-    """The file that lists the faults that happened."""
-
-    async def _live(self, clock: VirtualClock) -> bool:
-        self.injector = FaultInjector(self.config.faults, self.happened, clock)
-        return await super()._live(clock)
-
-    def _ports(self, clock: VirtualClock) -> Ports:
-        return self.injector.ports(super()._ports(clock))
-
-
-def draw(seed: int, number: int, happened: Path) -> FaultyRun:
+def draw(seed: int, number: int, listed: Path) -> FaultyLostWorkers:
     """Draw run `number` of the series `seed`."""
     rng = random.Random(f"simulated chaos {seed} {number}")
-    faults = [{"within": 200, **fault} for fault in rng.sample(FAULTS, rng.choice((0, 0, 1, 2, 3)))]
+    faults = [{"within": 200, **fault} for fault in rng.sample(SURVIVED_FAULTS, rng.choice((0, 0, 1, 2, 3)))]
     limit, off_lineage = rng.choice((1, 2, 3, 4)), rng.choice(("recycle", "train"))
     settings = config(
         save="anywhere",
@@ -84,7 +49,7 @@ def draw(seed: int, number: int, happened: Path) -> FaultyRun:
         inject_faults=faults,
         fault_seed=number,
     )
-    run = FaultyRun(
+    run = FaultyLostWorkers(
         config=settings,
         schedule=rng.choice(list(Schedule)),
         kills=rng.choice((0, 2, 4, 6)),
@@ -93,7 +58,7 @@ def draw(seed: int, number: int, happened: Path) -> FaultyRun:
         longest_learner_life=rng.choice((20.0, 60.0, 120.0)),
         train_seconds=rng.choice((0.5, 5.0, 20.0)),
         seed=rng.randrange(1 << 30),
-        happened=happened,
+        listed=listed,
     )
     run.audit = Audit(limit, trains_off_lineage=off_lineage == "train")
     return run
@@ -109,7 +74,7 @@ def play(seed: int, number: int) -> tuple[Counter[str], str | None]:
         except Exception:
             # The check is a chain of assertions, and the run itself may raise any error.
             failure = f"run {number}: {traceback.format_exc(limit=-2)}"
-        faults = len(run.happened.read_text().splitlines()) if run.happened.exists() else 0
+        faults = len(run.listed.read_text().splitlines()) if run.listed.exists() else 0
     learners = len(run.trace.of(LearnerRestored))
     gc.collect()
     lost = Counter(rollout_workers=run.lives - 1, learners=learners, faults=faults)

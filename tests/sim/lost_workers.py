@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,26 @@ from miles_async.types import Group, LearnerProgress, Sample, SendOutcome, StepR
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
+from workers.faults import FaultInjector
 
 START_SECONDS = 5.0
 """Until another rollout worker has started."""
+
+SURVIVED_FAULTS: tuple[dict[str, Any], ...] = (
+    {"kind": "delay", "point": "store.write.before", "seconds": 3.0, "times": 30},
+    {"kind": "delay", "point": "store.write.after", "seconds": 3.0, "times": 30},
+    {"kind": "delay", "point": "learner.train.*", "seconds": 20.0, "times": 3},
+    {"kind": "delay", "point": "learner.write_state.*", "seconds": 20.0, "times": 3, "within": 3},
+    {"kind": "delay", "point": "channel.*", "seconds": 20.0, "times": 3},
+    {"kind": "delay", "point": "fleet.*", "seconds": 20.0, "times": 3},
+    {"kind": "delay", "point": "rewarder.score.*", "seconds": 20.0, "times": 30},
+    {"kind": "error", "point": "generator.generate.*", "times": 3},
+    {"kind": "error", "point": "rewarder.score.*", "times": 5},
+    {"kind": "clock_jump", "point": "*", "seconds": -3600.0},
+    {"kind": "clock_jump", "point": "*", "seconds": 3600.0},
+    {"kind": "poison", "point": "generator.generate.after", "times": 5},
+)
+"""Faults that a run survives without the loss of a process."""
 
 
 class KilledError(BaseException):
@@ -345,6 +363,24 @@ class LostWorkers(World):
     def unfinished(self) -> set[str]:
         """Prompts that the run still owes."""
         return {group.feed_index for group in self.service.run_state.live_groups} | self.returned
+
+
+@dataclass(kw_only=True)
+class FaultyLostWorkers(LostWorkers):
+    """Rollout workers and learners that are killed, and the faults of the configuration."""
+
+    listed: Path
+    """The file that lists the faults that have happened."""
+
+    async def _live(self, clock: VirtualClock) -> bool:
+        self.injector = FaultInjector(self.config.faults, self.listed, clock)
+        return await super()._live(clock)
+
+    def _wrapped_store(self) -> RunStore:
+        return self.injector.port("store", super()._wrapped_store())
+
+    def _ports(self, clock: VirtualClock) -> Ports:
+        return self.injector.ports(super()._ports(clock))
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from miles_async.pipeline.run_ports import Ports
 from miles_async.ports import RunStore
 from miles_async.stored_run import StoredRun
 from tests.configuration import run_config
-from tests.sim.lost_workers import LostWorkers
+from tests.sim.lost_workers import SURVIVED_FAULTS, FaultyLostWorkers
 from tests.sim.test_lost_workers import check
 from tests.sim.test_lost_workers import config as config_of_lost_workers
 from tests.sim.test_repair import MortalEngines
@@ -80,50 +80,17 @@ def test_no_group_is_lost_or_trained_twice_under_faults_of_replaceable_parts(see
     assert world.listed.exists(), "at least one fault happened"
 
 
-SLOW_OR_FAILING: list[dict[str, Any]] = [
-    {"kind": "delay", "point": "store.write.before", "seconds": 3.0, "times": 30},
-    {"kind": "delay", "point": "store.write.after", "seconds": 3.0, "times": 30},
-    {"kind": "delay", "point": "learner.train.*", "seconds": 20.0, "times": 3},
-    {"kind": "delay", "point": "learner.write_state.*", "seconds": 20.0, "times": 3, "within": 3},
-    {"kind": "delay", "point": "channel.*", "seconds": 20.0, "times": 3},
-    {"kind": "delay", "point": "fleet.*", "seconds": 20.0, "times": 3},
-    {"kind": "delay", "point": "rewarder.score.*", "seconds": 20.0, "times": 30},
-    {"kind": "error", "point": "generator.generate.*", "times": 3},
-    {"kind": "error", "point": "rewarder.score.*", "times": 5},
-    {"kind": "clock_jump", "point": "*", "seconds": -3600.0},
-    {"kind": "poison", "point": "generator.generate.after", "times": 5},
-]
-
-
-@dataclass(kw_only=True)
-class FaultyLostWorkers(LostWorkers):
-    """Rollout workers that are killed, and the faults of the configuration."""
-
-    listed: Path
-    """The file that lists the faults that have happened."""
-
-    async def _live(self, clock: VirtualClock) -> bool:
-        self.injector = FaultInjector(self.config.faults, self.listed, clock)
-        return await super()._live(clock)
-
-    def _wrapped_store(self) -> RunStore:
-        return self.injector.port("store", super()._wrapped_store())
-
-    def _ports(self, clock: VirtualClock) -> Ports:
-        return self.injector.ports(super()._ports(clock))
-
-
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(20))
 def test_rollout_workers_that_are_killed_under_slow_and_failing_calls_lose_no_group(seed: int, tmp_path: Path) -> None:
-    faults = random.Random(f"which {seed}").sample(SLOW_OR_FAILING, 3)
+    faults = random.Random(f"which {seed}").sample(SURVIVED_FAULTS, 3)
     config = config_of_lost_workers(
         save="anywhere",
         save_interval=4,
         inject_faults=[{"within": 200, **fault} for fault in faults],
         fault_seed=seed,
     )
-    world = FaultyLostWorkers(config=config, seed=seed, listed=tmp_path / "f", longest_life=600, kills=6).run()
+    world = FaultyLostWorkers(config=config, seed=seed, listed=tmp_path / "faults", longest_life=600, kills=6).run()
     check(world)
     assert world.lives > 1

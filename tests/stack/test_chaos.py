@@ -18,8 +18,7 @@ from tests.chaos.play import Outcome, play
 STRIKES = (
     Strike(part="rollout_worker", kind="kill", point="channel.stage.before", call=3, delay=0.0),
     Strike(part="raylet", kind="kill", point=None, call=8, delay=0.0),
-    # Without its raylet, the run ends before its twelfth batch, so this kills the driver that continues the run.
-    Strike(part="driver", kind="kill", point=None, call=12, delay=0.0),
+    Strike(part="driver", kind="kill", point=None, call=4, delay=0.0, earlier_ends=1),
 )
 
 

@@ -41,7 +41,7 @@ async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: S
         fleet.register_engine(serving.engine)
         os.kill(scheduler, signal.SIGSTOP)
         try:
-            with pytest.raises(EngineLostError, match="it generated no token"):
+            with pytest.raises(EngineLostError, match=r"it generated no token|its scheduler does not answer"):
                 await fleet.check("e0")
         finally:
             os.kill(scheduler, signal.SIGCONT)

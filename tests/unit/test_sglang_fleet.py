@@ -58,15 +58,29 @@ async def test_an_engine_that_draws_no_token_in_time_is_lost_unless_it_is_paused
     answers: dict[str, object] = {"GET /v1/loads?include=core": idle, "POST /continue_generation": {}}
     answers |= {"POST /pause_generation": {}, "POST /flush_cache": {}}
     async with serving(answers) as (url, _):
-        fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.05)
+        fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.3)
         fleet.register_engine(EngineInfo("e", url, 0, 1))
-        with pytest.raises(EngineLostError, match=r"it generated no token: GET http.* no answer within 0\.05 s$"):
+        with pytest.raises(EngineLostError, match=r"it generated no token: GET http.* no answer within 0\.3 s$"):
             await fleet.check("e")
         await fleet.pause("retract")
         await fleet.check("e")
         await fleet.resume()
         with pytest.raises(EngineLostError, match="it generated no token"):
             await fleet.check("e")
+        await fleet.close()
+
+
+async def test_an_engine_whose_scheduler_does_not_answer_is_lost_after_one_timeout_although_a_publish_begins() -> None:
+    answers: dict[str, object] = {"POST /flush_cache": {}, "GET /workers": {"workers": []}}
+    async with serving(answers) as (url, _):
+        fleet = SGLangFleet(url, health_timeout=0.3)
+        fleet.register_engine(EngineInfo("e", url, 0, 1))
+        checked = asyncio.ensure_future(fleet.check("e"))
+        await asyncio.sleep(0.1)
+        paused = asyncio.ensure_future(fleet.pause("retract"))
+        with pytest.raises(EngineLostError, match=r"its scheduler does not answer: GET .* no answer within 0\.3 s$"):
+            await checked
+        await paused
         await fleet.close()
 
 

@@ -74,7 +74,8 @@ class SGLangFleet:
 
         `emit` receives an event whenever an engine or the router changes.
 
-        `timeout` is in seconds per request, `health_timeout` in seconds until a checked engine has generated a token.
+        `timeout` is in seconds per request to the router, and per release of memory. `health_timeout` is in seconds
+        until an engine answers any other request, and until a checked engine has generated a token.
         `colocated` engines must be idle when they release their devices, so they are never asked to generate a token.
         """
         self._router = router_url
@@ -185,7 +186,7 @@ class SGLangFleet:
         self._paused, self._pauses = True, self._pauses + 1
 
         async def release(engine: EngineInfo) -> None:
-            await self._post(engine, "/release_memory_occupation", {})
+            await self._post(engine, "/release_memory_occupation", {}, within=self._timeout)
 
         await self._on_all_or_fence(release)
 
@@ -193,7 +194,7 @@ class SGLangFleet:
         """See `ports.Fleet.onload`."""
 
         async def allocate(engine: EngineInfo) -> None:
-            await self._post(engine, "/resume_memory_occupation", {})
+            await self._post(engine, "/resume_memory_occupation", {}, within=self._timeout)
 
         await self._on_all_or_fence(allocate)
         self._paused = False
@@ -236,17 +237,27 @@ class SGLangFleet:
 
     async def check(self, engine: str) -> None:
         """See `ports.Fleet.check`. SGLang's health check generates a token only if the engine is idle."""
-        info, pauses = self._infos[engine], self._pauses
+        info = self._infos[engine]
         if self._colocated:
-            await self._load_of(info)
-            return
+            await self._require_answer(info)
+        else:
+            await asyncio.gather(self._require_answer(info), self._require_token(info))
+
+    async def _require_answer(self, engine: EngineInfo) -> None:
+        """Raise EngineLostError if the scheduler, which answers also while it is paused, does not answer in time."""
         try:
-            await self._client.get(f"{info.url}/health_generate", key=info.key, within=self._health_timeout)
+            await self._load_of(engine)
+        except EngineLostError as lost:
+            raise EngineLostError(f"its scheduler does not answer: {lost}") from lost
+
+    async def _require_token(self, engine: EngineInfo) -> None:
+        """Raise EngineLostError if the engine generates no token in time, unless a publish pauses it meanwhile."""
+        pauses = self._pauses
+        try:
+            await self._client.get(f"{engine.url}/health_generate", key=engine.key, within=self._health_timeout)
         except EngineLostError as lost:
             if not self._paused and pauses == self._pauses:
                 raise EngineLostError(f"it generated no token: {lost}") from lost
-            # A publish paused the engine during the check. Its scheduler still has to answer.
-            await self._load_of(info)
 
     async def restart(self, engine: str) -> None:
         """See `ports.Fleet.restart`."""
@@ -311,15 +322,18 @@ class SGLangFleet:
             self._router_state = state
             self._emit(RouterChanged(time=time.time(), up=state[0], engines=state[1], healthy=healthy))
 
-    async def _post(self, engine: EngineInfo, path: str, body: object = None) -> None:
-        """POST to an engine. A refusal (4xx) raises EngineLostError too: the engine is in an unexpected state."""
+    async def _post(self, engine: EngineInfo, path: str, body: object = None, *, within: float | None = None) -> None:
+        """POST to an engine. `within` is in seconds and replaces the health timeout.
+
+        A refusal (4xx) raises EngineLostError too: the engine is in an unexpected state.
+        """
         try:
-            await self._client.post(engine.url + path, body, key=engine.key, within=self._timeout)
+            await self._client.post(engine.url + path, body, key=engine.key, within=within or self._health_timeout)
         except TrajectoryError as refusal:
             raise EngineLostError(f"engine {engine.name}: {refusal}") from refusal
 
     async def _get(self, engine: EngineInfo, path: str) -> Any:
-        return await self._client.get(engine.url + path, key=engine.key, within=self._timeout)
+        return await self._client.get(engine.url + path, key=engine.key, within=self._health_timeout)
 
     async def _on_all_or_fence(self, act: Callable[[EngineInfo], Awaitable[None]]) -> None:
         """Call `act` on all routed engines at once; fence those for which it fails."""

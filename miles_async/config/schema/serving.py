@@ -80,7 +80,8 @@ class Engine(Section):
     engine_health_interval_seconds: float = Field(1.0, gt=0)
     """Seconds between two health checks of the router and of each engine in service."""
     engine_health_timeout_seconds: float = Field(30.0, ge=2)  # SGLang itself checks once a second
-    """Seconds without a generated token after which an engine that has work is considered hung and restarted."""
+    """Seconds after which an engine is considered hung and restarted: without a generated token while it has work,
+    without an answer to a health check, or without an answer to the pause or the commit of a publish."""
 
 
 class Cluster(Section):
