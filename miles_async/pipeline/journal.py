@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any, Protocol
 
@@ -206,13 +207,18 @@ class Journal:
     async def flush(self) -> bool:
         """Store everything that has happened until now, and deliver its events. Returns whether it is stored.
 
-        A caller that is cancelled meanwhile waits until that is done: what was taken must not be lost.
+        A caller that is cancelled meanwhile, even several times, waits until that is done: what was taken must not be
+        lost.
         """
         flushing = asyncio.ensure_future(self._flush())
         try:
             return await asyncio.shield(flushing)
         except asyncio.CancelledError:
-            await flushing
+            # Awaiting the task itself would pass a second cancellation on to it.
+            while not flushing.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([flushing])
+            flushing.result()
             raise
 
     async def _flush(self) -> bool:
