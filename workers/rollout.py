@@ -310,8 +310,8 @@ class RolloutWorker:
     async def _connect(self, surroundings: Surroundings, *, taking_over: bool) -> SGLangFleet:
         """Connect to the running engines and add them to the router.
 
-        With `taking_over`, the engines first drop the requests that a lost rollout worker has left. The pipeline
-        restarts an engine that does not answer, or that has no server now.
+        With `taking_over`, a router that does not answer is restarted first, and the engines drop the requests that a
+        lost rollout worker has left. The pipeline restarts an engine that does not answer, or that has no server now.
         """
         engine = self._config.engine
         self._servers = RayServers(
@@ -328,6 +328,11 @@ class RolloutWorker:
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
         )
+        if taking_over:
+            try:
+                await self._fleet.check_router()
+            except EngineLostError as lost:
+                log.warning("the router did not answer the new rollout worker", reason=str(lost))
         for info in surroundings.engines:
             self._fleet.register_engine(info)
             if not taking_over:

@@ -24,6 +24,8 @@ from miles_async.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
 ROUTER_POLL_SECONDS = 0.05
+ROUTER_SECONDS = 10.0
+"""A router that has not answered after this time is restarted. It answers within milliseconds, also under load."""
 
 
 class Servers(Protocol):
@@ -74,8 +76,9 @@ class SGLangFleet:
 
         `emit` receives an event whenever an engine or the router changes.
 
-        `timeout` is in seconds per request to the router, and per release of memory. `health_timeout` is in seconds
-        until an engine answers any other request, and until a checked engine has generated a token.
+        `timeout` is in seconds until the router has added or removed an engine, and until an engine has released or
+        allocated memory. `health_timeout` is in seconds until an engine answers any other request, and until a checked
+        engine has generated a token.
         `colocated` engines must be idle when they release their devices, so they are never asked to generate a token.
         """
         self._router = router_url
@@ -363,7 +366,7 @@ class SGLangFleet:
     async def _ask_router(self, method: str, path: str, body: object = None) -> Any:
         try:
             return await self._client.request(
-                method, self._router + path, body, key=self._router_key, within=self._timeout
+                method, self._router + path, body, key=self._router_key, within=min(ROUTER_SECONDS, self._timeout)
             )
         except EngineLostError as lost:
             raise RouterLostError(f"the router does not answer: {lost}") from lost
