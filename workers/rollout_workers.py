@@ -56,6 +56,8 @@ class RolloutWorkers:
         """Number of the last batch of events that was received."""
         self._has_ended = False
         self._asked_to_stop = False
+        self._hung: ActorHandle[Any] | None = None
+        """The rollout worker that was killed last because it did not answer."""
 
     def start(self) -> None:
         """Start the first or another rollout worker."""
@@ -164,6 +166,13 @@ class RolloutWorkers:
         """Ask the rollout worker to drain the run. Does not wait, because the worker may hang."""
         self._asked_to_stop = True
         self.current.stop.remote()
+
+    def end_hung(self, seconds: float) -> None:
+        """Kill the rollout worker, which has not answered for `seconds`: it will be replaced."""
+        if self._hung is not self.current:
+            self._hung = self.current
+            self._warn(f"the rollout worker has not answered for {seconds:.0f} s and is killed")
+            ray.kill(self.current)
 
     def end_if_stopped(self) -> None:
         """Kill the rollout worker if it is stopped (SIGSTOP): it will be replaced."""

@@ -1,4 +1,4 @@
-"""The watchdog of the driver: it probes all processes, dumps their stacks if the run stalls, and ends a run that hangs.
+"""The watchdog of the driver: it probes all processes, kills those that hang, and dumps all stacks if the run stalls.
 
 The watchdog needs no help from the other processes. Stacks are read from outside with py-spy, so a process that is
 stopped, or blocked in C code, also shows where it is.
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 SILENCE_SECONDS = 120.0
-"""A rollout worker that has not answered for so long is considered stuck."""
-
+"""A rollout worker that has not answered for so long hangs, and is replaced."""
 STOPPED_SECONDS = 10.0
 """A rollout worker or learner that is stopped (SIGSTOP) and has not answered for so long is replaced."""
 PY_SPY_SECONDS = 10.0
@@ -65,8 +64,8 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Probe processes, update subscribers, and dump stacks once per stall.
 
-        `now` is in seconds of the monotonic clock. Normally the rollout worker ends a stalled run. Raises FatalError if
-        the rollout worker itself hangs.
+        `now` is in seconds of the monotonic clock. A rollout worker that hangs is killed. Normally the rollout worker
+        ends a stalled run; raises FatalError if the run stalls and the rollout worker does not answer.
         """
         self._subscribers.emit(*self._heartbeats.look(now))
         self._subscribers.update_scrape_targets(self._heartbeats.addresses)
@@ -81,7 +80,9 @@ class Watchdog:
             if self._heartbeats.silence(process, now) >= STOPPED_SECONDS:
                 self._cluster.end_if_stopped(process)
         silent = self._heartbeats.silence("rollout", now)
-        if silent >= SILENCE_SECONDS or (silent and stalled >= self._settings.no_progress_abort_seconds):
+        if silent >= SILENCE_SECONDS:
+            self._cluster.rollout.end_hung(silent)
+        if silent and stalled >= self._settings.no_progress_abort_seconds:
             raise FatalError(
                 f"the rollout worker has not answered for {silent:.0f}s, and the run made no progress for "
                 f"{stalled:.0f}s (--no-progress-abort-seconds); see its stack and its log in {self._cluster.logs}"

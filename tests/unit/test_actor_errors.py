@@ -32,3 +32,10 @@ def test_a_process_on_a_lost_node_is_not_reported_as_crashed() -> None:
         "learner-0 was lost with its node 10.0.0.2: health check failed due to missing too many heartbeats; check that "
         "machine and its network"
     )
+
+
+def test_a_process_that_the_run_ended_is_not_reported_as_crashed() -> None:
+    text = "The actor died unexpectedly.\n\tname: rollout\nThe actor is dead because it was killed by `ray.kill`."
+    assert describe_death(RayActorError(error_msg=text)) == (
+        "rollout was ended by the run, see logs/rollout.log in the run folder"
+    )

@@ -10,7 +10,11 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from miles_async.adapters.ray.learner import RayLearner
+from miles_async.errors import FatalError
 from miles_async.events import Event, WarningRaised
+from miles_async.types import LearnerProgress
+from tests.configuration import run_config
 from workers.rollout_workers import RolloutWorkers
 
 
@@ -124,3 +128,34 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
     [warning] = events
     assert isinstance(warning, WarningRaised)
     assert warning.text.endswith("it is not replaced, because the run ends")
+
+
+def test_a_rollout_worker_that_hangs_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, events = list[str](), list[Event]()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    workers = RolloutWorkers(lambda name: name, events.append, max_restarts=3)  # type: ignore[arg-type, return-value]
+    workers.start()
+    workers.end_hung(120.0)
+    workers.end_hung(120.25)
+    workers.start()
+    workers.end_hung(121.0)
+    assert killed == ["rollout", "rollout-2"]
+    assert isinstance(events[0], WarningRaised)
+    assert events[0].text == "the rollout worker has not answered for 120 s and is killed"
+
+
+class Rank:
+    """A rank of the learner that has trained up to a rollout."""
+
+    def __init__(self, rollout: int) -> None:
+        reached = LearnerProgress(rollout=rollout, groups=(), report=None, version=3, staged=True, changed=False)
+        self.progress = Method(lambda: reached)
+
+
+async def test_ranks_of_which_only_some_have_trained_the_last_batch_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = list[Any]()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    ranks = [Rank(4), Rank(3)]
+    with pytest.raises(FatalError, match=r"ranks differ now: rollout 4, version 3; rollout 3, version 3$"):
+        await RayLearner(run_config(), ranks, "run").progress()
+    assert killed == ranks

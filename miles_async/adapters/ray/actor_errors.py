@@ -59,4 +59,6 @@ def describe_death(error: RayActorError) -> str:
         where = f" {address[1]}" if (address := _ADDRESS.search(text)) else ""
         return f"{name[1]} was lost with its node{where}: {node[1].rstrip('. ')}; check that machine and its network"
     log = f"logs/{name[1]}.log in the run folder"
+    if "killed by `ray.kill`" in cause:
+        return f"{name[1]} was ended by the run, see {log}"
     return f"{name[1]} died: {cause}; it was killed (out of memory?) or crashed, see {log}"

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+import ray
+
 from miles_async.adapters.ray.actor_errors import all_results
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
@@ -60,9 +62,11 @@ class RayLearner:
         first = ranks[0]
         if len({(rank.rollout, rank.version, rank.changed) for rank in ranks}) > 1:
             done = "; ".join(f"rollout {rank.rollout}, version {rank.version}" for rank in ranks)
+            # No rank can undo its step, so all of them are replaced by ranks that load the last checkpoint.
+            for rank in self._ranks:
+                ray.kill(rank)
             raise FatalError(
-                f"the rollout worker was lost while it called the learner, and its ranks differ now ({done}): resume "
-                "from the last checkpoint"
+                f"the rollout worker was lost while it called the learner, and its ranks differ now: {done}"
             )
         reports = [rank.report for rank in ranks if rank.report is not None]
         report = _merged(reports, sum(report.tokens for report in reports)) if reports else None
