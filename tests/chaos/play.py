@@ -39,8 +39,7 @@ FULL_DISK_SECONDS = 5.0
 REFUSAL_SECONDS = 60.0
 """A second run in the same folder is refused within this time."""
 STALL_SECONDS = 180.0
-"""A run that makes no progress for so long ends with an error; the default is ten minutes. On a loaded machine, the start
-of another engine alone takes more than a minute."""
+"""A run that makes no progress for so long ends with an error. On a loaded machine, an engine starts in a minute."""
 START_SECONDS = 300.0
 """A run that has not trained its first batch after this time hangs, also on a loaded machine."""
 HANG_SECONDS = 2 * STALL_SECONDS + SHUTDOWN_SECONDS
