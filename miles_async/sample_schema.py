@@ -131,6 +131,7 @@ class StoredSample(Struct):
     """The fields of a sample that was read from a file, without its columns (see `check_sample`)."""
 
     index: int | None
+    trajectory: int | None
     prompt: str | list[dict[str, Any]]
     metadata: dict[str, Any]
     response: str
