@@ -114,6 +114,11 @@ class Sample:
         return len(self.tokens) - self.response_length
 
     @property
+    def has_trained_tokens(self) -> bool:
+        """Whether the loss mask of a response token is 1."""
+        return self.response_length > 0 and (self.loss_mask is None or 1 in self.loss_mask)
+
+    @property
     def turns(self) -> list[Turn]:
         """The response, split into chat turns wherever the loss mask changes."""
         mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask

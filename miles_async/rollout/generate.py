@@ -146,8 +146,13 @@ class FunctionGenerator:
                 raise
             return [sample]
         finally:
-            aborted = self._engines_abort or self._turns.aborted(sample)
+            aborted, recorded = self._engines_abort or self._turns.aborted(sample), self._turns.segments(sample)
             self._turns.forget(sample)
+        if result is sample and len(recorded) > 1:
+            # The function has set what it has to say about the trajectory on the sample that it was given.
+            for segment in recorded:
+                segment.metadata, segment.remove_sample = dict(sample.metadata), sample.remove_sample
+            result = recorded
         segments = self._segments(result, sample, number)
         if any(segment.status is SampleStatus.PENDING for segment in segments):
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
@@ -171,15 +176,17 @@ class FunctionGenerator:
 
     def _segments(self, result: Any, sample: Sample, number: int) -> list[Sample]:
         """The samples that a function returned for `sample`, without segments in which nothing was sampled."""
-        returned = [result] if isinstance(result, Sample) else result
-        if not isinstance(returned, list) or not returned or not all(isinstance(one, Sample) for one in returned):
+        if isinstance(result, Sample):
+            result.trajectory = None
+            return [result]
+        if not isinstance(result, list) or not result or not all(isinstance(one, Sample) for one in result):
             raise UserError(
                 f"the generate function returned a {type(result).__name__}: return the sample, or the list of the "
                 "samples that are the segments of its trajectory"
             )
-        segments = [one for one in returned if one.response_length or one.status in _UNFINISHED] or returned[-1:]
+        segments = [one for one in result if one.has_trained_tokens or one.status in _UNFINISHED] or result[-1:]
         for segment in segments:
-            segment.index, segment.trajectory = sample.index, number if len(returned) > 1 else None
+            segment.index, segment.trajectory = sample.index, number
         return segments
 
     async def _call(self, sample: Sample, sampling: SamplingParams) -> Any:

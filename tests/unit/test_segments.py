@@ -261,7 +261,7 @@ async def test_a_function_may_return_the_segments_of_its_trajectory() -> None:
     async with generating_with(branching) as (generator, _):
         group = Group([Sample(index=i, prompt="Q") for i in range(3)])
         await generator.generate(group)
-    assert [(one.index, one.trajectory) for one in group] == [(0, 0), (0, 0), (1, None), (2, 2), (2, 2)]
+    assert [(one.index, one.trajectory) for one in group] == [(0, 0), (0, 0), (1, 1), (2, 2), (2, 2)]
     assert [one.tokens[0] for one in group] == [7, ord("Q"), ord("Q"), 7, ord("Q")]
 
 
