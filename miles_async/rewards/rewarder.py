@@ -78,9 +78,9 @@ class Rewarder:
     async def score(self, group: Group) -> None:
         """Set `reward` and `reward_key` of every sample.
 
-        A reward function is called once per trajectory, with the segment that ended last; its reward is that of all
-        segments. Rewards that the generate function set are kept, and so are those of a trajectory's other segments,
-        but a function for whole groups scores all trajectories.
+        The reward function is called once per trajectory, with the segment that ended last, and all segments get the
+        result. It is not called for a trajectory with a reward, which the generate function has set: segments without
+        one get the same. A function for whole groups is always called, for all trajectories.
 
         Raises TrajectoryError if the function raises, misses its deadline or returns an invalid reward, and UserError
         if it returns a dictionary and `reward_key` is not set.

@@ -149,7 +149,7 @@ class FunctionGenerator:
             aborted, recorded = self._engines_abort or self._turns.aborted(sample), self._turns.segments(sample)
             self._turns.forget(sample)
         if result is sample and len(recorded) > 1:
-            # The function has set what it has to say about the trajectory on the sample that it was given.
+            # The function may have set these fields on the sample that it was given.
             for segment in recorded:
                 segment.metadata, segment.remove_sample = dict(sample.metadata), sample.remove_sample
             result = recorded

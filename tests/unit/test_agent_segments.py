@@ -69,6 +69,20 @@ async def test_a_function_may_choose_the_segments_that_it_returns_and_their_rewa
         assert [(one.index, one.trajectory, one.reward) for one in group] == [(6, 0, 0.0), (6, 0, 1.0), (7, 1, 1.0)]
 
 
+async def test_a_function_may_open_segments_itself() -> None:
+    async with connected_agent("a", "b") as agent:
+
+        async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+            await args.turns.sample(sample, sampling_params)
+            check = args.turns.open_segment(sample)
+            check.tokens = list(f"Is {sample.response} right?".encode())
+            await args.turns.sample(check, sampling_params)
+            return sample
+
+        group = await generated(agent, mine, samples=1)
+        assert [(one.trajectory, bytes(one.tokens)) for one in group] == [(0, b"Qa"), (0, b"Is a right?b")]
+
+
 async def test_a_failed_attempt_leaves_no_segment_behind() -> None:
     async with connected_agent("a", "b", "a") as agent:
         attempts: list[list[int]] = []

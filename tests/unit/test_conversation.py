@@ -279,3 +279,17 @@ async def test_an_abort_of_the_sample_stops_all_its_segments() -> None:
         await Conversation(agent.sample, agent.sampler, PARAMS).complete({"messages": [message_of("again")]})
         assert agent.sampler.segments(agent.sample) == [agent.sample]
         assert not any((agent.sampler._segments, agent.sampler._stopped, agent.sampler._aborted))
+
+
+async def test_an_answer_that_the_agent_did_not_wait_for_leaves_the_rest_of_its_trajectory_trainable() -> None:
+    async with an_agent() as agent:
+        first = await agent.ask("a")
+        agent.engine.gates = {1: asyncio.Event(), 2: asyncio.Event()}
+        left = [asyncio.create_task(agent.ask("a", first, "b")), asyncio.create_task(agent.ask("c"))]
+        await asyncio.sleep(0)
+        for request in left:
+            request.cancel()
+        await asyncio.wait(left)
+        agent.check(segments=1)
+        statuses = [segment.status for segment in agent.sampler.segments(agent.sample)]
+        assert statuses == [SampleStatus.COMPLETED, SampleStatus.TRUNCATED]

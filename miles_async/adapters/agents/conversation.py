@@ -132,10 +132,13 @@ class Conversation:
                 return await asyncio.shield(segment.completion)
         segment, source, answer = self._find_segment(messages, tools)
         segment.asked, segment.completion = messages, asyncio.Future()
+        before = segment.sample.status
         try:
             self._extend(segment, source, answer)
             completion = await self._answer(segment, request)
         except asyncio.CancelledError:
+            # The session ended without this answer. What was answered before is trained.
+            segment.sample.status = before if segment.answers else SampleStatus.TRUNCATED
             segment.completion.cancel()
             raise
         except MilesError as failure:
@@ -168,9 +171,8 @@ class Conversation:
         """Return the segment that answers these messages, and the last answer that they follow, with its segment."""
         # Templates render the tools before all messages, so other tools are another history.
         alike = [segment for segment in self._open if segment.tools == tools]
-        if any(
-            messages == segment.history[: len(messages)] and messages[-1]["role"] == "assistant" for segment in alike
-        ):
+        recorded = any(messages == segment.history[: len(messages)] for segment in alike)
+        if recorded and messages[-1]["role"] == "assistant":
             raise InvalidRequestError(
                 f"the {len(messages)} messages do not continue the conversation: add a message after the last answer"
             )
@@ -203,9 +205,8 @@ class Conversation:
         # marker is the text that the model did not sample: the end of its turn and the new messages.
         marked = {"role": "assistant", "content": self._marker}
         rendered = [*messages[: answer.messages - 1], marked, *messages[answer.messages :]]
-        _, marker, continuation = tokenizer.render([*map(for_template, rendered)], segment.tools).rpartition(
-            self._marker
-        )
+        text = tokenizer.render([*map(for_template, rendered)], segment.tools)
+        _, marker, continuation = text.rpartition(self._marker)
         if not marker:
             raise TrajectoryError("the chat template omits the last answer, so it cannot be continued token by token")
         # A completed answer ends with the end-of-turn token, which the template renders once more.

@@ -69,7 +69,7 @@ class MultiTurnSampler:
         return self._segments.get(id(sample), [sample])
 
     def open_segment(self, sample: Sample) -> Sample:
-        """Open another segment of the sample's trajectory, without tokens."""
+        """Open another segment of the sample's trajectory, without tokens. It is aborted together with the sample."""
         segment = replace(sample, metadata=dict(sample.metadata), tokens=[])
         segment.reset()
         segments = self.segments(sample)
