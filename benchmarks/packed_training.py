@@ -42,9 +42,11 @@ def samples() -> list[ScoredSample]:
                 response_length=length // 2,
                 rollout_log_probs=[-5.5] * (length // 2),
             ),
+            group=number,
+            trajectory=number,
             advantage=draw.gauss(0, 1),
         )
-        for length in lengths
+        for number, length in enumerate(lengths)
     ]
 
 

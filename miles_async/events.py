@@ -113,7 +113,7 @@ class GroupGenerated(Event, frozen=True):
     reward: float
     """Mean over the samples."""
     truncated: int
-    """Number of samples that reached the length limit."""
+    """Number of trajectories that reached the length limit, in any of their segments."""
     by_worker: bool = False
     """Whether the worker of a rollout function generated the group, which is then admitted when it is returned.
 
@@ -264,7 +264,7 @@ class StepEnded(Event, frozen=True):
     reward: float
     """Mean over the samples with a finite reward."""
     response_length: float
-    """Mean over the samples, in tokens."""
+    """Mean over the trajectories, all segments together, in tokens."""
     metrics: dict[str, float]
     """The learner's metrics that are finite, by name."""
 

@@ -38,7 +38,7 @@ def check_no_truncated(args: Any, samples: Sequence[Sample], **kwargs: Any) -> V
 
 def sort_by_reward_std(args: Any, samples: Sequence[Group], **kwargs: Any) -> list[Group]:
     """Order groups by the standard deviation of their rewards, largest first; ties keep their order."""
-    return sorted(samples, key=lambda group: pstdev(sample.scalar_reward for sample in group), reverse=True)
+    return sorted(samples, key=lambda group: pstdev(group.rewards), reverse=True)
 
 
 def mask_truncated(args: Any, samples: Sequence[Sequence[Sample]]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan, trajectories_of
 
 _RANGE = re.compile(r"(\d+)(?:-(\d*))?")
 _FEED_INDEX = re.compile(r"sample_\d+_(\d+)")
@@ -89,7 +89,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """One generated group without its rewards."""
+    """One generated group. It has rewards only if the generate function set them."""
 
     feed_index: str
     prompt: str
@@ -104,7 +104,7 @@ class GroupRecord:
     def of(group: Group, *, prompt: str, live_version: int, seconds: float) -> GroupRecord:
         """Record a copy of `group`, so that later stages do not change the record."""
         newest = max((span.version for sample in group for span in sample.spans), default=live_version)
-        samples = [replace(sample, metadata=dict(sample.metadata), reward=None) for sample in group]
+        samples = [replace(sample, metadata=dict(sample.metadata)) for sample in group]
         version = max(live_version, newest)
         return GroupRecord(
             feed_index=group.feed_index, prompt=prompt, version=version, seconds=seconds, samples=samples
@@ -118,19 +118,28 @@ class GroupRecord:
         another prompt was recorded (action `repeat`), its prompt, label and metadata come with its tokens, and only
         the sample's index and feed index stay.
         """
-        for sample, recorded in zip(group, self.samples, strict=True):
-            current = sample.metadata
-            if group.feed_index != self.feed_index:
-                # The reward function must see the label of the prompt that the recorded tokens answer.
-                current = {key: value for key, value in current.items() if key == "feed_index"}
-                sample.label = recorded.label
-            sample.prompt, sample.metadata = recorded.prompt, {**recorded.metadata, **current}
-            sample.tokens, sample.rollout_log_probs = list(recorded.tokens), list(recorded.rollout_log_probs)
-            sample.response, sample.response_length = recorded.response, recorded.response_length
-            sample.loss_mask = None if recorded.loss_mask is None else list(recorded.loss_mask)
-            sample.sampling_mask = recorded.sampling_mask
-            sample.spans = shift_versions(recorded.spans, live_version - self.version)
-            sample.status = recorded.status
+        members: list[Sample] = []
+        for sample, segments in zip(group, trajectories_of(self.samples), strict=True):
+            replayed = [sample, *(replace(sample) for _ in segments[1:])]
+            for segment, recorded in zip(replayed, segments, strict=True):
+                self._fill(segment, recorded, live_version, same_prompt=group.feed_index == self.feed_index)
+            members += replayed
+        group[:] = members
+
+    def _fill(self, sample: Sample, recorded: Sample, live_version: int, *, same_prompt: bool) -> None:
+        current = sample.metadata
+        if not same_prompt:
+            # The reward function must see the label of the prompt that the recorded tokens answer.
+            current = {key: value for key, value in current.items() if key == "feed_index"}
+            sample.label = recorded.label
+        sample.prompt, sample.metadata = recorded.prompt, {**recorded.metadata, **current}
+        sample.trajectory = recorded.trajectory
+        sample.tokens, sample.rollout_log_probs = list(recorded.tokens), list(recorded.rollout_log_probs)
+        sample.response, sample.response_length = recorded.response, recorded.response_length
+        sample.loss_mask = None if recorded.loss_mask is None else list(recorded.loss_mask)
+        sample.sampling_mask = recorded.sampling_mask
+        sample.spans = shift_versions(recorded.spans, live_version - self.version)
+        sample.status, sample.reward = recorded.status, recorded.reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

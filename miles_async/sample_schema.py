@@ -113,9 +113,9 @@ class PostedSpan(Struct):
 
 
 class PostedSample(Struct, kw_only=True):
-    """A sample that an external generator posts: its reward, and either a session or its columns."""
+    """A sample or segment that an external generator posts: its reward, and either a session or its columns."""
 
-    reward: float | bool
+    reward: float | bool | None = None
     metadata: dict[str, Any] = {}
     session: str | None = None
     tokens: list[_Natural] = []
@@ -131,6 +131,7 @@ class StoredSample(Struct):
     """The fields of a sample that was read from a file, without its columns (see `check_sample`)."""
 
     index: int | None
+    trajectory: int | None
     prompt: str | list[dict[str, Any]]
     metadata: dict[str, Any]
     response: str
@@ -243,9 +244,8 @@ def check_mask(sample: Sample, limits: SampleLimits, name: str) -> None:
     `name` begins the error message.
     """
     mask = sample.sampling_mask
-    trains = sample.response_length > 0 and (sample.loss_mask is None or 1 in sample.loss_mask)
     if mask is None:
-        if limits.sampling_masks and trains:
+        if limits.sampling_masks and sample.has_trained_tokens:
             raise TrajectoryError(f"{name}: {MASK_IS_MISSING}")
         return
     if limits.sampling_masks is False:
@@ -268,7 +268,7 @@ def check_mask(sample: Sample, limits: SampleLimits, name: str) -> None:
             f"{name}: the sampling_mask of response token {missing[0]} does not contain the token itself; set it to "
             "the output_token_sampling_mask that the engine reported with the token"
         )
-    if trains and not sample.rollout_log_probs:
+    if sample.has_trained_tokens and not sample.rollout_log_probs:
         raise TrajectoryError(
             f"{name}: it has a sampling mask without rollout_log_probs, and an engine can compute them only for the "
             "whole vocabulary; set them to the output_token_sampling_logprobs that the engine reported"

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miles_async.errors import TrajectoryError
@@ -73,6 +74,9 @@ class Sample:
 
     index: int | None = None
     """Position of the sample in the data, counted over all groups; None if a rollout function set none."""
+    trajectory: int | None = None
+    """The number of the trajectory of which this sample is a segment: samples of a group with the same number are
+    segments of one trajectory. None if the sample is a trajectory by itself."""
     prompt: str | list[dict[str, Any]] = ""
     """The prompt as text or as chat messages."""
     label: Any = None
@@ -110,6 +114,11 @@ class Sample:
         return len(self.tokens) - self.response_length
 
     @property
+    def has_trained_tokens(self) -> bool:
+        """Whether the loss mask of a response token is 1."""
+        return self.response_length > 0 and (self.loss_mask is None or 1 in self.loss_mask)
+
+    @property
     def turns(self) -> list[Turn]:
         """The response, split into chat turns wherever the loss mask changes."""
         mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
@@ -143,9 +152,23 @@ class Sample:
             self.reward_key = args.reward_key
         return self.scalar_reward
 
+    @property
+    def rollout_id(self) -> int | None:
+        """slime's name for `trajectory`."""
+        return self.trajectory
+
+    @rollout_id.setter
+    def rollout_id(self, number: int | None) -> None:
+        self.trajectory = number
+
+    @property
+    def _prompt_tokens(self) -> list[int]:
+        """The tokens of `prompt`. None are known for a segment, which may begin with other messages."""
+        return self.tokens[: self.prompt_length] if self.trajectory is None else []
+
     def reset(self) -> None:
         """Discard the response and its reward; keep the prompt, so that the sample can be generated again."""
-        self.tokens = self.tokens[: self.prompt_length]
+        self.tokens, self.trajectory = self._prompt_tokens, None
         self.response, self.response_length = "", 0
         self.loss_mask, self.reward, self.reward_key, self.remove_sample = None, None, None, False
         self.rollout_log_probs, self.sampling_mask, self.spans = [], None, []
@@ -168,7 +191,7 @@ class Sample:
         return {
             "index": self.index,
             "prompt": self.prompt,
-            "prompt_tokens": self.tokens[: self.prompt_length],
+            "prompt_tokens": self._prompt_tokens,
             "label": self.label,
             "metadata": dict(self.metadata),
         }
@@ -205,7 +228,6 @@ _SLIME_ONLY = frozenset(
         "group_index",
         "non_generation_time",
         "prefix_cache_info",
-        "rollout_id",
         "rollout_routed_experts",
         "rollout_top_p_token_ids",
         "rollout_top_p_token_offsets",
@@ -233,19 +255,32 @@ def _without_slime_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         raise TrajectoryError(
             f"sample {values.get('index')} has {' and '.join(used)}: only text can be trained; leave such samples out"
         )
-    added = {name: value for name, value in values.items() if name not in known | set(multimodal) | _SLIME_ONLY}
+    converted = {"rollout_id", *multimodal}
+    added = {name: value for name, value in values.items() if name not in known | converted | _SLIME_ONLY}
     own["metadata"] = {**values.get("metadata", {}), **added}
     own["rollout_log_probs"] = values.get("rollout_log_probs") or []
+    own["trajectory"] = values.get("rollout_id")
     versions = [int(version) for version in values.get("weight_versions", ()) if str(version).isdecimal()]
     length = values.get("response_length", 0)
     own["spans"] = [{"version": min(versions), "start": 0, "end": length}] if versions and length else []
     return own
 
 
-class Group(list[Sample]):
-    """The `n_samples_per_prompt` samples of one prompt: the unit of admission, queueing and training.
+def trajectories_of(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The samples by trajectory, in the order of their first segments."""
+    trajectories: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        key = ("sample", id(sample)) if sample.trajectory is None else ("trajectory", sample.trajectory)
+        trajectories.setdefault(key, []).append(sample)
+    return list(trajectories.values())
 
-    A group is a list of samples, so functions written for slime's `list[Sample]` accept it.
+
+class Group(list[Sample]):
+    """The `n_samples_per_prompt` trajectories of one prompt: the unit of admission, queueing and training.
+
+    A trajectory is one sample, or several if an agent's context was rewritten or branched: each of its segments is a
+    sample with the same `trajectory`. A group is a list of samples, so functions written for slime's `list[Sample]`
+    accept it.
     """
 
     __slots__ = ("attempt", "feed_index", "sequence")
@@ -262,14 +297,22 @@ class Group(list[Sample]):
         """The order of admission, assigned by the scheduler to each attempt; None before admission."""
 
     @staticmethod
-    def of(samples: Iterable[Sample]) -> Group:
+    def of(samples: Iterable[Sample | list[Sample]]) -> Group:
         """Return a group unchanged; turn a plain list, as slime's functions return it, into a group.
 
-        The feed index of a plain list comes from its first sample's metadata; without one it is empty.
+        A list within a plain list holds the segments of one trajectory. The feed index of a plain list comes from its
+        first sample's metadata; without one it is empty.
         """
         if isinstance(samples, Group):
             return samples
-        members = list(samples)
+        members: list[Sample] = []
+        for number, entry in enumerate(samples):
+            if isinstance(entry, Sample):
+                members.append(entry)
+                continue
+            for segment in entry:
+                segment.trajectory = number
+            members += entry
         return Group(members, feed_index=members[0].metadata.get("feed_index", "") if members else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -297,7 +340,7 @@ class Group(list[Sample]):
         return {
             "feed_index": self.feed_index,
             "attempt": self.attempt,
-            "samples": [sample.prompt_dict() for sample in self],
+            "samples": [trajectory[0].prompt_dict() for trajectory in self.trajectories],
         }
 
     @staticmethod
@@ -305,6 +348,21 @@ class Group(list[Sample]):
         """A pending group from the result of `prompt_dict`. Raises KeyError for a missing field."""
         samples = map(Sample.from_prompt_dict, values["samples"])
         return Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
+
+    @property
+    def trajectories(self) -> list[list[Sample]]:
+        """The segments of each trajectory."""
+        return trajectories_of(self)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each trajectory: the mean of its segments' rewards. Raises as `Sample.scalar_reward`."""
+        return [fmean(segment.scalar_reward for segment in segments) for segments in self.trajectories]
+
+    @property
+    def truncated(self) -> list[bool]:
+        """Whether a segment of each trajectory reached the length limit."""
+        return [any(one.status is SampleStatus.TRUNCATED for one in segments) for segments in self.trajectories]
 
     @property
     def versions(self) -> set[int]:
@@ -329,8 +387,20 @@ class Group(list[Sample]):
         """Response tokens of all samples."""
         return sum(sample.response_length for sample in self)
 
+    def share_rewards(self) -> None:
+        """Give a reward that one segment of a trajectory has, the last one if several have, to segments without one."""
+        for segments in self.trajectories:
+            rewarded = [segment for segment in segments if segment.reward is not None]
+            for segment in segments:
+                if rewarded and segment.reward is None:
+                    segment.reward, segment.reward_key = rewarded[-1].reward, rewarded[-1].reward_key
+
     def reset(self) -> None:
-        """Discard responses, versions and rewards; keep the prompt, so that the group can be admitted again."""
+        """Discard responses, versions and rewards; keep the prompt, so that the group can be admitted again.
+
+        One sample per trajectory stays.
+        """
+        self[:] = [segments[0] for segments in self.trajectories]
         for sample in self:
             sample.reset()
         self.sequence = None

@@ -51,16 +51,22 @@ def _row(group: Group) -> str:
 
 
 def sample_details(groups: list[Group], index: int) -> str:
-    """Return prompt, response and all fields of a sample. Raises UserError if there is no sample with this index."""
-    samples = {sample.index: sample for group in groups for sample in group}
-    if index not in samples:
-        known = sorted(known for known in samples if known is not None)
+    """Return prompt, response and all fields of a sample, or of each segment of a trajectory.
+
+    Raises UserError if there is no sample with this index.
+    """
+    segments = [sample for group in groups for sample in group if sample.index == index]
+    if not segments:
+        known = sorted({sample.index for group in groups for sample in group if sample.index is not None})
         raise UserError(
             f"the file has no sample {index}: choose one from {known[0]} to {known[-1]}"
             if known
             else "the file has no samples"
         )
-    sample = samples[index]
+    return "\n\n".join(map(_details, segments))
+
+
+def _details(sample: Sample) -> str:
     fields = {
         "status": sample.status.value,
         "reward": sample.reward,

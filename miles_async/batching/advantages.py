@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import hypot, isfinite, nan, sqrt
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,10 @@ class ScoredSample:
     """A sample with its advantage and the weight of its tokens."""
 
     sample: Sample
+    group: int
+    """Number of the sample's group in the batch."""
+    trajectory: int
+    """Number of the sample's trajectory in the batch."""
     advantage: float
     """Advantage of every trained token of the sample; under `ppo` the reward, from which the critic's rank computes
     the advantages."""
@@ -31,22 +36,35 @@ class ScoredSample:
 
 
 def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_len: int) -> list[ScoredSample]:
-    """Compute the advantage of every sample, in the order of the groups.
+    """Compute the advantage of every sample, trajectory by trajectory in the order of the groups.
 
-    `max_response_len` is the response limit in tokens, which the overlong penalty needs.
+    A segment has the reward of its trajectory, or its own. Every trajectory counts once in the statistics of its group,
+    however many segments it has. `max_response_len` is the response limit in tokens, which the overlong penalty needs.
 
     Raises TrajectoryError if a sample has no numeric reward, or if its columns have inconsistent lengths.
     """
     estimator, scored = algorithm.advantage_estimator, []
-    for group in groups:
-        rewards = [sample.scalar_reward + _length_penalty(sample, algorithm, max_response_len) for sample in group]
+    first = 0
+    for number, group in enumerate(groups):
+        trajectories = group.trajectories
+        samples, rewards, weights, owners = [], [], [], []
+        for owner, segments in enumerate(trajectories, start=first):
+            penalty = _length_penalty(segments, algorithm, max_response_len)
+            samples += segments
+            rewards += [segment.scalar_reward + penalty for segment in segments]
+            weights += [1 / len(segments)] * len(segments)
+            owners += [owner] * len(segments)
+        first += len(trajectories)
         if estimator in ("reinforce_plus_plus", "ppo"):
             advantages = rewards  # compared with the whole batch below, or with a critic's values on the rank
         else:
             # REINFORCE++-baseline subtracts the group's mean here and divides by the batch's deviation below.
             divide = algorithm.grpo_std_normalization and estimator != "reinforce_plus_plus_baseline"
-            advantages = group_advantages(rewards, std_normalization=divide)
-        scored += [ScoredSample(sample, advantage) for sample, advantage in zip(group, advantages, strict=True)]
+            advantages = group_advantages(rewards, weights, std_normalization=divide)
+        scored += [
+            ScoredSample(sample, number, owner, advantage)
+            for sample, owner, advantage in zip(samples, owners, advantages, strict=True)
+        ]
     if not estimator.startswith("reinforce_plus_plus"):
         return scored
     token_counts = [len(trained_positions(one.sample)) for one in scored]
@@ -60,22 +78,22 @@ def weight_samples(
     """Set the loss weights of one optimizer step's samples according to `loss_aggregation`.
 
     The loss is always a weighted sum over tokens divided by the step's trained tokens, whichever way the samples are
-    split into micro-batches and ranks. A sample of `t` tokens in a step of `n` samples and `T` tokens gets the weight
+    split into micro-batches and ranks. In a step of `n` trajectories and `T` tokens, a sample of a trajectory with `t`
+    tokens in all its segments gets the weight
 
     - `token_mean`: 1, the mean over all tokens (DAPO, arXiv 2503.14476);
-    - `sequence_mean`: `T / (n t)`, the mean over samples of each sample's mean (GRPO, arXiv 2402.03300);
-    - `constant`: `T / (n max_response_len)`, every sample's sum over one constant (Dr. GRPO, arXiv 2503.20783).
+    - `sequence_mean`: `T / (n t)`, the mean over trajectories of each one's mean (GRPO, arXiv 2402.03300);
+    - `constant`: `T / (n max_response_len)`, every trajectory's sum over one constant (Dr. GRPO, arXiv 2503.20783).
     """
     if algorithm.loss_aggregation == "token_mean":
         return scored
-    token_counts = [len(trained_positions(one.sample)) for one in scored]
-    tokens_per_sample = max(sum(token_counts), 1) / len(scored)
+    token_counts: Counter[int] = Counter()
+    for one in scored:
+        token_counts[one.trajectory] += len(trained_positions(one.sample))
+    tokens_per_trajectory = max(token_counts.total(), 1) / len(token_counts)
     by_sequence = algorithm.loss_aggregation == "sequence_mean"
-    divisors = token_counts if by_sequence else [max_response_len] * len(scored)
-    return [
-        replace(one, loss_weight=tokens_per_sample / max(divisor, 1))
-        for one, divisor in zip(scored, divisors, strict=True)
-    ]
+    divisors = token_counts if by_sequence else dict.fromkeys(token_counts, max_response_len)
+    return [replace(one, loss_weight=tokens_per_trajectory / max(divisors[one.trajectory], 1)) for one in scored]
 
 
 def trained_positions(sample: Sample) -> NDArray[np.int64]:
@@ -96,23 +114,22 @@ def trained_positions(sample: Sample) -> NDArray[np.int64]:
     return np.flatnonzero(np.array(mask, np.int64))
 
 
-def group_advantages(rewards: Sequence[float], *, std_normalization: bool) -> list[float]:
+def group_advantages(rewards: Sequence[float], weights: Sequence[float], *, std_normalization: bool) -> list[float]:
     """Subtract the group's mean from each reward and, with `std_normalization`, divide by the standard deviation.
 
-    `rewards` belong to the samples of one prompt. Equal rewards give zeros. If any reward is not finite, all
-    advantages are NaN, so that the learner skips the step.
+    `rewards` belong to the samples of one prompt, and `weights` are their weights in both statistics. Equal rewards
+    give zeros. If any reward is not finite, all advantages are NaN, so that the learner skips the step.
     Source: GRPO, DeepSeekMath (arXiv 2402.03300). Without the division it is Dr. GRPO (arXiv 2503.20783), which shows
     that dividing favours prompts that are nearly solved or nearly hopeless.
     """
+    if std_normalization:
+        return whiten(rewards, weights)
     if not all(map(isfinite, rewards)):
         return [nan] * len(rewards)
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)  # the mean of equal floats may be off by one bit
-    mean = fmean(rewards)
-    if not std_normalization:
-        return [reward - mean for reward in rewards]
-    scale = pstdev(rewards) + _EPSILON
-    return [(reward - mean) / scale for reward in rewards]
+    mean = fmean(rewards, weights)
+    return [reward - mean for reward in rewards]
 
 
 def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -132,10 +149,12 @@ def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     return [(value - mean) / scale for value in values]
 
 
-def _length_penalty(sample: Sample, algorithm: Algorithm, max_response_len: int) -> float:
+def _length_penalty(segments: Sequence[Sample], algorithm: Algorithm, max_response_len: int) -> float:
     if algorithm.overlong_buffer_len is None:
         return 0.0
-    penalty = overlong_penalty(sample.response_length, longest=max_response_len, buffer=algorithm.overlong_buffer_len)
+    # The limit holds for each segment, so the longest one counts.
+    length = max(segment.response_length for segment in segments)
+    penalty = overlong_penalty(length, longest=max_response_len, buffer=algorithm.overlong_buffer_len)
     return algorithm.overlong_penalty * penalty
 
 

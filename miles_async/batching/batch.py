@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,30 +128,33 @@ def policy_steps(
     """Build `num_steps_per_rollout` optimizer steps for `ranks` data-parallel ranks: `result[rank][step]`.
 
     Samples without a gradient are in no micro-batch, but count in the mean over tokens or samples. With `computes_all`
-    the micro-batches contain all samples; the gradient is the same. With `share_prefixes` samples with the same prompt
-    are adjacent, and their common prefixes are marked, as far as the layout allows it.
+    the micro-batches contain all samples; the gradient is the same. With `share_prefixes` samples with a common prefix
+    are adjacent, and their common prefixes are marked, as far as the layout allows it. The segments of a trajectory are
+    in the same step.
 
     Raises TrajectoryError if a sample has no numeric reward, inconsistent columns or no sampling mask although another
-    one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or the samples cannot be
-    divided into equal steps.
+    one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or the trajectories
+    cannot be divided into equal steps.
     """
     steps = steps_per_rollout(config)
     max_response_len = config.rollout.rollout_max_response_len
     scored = score_samples(groups, config.algorithm, max_response_len)
     _check_masks(scored)
-    if len(scored) % steps:
-        raise ValueError(f"{len(scored)} samples do not divide into num_steps_per_rollout={steps} equal steps")
+    trajectories = [list(segments) for _, segments in groupby(scored, key=lambda one: one.trajectory)]
+    if len(trajectories) % steps:
+        raise ValueError(f"{len(trajectories)} samples do not divide into num_steps_per_rollout={steps} equal steps")
     # Groups may arrive in the order in which they finished, short ones first. In the order of their index the lengths
     # are mixed, so no step trains on one class of lengths.
-    scored.sort(key=lambda one: -1 if one.sample.index is None else one.sample.index)
-    step_size = len(scored) // steps
+    trajectories.sort(key=lambda segments: -1 if (index := segments[0].sample.index) is None else index)
+    step_size = len(trajectories) // steps
     crossover = _crossover(config.model) if ranks > 1 else float("inf")
     skips = not computes_all and skips_zero_advantages(config) and not balances_experts_by_bias(config.model)
     shares = share_prefixes and shares_prefixes(config.learner)
     packed_steps = []
-    for start in range(0, len(scored), step_size):
-        # The weights depend on the number of samples and tokens of the whole step, so they come before the split.
-        weighted = weight_samples(scored[start : start + step_size], config.algorithm, max_response_len)
+    for start in range(0, len(trajectories), step_size):
+        # The weights depend on the trajectories and tokens of the whole step, so they come before the split.
+        step_samples = list(chain.from_iterable(trajectories[start : start + step_size]))
+        weighted = weight_samples(step_samples, config.algorithm, max_response_len)
         computed, skipped = _split_by_gradient(weighted) if skips else (weighted, [])
         packed_steps.append(_pack_step(computed, skipped, config.learner, ranks, crossover, share_prefixes=shares))
     return [[step[rank] for step in packed_steps] for rank in range(ranks)]
@@ -183,10 +187,10 @@ def _pack_step(
 ) -> list[TrainStep]:
     """Pack the samples of one optimizer step: `result[rank]`. `skipped` are those that take no pass but are counted."""
     if share_prefixes:
-        # Samples with the same prompt are packed as one unit, so that they reach the same micro-batch.
+        # Samples with a common prefix are packed as one unit, so that they reach the same micro-batch.
         at_most = max(1, len(scored) // (UNITS_PER_RANK * ranks)) if ranks > 1 else len(scored)
-        samples = [one.sample for one in scored]
-        units = prefix_units(samples, cap=micro_batch_tokens(learner), at_most=at_most)
+        samples, groups = [one.sample for one in scored], [one.group for one in scored]
+        units = prefix_units(samples, groups, cap=micro_batch_tokens(learner), at_most=at_most)
     else:
         units = [Unit([i], tokens := len(one.sample.tokens), tokens**2) for i, one in enumerate(scored)]
     sizes, squares = [unit.tokens for unit in units], [unit.square for unit in units]

@@ -1,8 +1,9 @@
 """Common prefixes of samples, which the learner computes once.
 
-The samples of a group have the same prompt, and often the same first tokens of the response. A causal model computes
-the same hidden states for a common prefix in every sample, so the learner can compute it once: the other samples attend
-to its keys, and its gradients add up over the samples. Tree Training (arXiv 2511.00413) does this for agents' turns.
+The samples of a group have the same prompt, and often the same first tokens of the response. The segments of an agent's
+trajectory begin with the history that they share. A causal model computes the same hidden states for a common prefix in
+every sample, so the learner can compute it once: the other samples attend to its keys, and its gradients add up over
+the samples. Tree Training (arXiv 2511.00413) does this for agents' turns.
 """
 
 from __future__ import annotations
@@ -92,8 +93,11 @@ def visible_blocks(ends: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_
     return some & ~full | np.eye(len(starts), dtype=bool), full
 
 
-def prefix_units(samples: Sequence[Sample], *, cap: int, at_most: int) -> list[Unit]:
-    """Group consecutive samples with the same prompt into units of at most `cap` computed tokens and `at_most` samples.
+def prefix_units(samples: Sequence[Sample], groups: Sequence[int], *, cap: int, at_most: int) -> list[Unit]:
+    """Put the samples of each group that have a common prefix into units.
+
+    A unit has at most `cap` computed tokens and `at_most` samples. `groups` are the numbers of the samples' groups; the
+    samples of a group are consecutive.
 
     Within a unit the samples are sorted by their tokens, so that each one has the longest possible prefix in common
     with the sample before it. A sample that is longer than `cap` is a unit by itself.
@@ -101,7 +105,7 @@ def prefix_units(samples: Sequence[Sample], *, cap: int, at_most: int) -> list[U
     units: list[Unit] = []
     start = 0
     for end in range(1, len(samples) + 1):
-        if end == len(samples) or _prompt(samples[end]) != _prompt(samples[start]):
+        if end == len(samples) or groups[end] != groups[start]:
             units += _divide(samples, range(start, end), cap, at_most)
             start = end
     return units
@@ -115,22 +119,18 @@ def common_prefixes(sequences: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def _divide(samples: Sequence[Sample], members: Sequence[int], cap: int, at_most: int) -> list[Unit]:
-    """Divide samples with the same prompt into units."""
+    """Divide the samples of a group into units."""
     ordered = sorted(members, key=lambda i: samples[i].tokens)
     shared = common_prefixes([samples[i].tokens for i in ordered])
     units: list[Unit] = []
     for i, prefix in zip(ordered, shared.tolist(), strict=True):
         length = len(samples[i].tokens)
         unit = units[-1] if units else None
-        if unit is None or len(unit.members) >= at_most or unit.tokens + length - prefix > cap:
+        if unit is None or not prefix or len(unit.members) >= at_most or unit.tokens + length - prefix > cap:
             units.append(Unit([i], length, length**2))
         else:
             units[-1] = Unit([*unit.members, i], unit.tokens + length - prefix, unit.square + length**2 - prefix**2)
     return units
-
-
-def _prompt(sample: Sample) -> list[int]:
-    return sample.tokens[: sample.prompt_length]
 
 
 def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 
 from miles_async.errors import UserError
 from miles_async.events import BatchDrained, GroupGenerated, QueueChanged
@@ -13,7 +14,7 @@ from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import DropReason, Group, Sample, SampleStatus
+from miles_async.types import DropReason, Group, Sample
 
 Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""
@@ -181,8 +182,8 @@ class BatchCollector:
             reward_seconds=0.0,
             versions=(group.oldest_version, max(group.versions)),
             response_tokens=group.response_tokens,
-            reward=sum(sample.scalar_reward for sample in group) / len(group),
-            truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
+            reward=fmean(group.rewards),
+            truncated=sum(group.truncated),
             by_worker=True,
         )
 

@@ -106,11 +106,10 @@ class Evaluator:
             return None
         if failed:
             self._warn(f"{len(failed)} of {len(groups)} problems of {eval_set.name} failed and score 0: {failed[0]}")
-        samples = [sample for group in groups for sample in group]
         return {
-            "rewards": [sample.scalar_reward for sample in samples],
-            "truncated": [float(sample.status is SampleStatus.TRUNCATED) for sample in samples],
-            "versions": sorted({span.version for sample in samples for span in sample.spans}),
+            "rewards": [reward for group in groups for reward in group.rewards],
+            "truncated": [float(truncated) for group in groups for truncated in group.truncated],
+            "versions": sorted({span.version for group in groups for sample in group for span in sample.spans}),
         }
 
     async def _answer(self, group: Group, generator: Generator) -> MilesError | None:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
+from statistics import fmean
 
 import structlog
 
@@ -333,8 +334,8 @@ class Producer:
                 reward_seconds=clock.monotonic() - generated,
                 versions=(group.oldest_version, max(span.version for sample in group for span in sample.spans)),
                 response_tokens=group.response_tokens,
-                reward=sum(sample.scalar_reward for sample in group) / len(group),
-                truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in group),
+                reward=fmean(group.rewards),
+                truncated=sum(group.truncated),
             )
         )
         self._sample_display.offer(group)

@@ -67,7 +67,7 @@ class SampleDisplay:
                 segments=[segment for segment, _ in parts],
                 label=readable(str(sample.label)) if sample.label is not None else "",
                 reward=sample.scalar_reward,
-                rewards=[member.scalar_reward for member in group],
+                rewards=group.rewards,
                 tokens=sample.response_length,
                 versions=(min(versions), max(versions)),
                 truncated=sample.status is SampleStatus.TRUNCATED,

@@ -65,6 +65,7 @@ class Training:
         """Record the end of a step. Raises FatalError as `step`."""
         run_state = self._run_state
         samples = [sample for group in groups for sample in group]
+        trajectories = sum(len(group.trajectories) for group in groups)
         run_state.mark_progress()
         run_state.journal.emit(
             StepEnded(
@@ -73,8 +74,8 @@ class Training:
                 seconds=report.seconds,
                 tokens=report.tokens,
                 finite=report.finite,
-                reward=mean_reward(samples),
-                response_length=sum(sample.response_length for sample in samples) / len(samples),
+                reward=mean_reward(groups),
+                response_length=sum(sample.response_length for sample in samples) / trajectories,
                 metrics=finite_metrics({**report.metrics, **metadata_means(samples)}),
             )
         )
@@ -98,9 +99,9 @@ class Training:
         raise FatalError(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
 
 
-def mean_reward(samples: Sequence[Sample]) -> float:
-    """Mean over the samples with a finite reward; 0 if there are none."""
-    rewards = [reward for sample in samples if isfinite(reward := sample.scalar_reward)]
+def mean_reward(groups: Sequence[Group]) -> float:
+    """Mean over the trajectories with a finite reward; 0 if there are none."""
+    rewards = [reward for group in groups for reward in group.rewards if isfinite(reward)]
     return sum(rewards) / max(len(rewards), 1)
 
 
@@ -119,9 +120,13 @@ def metadata_means(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:
-    """Permute the rewards among all samples of a batch, in place: a control experiment without anything to learn."""
-    samples = [sample for group in groups for sample in group]
-    rewards = [sample.reward for sample in samples]
+    """Permute the rewards among all trajectories of a batch, in place: a control experiment with nothing to learn.
+
+    All segments of a trajectory get the reward of another trajectory's last segment.
+    """
+    trajectories = [segments for group in groups for segments in group.trajectories]
+    rewards = [segments[-1].reward for segments in trajectories]
     random.Random(seed).shuffle(rewards)
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
+    for segments, reward in zip(trajectories, rewards, strict=True):
+        for segment in segments:
+            segment.reward = reward

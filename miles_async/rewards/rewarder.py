@@ -78,24 +78,34 @@ class Rewarder:
     async def score(self, group: Group) -> None:
         """Set `reward` and `reward_key` of every sample.
 
+        The reward function is called once per trajectory, with the segment that ended last, and all segments get the
+        result. It is not called for a trajectory with a reward, which the generate function has set: segments without
+        one get the same. A function for whole groups is always called, for all trajectories.
+
         Raises TrajectoryError if the function raises, misses its deadline or returns an invalid reward, and UserError
         if it returns a dictionary and `reward_key` is not set.
         """
+        group.share_rewards()
+        trajectories = [one for one in group.trajectories if self._whole_groups or one[-1].reward is None]
+        scored = [segments[-1] for segments in trajectories]
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                rewards = await self._rewards(group)
+                rewards = await self._rewards(scored, group)
         except TimeoutError:
             raise TrajectoryError(
                 f"group {group.feed_index}: reward {self._name} took longer than {self._timeout_seconds:g} s "
                 "(reward_timeout_seconds)"
             ) from None
-        if len(rewards) != len(group):
+        if len(rewards) != len(scored):
             raise TrajectoryError(
                 f"group {group.feed_index}: reward {self._name} returned {len(rewards)} rewards "
-                f"for {len(group)} samples"
+                f"for {len(scored)} samples"
             )
-        for sample, reward in zip(group, rewards, strict=True):
-            sample.reward, sample.reward_key = self._checked(sample, reward)
+        for segments, reward in zip(trajectories, rewards, strict=True):
+            for segment in segments:
+                segment.reward = reward
+        for sample in group:
+            sample.reward, sample.reward_key = self._checked(sample, sample.reward)
 
     async def close(self) -> None:
         """Release threads, processes and connections; the rewarder cannot score afterwards."""
@@ -103,8 +113,8 @@ class Rewarder:
         if self._close is not None:
             await self._close()
 
-    async def _rewards(self, group: Group) -> list[Any]:
-        samples = [_boxed(sample) for sample in group] if self._boxed else group
+    async def _rewards(self, scored: list[Sample], group: Group) -> list[Any]:
+        samples = [_boxed(sample) for sample in scored] if self._boxed else scored
         if self._whole_groups:
             return await self._score_together(samples, group)
         if self._is_async:

@@ -164,6 +164,7 @@ class RolloutFunctionAdapter:
         try:
             if generation_failed(group):
                 raise TrajectoryError(group_error(group))
+            group.share_rewards()
             for sample in group:
                 check_sample(sample, self._limits, source.trainer_version)
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
@@ -229,8 +230,9 @@ async def _call(
 def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
     """Convert the result of a rollout function (a list of groups, of lists of samples, or of samples) to groups.
 
-    A flat list is grouped by sample index if every sample has one, else in order. Raises UserError that names the
-    sample if a group has the wrong size. The contents of the samples are not checked.
+    A flat list is grouped by sample index if every sample has one, else in order. In a list for one group, a list
+    within it holds the segments of one trajectory. Raises UserError that names the sample if a group has the wrong
+    number of trajectories. The contents of the samples are not checked.
     """
     if not isinstance(result, Sequence):
         raise UserError(f"the rollout function returned a {type(result).__name__}: return a list of groups")
@@ -239,9 +241,9 @@ def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
     else:
         groups = [_group(item, position) for position, item in enumerate(result)]
     for group in groups:
-        if len(group) != n_samples_per_prompt:
+        if (count := len(group.trajectories)) != n_samples_per_prompt:
             raise UserError(
-                f"the rollout function returned {len(group)} samples in the group of sample {group[0].index} "
+                f"the rollout function returned {count} samples in the group of sample {group[0].index} "
                 f"({group.feed_index}): n_samples_per_prompt is {n_samples_per_prompt}"
             )
     return groups
@@ -257,12 +259,17 @@ def _regroup(samples: Sequence[Sample], size: int) -> list[Group]:
 
 
 def _group(item: Any, position: int) -> Group:
-    if not isinstance(item, list) or not item or not all(isinstance(sample, Sample) for sample in item):
+    if not isinstance(item, list) or not item or not all(map(_is_trajectory, item)):
         kind = type(item).__name__
         raise UserError(
             f"the rollout function returned a {kind} at position {position}: return a list of samples per group"
         )
     return Group.of(item)
+
+
+def _is_trajectory(entry: Any) -> bool:
+    segments = entry if isinstance(entry, list) else [entry]
+    return bool(segments) and all(isinstance(sample, Sample) for sample in segments)
 
 
 async def complete(sample: Sample, version: int | None, score_tokens: Callable[[Sample], Awaitable[None]]) -> None:

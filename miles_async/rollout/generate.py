@@ -1,7 +1,8 @@
 """Generates each sample through a user's function (`--custom-generate-function-path`), as in slime.
 
-    async def generate(args, sample, sampling_params) -> Sample
+    async def generate(args, sample, sampling_params) -> Sample | list[Sample]
 
+A list holds the segments of one trajectory, in the order in which they ended.
 `sampling_params` is SGLang's dictionary. `args` has every setting, the router's address, and two helpers that record
 tokens, log-probabilities and weight versions: `args.turns` (`adapters/sglang/multi_turn.py`) samples one chat turn, and
 `args.agents` (`adapters/agents/endpoint.py`) provides an OpenAI-compatible address for an agent. A function that sends
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
+from itertools import chain
 from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
@@ -24,7 +26,8 @@ from miles_async.rollout.contract import Arguments, complete
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_sample
 from miles_async.types import Group, Sample, SampleStatus
 
-GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample]]
+GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample | list[Sample]]]
+_UNFINISHED = (SampleStatus.PENDING, SampleStatus.ABORTED)
 ABORT_GRACE_SECONDS = 5.0
 """Time that a function has to return after an abort (a tool may be running) before it is cancelled."""
 
@@ -66,7 +69,7 @@ class FunctionGenerator:
         self._timeout_seconds = timeout_seconds
         self._engines_abort = engines_abort
         self._limits = limits
-        self._running: dict[int, tuple[Group, list[asyncio.Task[None]]]] = {}
+        self._running: dict[int, tuple[Group, list[asyncio.Task[list[Sample]]]]] = {}
         """Groups that are being generated and the tasks of their samples, by identity of the group."""
 
     @property
@@ -83,12 +86,13 @@ class FunctionGenerator:
         """Generate the unfinished samples of a group, concurrently; `sampling` overrides the default parameters.
 
         Raises TrajectoryError if the function raises, exceeds `generate_timeout_seconds` or returns an invalid sample,
-        and UserError if it returns no sample.
+        and UserError if it returns no sample. The samples that were generated are then kept.
         """
         self._engine.tokenize(group)
-        unfinished = [i for i, s in enumerate(group) if s.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
+        trajectories = group.trajectories
+        unfinished = [i for i, [first, *_] in enumerate(trajectories) if first.status in _UNFINISHED]
         chosen = sampling or self._sampling
-        tasks = [asyncio.create_task(self._generate_sample(group, index, chosen)) for index in unfinished]
+        tasks = [asyncio.create_task(self._generate_sample(trajectories[i][0], i, chosen)) for i in unfinished]
         self._running[id(group)] = group, tasks
         try:
             # Every task is awaited before a failure is raised, so that none changes the group afterwards.
@@ -97,6 +101,10 @@ class FunctionGenerator:
             for task in tasks:
                 task.cancel()
             del self._running[id(group)]
+        for i, outcome in zip(unfinished, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                trajectories[i] = outcome
+        group[:] = chain.from_iterable(trajectories)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -122,9 +130,9 @@ class FunctionGenerator:
             # The samples may be sampled again once their functions have ended.
             self._turns.release(samples)
 
-    async def _generate_sample(self, group: Group, index: int, sampling: SamplingParams) -> None:
-        sample, version = group[index], self._live_version()
-        prompt = sample.tokens[: sample.prompt_length]
+    async def _generate_sample(self, sample: Sample, number: int, sampling: SamplingParams) -> list[Sample]:
+        """Generate the trajectory with this number in its group, and return its segments."""
+        version, prompt = self._live_version(), sample.tokens[: sample.prompt_length]
         try:
             result = await self._call(sample, sampling)
         except (asyncio.CancelledError, MilesError):
@@ -136,24 +144,50 @@ class FunctionGenerator:
             sample.status = SampleStatus.ABORTED if stopped else status
             if not stopped:
                 raise
-            return
+            return [sample]
         finally:
-            aborted = self._engines_abort or self._turns.aborted(sample)
+            aborted, recorded = self._engines_abort or self._turns.aborted(sample), self._turns.segments(sample)
             self._turns.forget(sample)
-        if not isinstance(result, Sample):
-            raise UserError(f"the generate function returned a {type(result).__name__}: return the sample")
-        if result.status is SampleStatus.PENDING:
+        if result is sample and len(recorded) > 1:
+            # The function may have set these fields on the sample that it was given.
+            for segment in recorded:
+                segment.metadata, segment.remove_sample = dict(sample.metadata), sample.remove_sample
+            result = recorded
+        segments = self._segments(result, sample, number)
+        if any(segment.status is SampleStatus.PENDING for segment in segments):
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
-        if result.status is SampleStatus.ABORTED and not aborted:
-            # Without an error the prompt would be fed again for ever, because an abort by the run costs no attempt.
-            raise TrajectoryError(
-                f"sample {sample.index}: the generate function returned status ABORTED, but the run did not abort it; "
-                "set status FAILED or raise an error"
+        if any(segment.status is SampleStatus.ABORTED for segment in segments):
+            if not aborted:
+                # Without an error the prompt would be fed again for ever, because an abort by the run costs no attempt.
+                raise TrajectoryError(
+                    f"sample {sample.index}: the generate function returned status ABORTED, but the run did not abort "
+                    "it; set status FAILED or raise an error"
+                )
+            if len(segments) > 1:
+                # A function is called with one sample, so it cannot continue several segments.
+                del segments[1:]
+                segments[0].reset()
+                segments[0].status = SampleStatus.ABORTED
+            return segments
+        for segment in segments:
+            check_sample(segment, self._limits, None)
+            await complete(segment, version, self._engine.score_logprobs)
+        return segments
+
+    def _segments(self, result: Any, sample: Sample, number: int) -> list[Sample]:
+        """The samples that a function returned for `sample`, without segments in which nothing was sampled."""
+        if isinstance(result, Sample):
+            result.trajectory = None
+            return [result]
+        if not isinstance(result, list) or not result or not all(isinstance(one, Sample) for one in result):
+            raise UserError(
+                f"the generate function returned a {type(result).__name__}: return the sample, or the list of the "
+                "samples that are the segments of its trajectory"
             )
-        if result.status is not SampleStatus.ABORTED:
-            check_sample(result, self._limits, None)
-            await complete(result, version, self._engine.score_logprobs)
-        group[index] = result
+        segments = [one for one in result if one.has_trained_tokens or one.status in _UNFINISHED] or result[-1:]
+        for segment in segments:
+            segment.index, segment.trajectory = sample.index, number
+        return segments
 
     async def _call(self, sample: Sample, sampling: SamplingParams) -> Any:
         params = sampling.body(sampling.max_new_tokens)

@@ -77,7 +77,7 @@ class SampleService:
 
     async def rewards_of(self, samples: list[Sample]) -> list[Any]:
         """Return the rewards of the samples, which stay as they are. Raises TrajectoryError if the reward fails."""
-        copies = Group(replace(sample) for sample in samples)
+        copies = Group(replace(sample, reward=None, trajectory=None) for sample in samples)
         await self._in_pipeline(self._rewarder.score(copies))
         return [sample.reward for sample in copies]
 

@@ -106,24 +106,26 @@ def get_rollout_num_engines(args: Arguments) -> int:
     return max(1, int(args.rollout_num_gpus) // int(args.rollout_num_gpus_per_engine))
 
 
-async def generate(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Any:
     """Generate one sample without a reward, in place; `custom_generate_function_path` may return another object.
+
+    The result is the sample, or the list of segments if the function returned several.
 
     `sampling_params["max_new_tokens"]` limits the whole response, including tokens that the sample already has. The
     returned sample has status FAILED if the generation failed, with the error in `metadata["error"]`.
     """
     group = Group.of([sample])
     await args.sample_service.generate(group, sampling_params)
-    return group[0]
+    return _sample_or_segments(group)
 
 
 async def generate_and_rm(
     args: Arguments, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
-) -> Sample:
+) -> Any:
     """Generate one sample and score it, except with `group_rm`. Otherwise as `generate_and_rm_group`."""
     group = Group.of([sample])
     await _generate_and_score(args, group, sampling_params, evaluation, score=not args.group_rm)
-    return group[0]
+    return _sample_or_segments(group)
 
 
 async def generate_and_rm_group(
@@ -178,11 +180,16 @@ async def _generate_and_score(
     if not score or any(sample.status in unfinished for sample in group):
         return
     # A generate function may have set rewards. A reward for whole groups needs all samples.
+    group.share_rewards()
     unscored = group
     if not args.group_rm:
         unscored = Group((sample for sample in group if sample.reward is None), feed_index=group.feed_index)
     if any(sample.reward is None for sample in unscored):
         await service.score(unscored)
+
+
+def _sample_or_segments(group: Group) -> Any:
+    return group[0] if len(group) == 1 else list(group)
 
 
 def _aborted(group: list[Sample]) -> bool:

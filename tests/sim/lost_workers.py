@@ -438,9 +438,9 @@ class LostWorkersOfAnExternalGenerator(LostWorkers):
             "metadata": {"key": key},
         }
         size = self.config.rollout.n_samples_per_prompt
-        return await self.buffer.add(
-            [sample] * size, lookup=lambda name: Sample(), claim=lambda name: Sample(), key=key
-        )
+        # The first sample of each group is a trajectory of two segments.
+        posted = [[sample, sample], *[sample] * (size - 1)]
+        return await self.buffer.add(posted, lookup=lambda name: [], claim=lambda name: None, key=key)
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
         rollout = self.config.rollout

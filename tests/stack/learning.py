@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def uneven_groups(seed: int) -> list[Group]:
 
 
 def prompted_groups(seed: int) -> list[Group]:
-    """Four groups of four samples with one prompt each, some with equal responses or beginnings, and odd ones.
+    """Four groups of four trajectories with one prompt each, some with equal responses or beginnings, and odd ones.
 
-    The second group has a sample with another prompt and one without a response, the third samples of several turns
-    with masks, and the fourth a sample that a filter removed.
+    The first group has a trajectory of three segments, of which one departs in the middle of a response and one has
+    another prompt. The second group has a sample with another prompt and one without a response, the third samples of
+    several turns with masks, and the fourth a sample that a filter removed.
     """
     draw = random.Random(seed)
     groups = []
@@ -70,6 +72,14 @@ def prompted_groups(seed: int) -> list[Group]:
             )
             for i, response in enumerate(responses)
         ]
+        if number == 0:
+            departed = [*samples[0].tokens[: len(prompt) + 3], 5, 6, 7]
+            samples += [
+                replace(samples[0], tokens=departed, loss_mask=[0, 0, 0, 0, 1, 1], response_length=6),
+                replace(samples[0], tokens=[4, 3, 2, 1], response_length=2, reward=draw.random()),
+            ]
+            for one in (samples[0], *samples[4:]):
+                one.trajectory, one.rollout_log_probs = 0, [-5.5] * one.response_length
         if number == 1:
             samples[1].tokens = [9, 8, 7, *responses[1]]
             samples[2].tokens, samples[2].response_length, samples[2].rollout_log_probs = list(prompt), 0, []

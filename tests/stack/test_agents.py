@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import openai
-import pytest
 
 from benchmarks.fake_engine import answer as fake_answer
 from examples import openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.errors import TrajectoryError
+from miles_async.batching.batch import rank_batches
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.types import Group, Sample, SampleStatus
 from tests.configuration import run_config
 from tests.stack.engine_stack import Stack, group_of
+from tests.stack.learning import learning
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -87,13 +91,20 @@ def trained(sample: Sample) -> list[int]:
 
 
 def assert_nothing_was_retokenised(sample: Sample, wire: Wire) -> None:
-    """Every request went out as the beginning of the trained sequence; every answer is trained behind it."""
+    """Every request went out as the beginning of the trained sequence; every answer is trained behind it.
+
+    The answers before a segment departs from another one are trained in that one.
+    """
     began = [(asked, said) for asked, said in wire if sample.tokens[: len(asked) + len(said)] == asked + said]
-    answers = {len(asked): said for asked, said in began}
+    answers = {len(asked): said for asked, said in began if len(asked) >= first_trained(sample)}
     assert trained(sample) == [token for _, said in sorted(answers.items()) for token in said]
     covered = [position for span in sample.spans for position in range(span.start, span.end)]
     mask = sample.loss_mask or [1] * sample.response_length
     assert covered == [position for position, entry in enumerate(mask) if entry]
+
+
+def first_trained(sample: Sample) -> int:
+    return sample.prompt_length + (sample.loss_mask or [1]).index(1)
 
 
 async def must_calculate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -149,22 +160,57 @@ async def test_the_shipped_agent_plays_on_a_real_engine(serving: Stack) -> None:
             assert_nothing_was_retokenised(sample, wire)
 
 
-async def rewrites(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def branches(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Start a sub-agent and two parallel requests, then compact the history and rewrite it."""
+
+    async def ask(*messages: dict[str, Any], tools: Any = openai.NOT_GIVEN) -> list[dict[str, Any]]:
+        answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=9, tools=tools)  # type: ignore[arg-type]
+        return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
+
+    def user(text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text}
+
     async with (
         args.agents.session(sample, sampling_params) as base_url,
         openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0) as client,
     ):
-        messages: list[Any] = [{"role": "user", "content": "Q"}]
-        await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
-        messages += [{"role": "assistant", "content": "something else"}, {"role": "user", "content": "go on"}]
-        await client.chat.completions.create(model="policy", messages=messages)
+        first = await ask(user(str(sample.prompt)))
+        helper, left, right = await asyncio.gather(
+            ask(user("You help."), user("3?")), ask(*first, user("one")), ask(*first, user("two"))
+        )
+        await asyncio.gather(ask(*helper, user("Sure?")), ask(*left, user("on")))
+        compacted = await ask(user(f"So far: {right[-1].get('content', '')}"), user("Go on."))
+        await ask(*compacted, user("End."))
+        await ask(*first, {"role": "assistant", "content": "something else"}, user("And now?"))
+    sample.reward = float(sample.index or 0)
     return sample
 
 
-async def test_an_agent_that_rewrites_its_history_fails_with_the_position(serving: Stack) -> None:
-    async with generating_with(serving, rewrites) as (generator, _):
-        with pytest.raises(TrajectoryError, match=r"messages\[1\] differs from the message in this conversation"):
-            await generator.generate(group_of("Q"))
+async def test_every_segment_of_an_agent_that_branches_is_trained_on_the_tokens_that_were_sampled(
+    serving: Stack, tmp_path: Path
+) -> None:
+    async with generating_with(serving, branches) as (generator, wire):
+        group = group_of("What is 2 + 3?", samples=2)
+        await generator.generate(group)
+    assert [len(segments) for segments in group.trajectories] == [5, 5]
+    for sample in group:
+        assert_nothing_was_retokenised(sample, wire)
+        assert all(serving.error(sample, span.start, span.end) < 1e-4 for span in sample.spans)
+    # The answers may be equal by chance, but not their number.
+    assert Counter(token for sample in group for token in trained(sample)) == Counter(
+        token for _, said in wire for token in said
+    )
+    serving.model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    group.share_rewards()
+    run = run_config(max_tokens_per_gpu=200)
+    with learning(tmp_path, run) as learner:
+        [[step]] = rank_batches([group], run, 1, share_prefixes=True)
+        computed = sum(batch.computed_tokens for batch in step.micro_batches)
+        assert computed < 0.8 * sum(len(sample.tokens) for sample in group), "shared prefixes are computed once"
+        report = learner.train(0, [step])
+    assert report.metrics["loss_tokens"] == sum(len(said) for _, said in wire)
+    assert report.metrics["logprob_gap_max"] < 1e-4
 
 
 async def as_slime_does(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -9,17 +9,17 @@ from miles_async.batching.advantages import group_advantages, overlong_penalty, 
 
 
 def test_an_advantage_is_the_difference_to_the_mean_reward_of_the_group() -> None:
-    assert group_advantages([1.0, 0.0, 0.0, 1.0], std_normalization=False) == [0.5, -0.5, -0.5, 0.5]
+    assert group_advantages([1.0, 0.0, 0.0, 1.0], [1] * 4, std_normalization=False) == [0.5, -0.5, -0.5, 0.5]
 
 
 def test_std_normalization_makes_the_spread_of_a_group_one() -> None:
-    assert group_advantages([10.0, 0.0, 0.0, 10.0], std_normalization=True) == pytest.approx([1, -1, -1, 1])
+    assert group_advantages([10.0, 0.0, 0.0, 10.0], [1] * 4, std_normalization=True) == pytest.approx([1, -1, -1, 1])
 
 
 @pytest.mark.parametrize("std_normalization", [True, False])
 def test_equal_rewards_teach_nothing(std_normalization: bool) -> None:
-    assert group_advantages([0.7, 0.7, 0.7], std_normalization=std_normalization) == [0.0, 0.0, 0.0]
-    assert group_advantages([1.0], std_normalization=std_normalization) == [0.0]
+    assert group_advantages([0.7, 0.7, 0.7], [1] * 3, std_normalization=std_normalization) == [0.0, 0.0, 0.0]
+    assert group_advantages([1.0], [1], std_normalization=std_normalization) == [0.0]
 
 
 def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
@@ -37,15 +37,15 @@ def test_a_reward_that_is_not_finite_makes_all_compared_advantages_nan(reward: f
     """Then the loss is not finite, and the learner skips the step instead of training on the other samples."""
     for rewards in ([reward, 1.0], [reward, -reward], [reward] * 2):
         for found in (
-            group_advantages(rewards, std_normalization=True),
-            group_advantages(rewards, std_normalization=False),
+            group_advantages(rewards, [1, 1], std_normalization=True),
+            group_advantages(rewards, [1, 1], std_normalization=False),
             whiten(rewards, [1, 3]),
         ):
             assert [math.isnan(advantage) for advantage in found] == [True, True]
 
 
 def test_rewards_whose_squares_overflow_are_normalized_correctly() -> None:
-    assert group_advantages([1e200, 0.0], std_normalization=True) == pytest.approx([1, -1])
+    assert group_advantages([1e200, 0.0], [1, 1], std_normalization=True) == pytest.approx([1, -1])
     assert whiten([1e200, 0.0], [1, 1]) == pytest.approx([1, -1])
 
 

@@ -162,7 +162,7 @@ async def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(m
     [trained] = await batches(mine, trace, [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.drop_first")
     assert [sample.remove_sample for sample in trained] == [True, False]
     assert [(event.rollout, event.samples) for event in trace.of(SamplesRemoved)] == [(4, 1)]
-    packed = pack_samples([ScoredSample(trained[0], -1.0), ScoredSample(trained[1], 1.0)])
+    packed = pack_samples([ScoredSample(trained[0], 0, 0, -1.0), ScoredSample(trained[1], 0, 1, 1.0)])
     assert len(packed.tokens) == 6
     assert packed.advantages.tolist() == [1.0, 1.0]
 

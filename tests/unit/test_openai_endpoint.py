@@ -261,7 +261,7 @@ async def test_a_generator_that_samples_by_itself_posts_its_tokens() -> None:
     "samples, complaint",
     [
         ([], "n_samples_per_prompt=1 samples, not 0"),
-        ([{**OWN, "reward": None}], "reward: expected bool | float, got null"),
+        ([{**OWN, "reward": None}], "sample 0: it has no reward; add the field reward"),
         ([{"session": "s", "reward": 1}], "session 's' is unknown"),
         ([{"reward": 1}], "name a session, or post a prompt and a response"),
         ([{**OWN, "rollout_log_probs": []}], "0 rollout_log_probs, but response_length is 2"),

@@ -31,27 +31,27 @@ def group(*responses: list[int], prompt: list[int] = PROMPT, first: int = 0) -> 
 
 
 def test_samples_of_a_group_are_one_unit_with_one_prompt() -> None:
-    [unit] = prefix_units(group([10], [20, 21], [30]), cap=100, at_most=8)
+    [unit] = prefix_units(group([10], [20, 21], [30]), [0] * 3, cap=100, at_most=8)
     assert unit.members == [0, 1, 2]
     assert unit.tokens == 6 + 1 + 2 + 1
     assert unit.square == 7**2 + (8**2 - 6**2) + (7**2 - 6**2)
 
 
 def test_equal_responses_and_beginnings_are_computed_once_too() -> None:
-    [unit] = prefix_units(group([7, 8, 9], [5], [7, 8, 9], [7, 8]), cap=100, at_most=8)
+    [unit] = prefix_units(group([7, 8, 9], [5], [7, 8, 9], [7, 8]), [0] * 4, cap=100, at_most=8)
     assert unit.members == [1, 3, 0, 2], "sorted, so that common beginnings are adjacent"
     assert unit.tokens == 6 + 1 + 3
 
 
 def test_a_unit_has_at_most_as_many_tokens_as_a_micro_batch() -> None:
-    units = prefix_units(group([10] * 4, [20] * 4, [30] * 4, [40] * 4), cap=14, at_most=8)
+    units = prefix_units(group([10] * 4, [20] * 4, [30] * 4, [40] * 4), [0] * 4, cap=14, at_most=8)
     assert [unit.members for unit in units] == [[0, 1], [2, 3]]
     assert [unit.tokens for unit in units] == [14, 14]
 
 
 def test_samples_with_other_prompts_and_samples_over_the_limit_are_units_by_themselves() -> None:
     samples = [sample(0, PROMPT, [10]), sample(1, [9, 9], [10]), sample(2, PROMPT, [10] * 30), sample(3, PROMPT, [11])]
-    assert [unit.members for unit in prefix_units(samples, cap=20, at_most=8)] == [[0], [1], [2], [3]]
+    assert [unit.members for unit in prefix_units(samples, [0, 1, 2, 3], cap=20, at_most=8)] == [[0], [1], [2], [3]]
 
 
 def test_several_ranks_get_several_units_of_a_group() -> None:

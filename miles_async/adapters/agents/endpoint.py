@@ -3,7 +3,7 @@
     async with args.agents.session(sample, sampling_params) as base_url:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key)
 
-Each session is one conversation and produces one sample. The session name is part of the URL, so an agent needs no
+Each session produces one trajectory, of one or more segments. The session name is part of the URL, so an agent needs no
 extra header and may run in another process. Requests with `stream` are accepted; the whole answer is then sent as one
 chunk.
 
@@ -104,7 +104,7 @@ class AgentEndpoint:
             await asyncio.gather(*tasks, return_exceptions=True)
         if conversation.failure is not None:
             raise conversation.failure
-        if not sample.response_length:
+        if not conversation.segments:
             raise TrajectoryError(f"sample {sample.index}: the agent sent no request to the model")
 
     def accept_external(
@@ -166,25 +166,26 @@ class AgentEndpoint:
         except NotStoredError as failure:
             return _error(503, str(failure))
 
-    def _lookup(self, session: str) -> Sample:
-        """The sample of a session. Raises InvalidRequestError if the session is unknown, busy, failed or empty."""
+    def _lookup(self, session: str) -> list[Sample]:
+        """The segments of a session. Raises InvalidRequestError if the session is unknown, busy, failed or empty."""
         if session not in self._external_sessions:
             raise InvalidRequestError(
                 f"session {session!r} is unknown, was posted already, or was closed because "
                 f"{MAX_EXTERNAL_SESSIONS} newer sessions are open"
             )
         conversation, tasks = self._conversations[session]
-        if tasks or conversation.failure is not None or not conversation.sample.response_length:
+        segments = conversation.segments
+        if tasks or conversation.failure is not None or not segments:
             cause = conversation.failure or ("a request is in progress" if tasks else "it has no response tokens")
             raise InvalidRequestError(f"session {session!r} cannot be trained: {cause}")
-        return conversation.sample
+        return segments
 
-    def _claim(self, session: str) -> Sample:
+    def _claim(self, session: str) -> None:
         del self._external_sessions[session]
         conversation, tasks = self._conversations.pop(session)
         for task in tasks:
             task.cancel()
-        return conversation.sample
+        conversation.forget()
 
     async def _complete_chat(self, http: web.Request) -> web.StreamResponse:
         session = self._conversations.get(http.match_info["session"])
@@ -230,6 +231,10 @@ class Agents:
     def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> AbstractAsyncContextManager[str]:
         """Use as `async with agents.session(...) as base_url`; the conversation fills `sample`."""
         return self._endpoint.session(sample, self._sampler, sampling_params)
+
+    def segments(self, sample: Sample) -> list[Sample]:
+        """The segments of the sample's trajectory, in the order in which they were answered last."""
+        return self._sampler.segments(sample)
 
 
 async def _refuse_external(http: web.Request) -> web.Response:

@@ -3,7 +3,8 @@
 A posted group is a list of `n_samples_per_prompt` samples, each with a `reward`. A sample names the `session` in which
 it was generated; the session holds its tokens, log-probabilities and weight versions. Alternatively, the sample holds
 them itself: `tokens`, `response_length`, `rollout_log_probs`, `weight_versions` as SGLang reports them, and an optional
-`loss_mask`. If the run samples with top-p or top-k, it also holds `sampling_mask`, as SGLang reports it.
+`loss_mask`. If the run samples with top-p or top-k, it also holds `sampling_mask`, as SGLang reports it. A list in
+place of a sample holds the segments of a trajectory. A segment without a reward gets that of another one.
 
 A group is acknowledged when it is stored, so a group that was acknowledged is not lost with the rollout worker. A
 generator that receives no answer repeats its request with the same idempotency key, and the group is added once.
@@ -87,15 +88,15 @@ class TrajectoryBuffer:
     async def add(
         self,
         posted: Any,
-        lookup: Callable[[str], Sample],
-        claim: Callable[[str], Sample],
+        lookup: Callable[[str], list[Sample]],
+        claim: Callable[[str], None],
         *,
         key: str | None = None,
     ) -> str:
         """Add a posted group, and return its name when it is stored.
 
         If `key` was used before, no group is added, and the name of the earlier group is returned. `lookup` returns the
-        sample of a session that can be posted, and `claim` also closes the session.
+        segments of a session that can be posted, and `claim` closes the session.
 
         Raises InvalidRequestError if the group is invalid, and BufferFullError if there is no room. No session is
         closed in either case. Raises NotStoredError if the group was added but is not stored.
@@ -136,38 +137,52 @@ class TrajectoryBuffer:
             del self._names[oldest]
             self._log.forget_key(oldest)
 
-    def _group_of(self, posted: Any, lookup: Callable[[str], Sample], claim: Callable[[str], Sample]) -> Group:
+    def _group_of(self, posted: Any, lookup: Callable[[str], list[Sample]], claim: Callable[[str], None]) -> Group:
         """Check a posted group, and close its sessions. Raises as `add`."""
         if not isinstance(posted, list) or len(posted) != self._group_size:
             count = len(posted) if isinstance(posted, list) else 0
             raise InvalidRequestError(f"a group has n_samples_per_prompt={self._group_size} samples, not {count}")
         if self._groups.qsize() >= self._capacity:
             raise BufferFullError("the buffer is full: try again after the next batch")
-        newest = None if self._newest_version is None else self._newest_version()
-        entries, samples = [], []
         # All samples are checked before the first session is closed: the generator can correct and repeat the request.
         try:
-            for index, values in enumerate(posted):
-                entry = parse(values, PostedSample, f"sample {index}")
-                sample = _sample(entry, index) if entry.session is None else lookup(entry.session)
-                check_sample(sample, self._limits, newest)
-                entries.append(entry)
-                samples.append(sample)
+            trajectories = [self._trajectory(values, index, lookup) for index, values in enumerate(posted)]
         except TrajectoryError as error:
             raise InvalidRequestError(str(error)) from error
-        sessions = [entry.session for entry in entries if entry.session is not None]
+        sessions = [entry.session for parts in trajectories for entry, _ in parts if entry.session is not None]
         if len(set(sessions)) < len(sessions):
             raise InvalidRequestError("a session is posted twice: each sample needs its own session")
         for session in sessions:
             claim(session)
         number = self._added
         self._added += 1
-        name = f"external_{number}"
-        for index, (sample, entry) in enumerate(zip(samples, entries, strict=True)):
-            sample.index = number * self._group_size + index
-            sample.reward = float(entry.reward)
-            sample.metadata |= {**entry.metadata, "feed_index": name}
-        return Group(samples, feed_index=name)
+        group = Group(feed_index=f"external_{number}")
+        for index, parts in enumerate(trajectories):
+            several = sum(len(samples) for _, samples in parts) > 1
+            for entry, samples in parts:
+                for sample in samples:
+                    sample.index, sample.trajectory = number * self._group_size + index, index if several else None
+                    sample.reward = None if entry.reward is None else float(entry.reward)
+                    sample.metadata |= {**entry.metadata, "feed_index": group.feed_index}
+                group += samples
+        group.share_rewards()
+        return group
+
+    def _trajectory(
+        self, values: Any, index: int, lookup: Callable[[str], list[Sample]]
+    ) -> list[tuple[PostedSample, list[Sample]]]:
+        """Check what was posted in place of sample `index`; returns its entries with the samples that they name."""
+        newest = None if self._newest_version is None else self._newest_version()
+        parts = []
+        for value in values if isinstance(values, list) else [values]:
+            entry = parse(value, PostedSample, f"sample {index}")
+            samples = [_sample(entry, index)] if entry.session is None else lookup(entry.session)
+            for sample in samples:
+                check_sample(sample, self._limits, newest)
+            parts.append((entry, samples))
+        if all(entry.reward is None for entry, _ in parts):
+            raise InvalidRequestError(f"sample {index}: it has no reward; add the field reward")
+        return parts
 
 
 def _sample(entry: PostedSample, index: int) -> Sample:

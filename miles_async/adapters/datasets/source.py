@@ -77,9 +77,9 @@ class BufferedSource:
         """Return groups to the buffer. Raises UserError if a group is incomplete."""
         groups = [Group.of(group) for group in samples]
         for group in groups:
-            if len(group) != self._n_samples_per_prompt:
+            if (count := len(group.trajectories)) != self._n_samples_per_prompt:
                 raise UserError(
-                    f"group {group.feed_index} was returned with {len(group)} samples: return complete groups of "
+                    f"group {group.feed_index} was returned with {count} samples: return complete groups of "
                     f"n_samples_per_prompt={self._n_samples_per_prompt} samples"
                 )
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from miles_async.adapters.sglang.generator import PromptTokenizer, SamplingParams, SGLangGenerator
@@ -32,6 +33,8 @@ class MultiTurnSampler:
         self._engine = engine
         self._turns: dict[int, Group] = {}
         """The turn that is being sampled, as a group of one, by `id` of its sample."""
+        self._segments: dict[int, list[Sample]] = {}
+        """The segments of a trajectory, by `id` of each of them; only of trajectories with several segments."""
         self._stopped: set[int] = set()
         """`id`s of the samples that are to end."""
         self._aborted: set[int] = set()
@@ -45,7 +48,7 @@ class MultiTurnSampler:
         `SGLangGenerator.generate`.
         """
         self._aborted.discard(id(sample))
-        if id(sample) in self._stopped:
+        if any(map(self.stopped, self.segments(sample))):
             sample.status = SampleStatus.ABORTED
             return sample
         # A turn is generated as a separate group, so that it can be aborted alone.
@@ -57,7 +60,27 @@ class MultiTurnSampler:
             del self._turns[id(sample)]
         if sample.status is SampleStatus.ABORTED:
             self._aborted.add(id(sample))
+        segments = self.segments(sample)
+        segments[:] = [*(segment for segment in segments if segment is not sample), sample]
         return sample
+
+    def segments(self, sample: Sample) -> list[Sample]:
+        """The segments of the sample's trajectory, in the order in which their last turns ended."""
+        return self._segments.get(id(sample), [sample])
+
+    def open_segment(self, sample: Sample) -> Sample:
+        """Open another segment of the sample's trajectory, without tokens. It is aborted together with the sample."""
+        segment = replace(sample, metadata=dict(sample.metadata), tokens=[])
+        segment.reset()
+        segments = self.segments(sample)
+        segments.append(segment)
+        self._segments |= {id(sample): segments, id(segment): segments}
+        return segment
+
+    def drop_segment(self, segment: Sample) -> None:
+        """Remove a segment from its trajectory."""
+        segments = self._segments.pop(id(segment))
+        segments[:] = [other for other in segments if other is not segment]
 
     def observe(self, sample: Sample, text: str, room: int | None = None) -> int:
         """Append an observation, at most `room` tokens of it; return the number of tokens that were cut off."""
@@ -89,12 +112,13 @@ class MultiTurnSampler:
 
         `everything` means that these are all samples at the engines, so that one abort request per engine suffices.
         """
-        stopped = list(samples)
-        self._stopped.update(map(id, stopped))
+        roots = list(samples)
+        self._stopped.update(map(id, roots))
         if everything:
             await self._engine.abort()
             return
         # A sample between two turns, such as one that waits for a tool, has nothing at the engines.
+        stopped = [segment for root in roots for segment in self.segments(root)]
         turns = [turn for sample in stopped if (turn := self._turns.get(id(sample)))]
         await asyncio.gather(*map(self._engine.abort, turns))
 
@@ -102,12 +126,14 @@ class MultiTurnSampler:
         return id(sample) in self._stopped
 
     def aborted(self, sample: Sample) -> bool:
-        """Whether the run stopped the sample, or its engine aborted the sample's latest turn."""
-        return id(sample) in self._stopped or id(sample) in self._aborted
+        """Whether the run stopped the sample, or its engine aborted the latest turn of one of its segments."""
+        return id(sample) in self._stopped or any(id(segment) in self._aborted for segment in self.segments(sample))
 
     def forget(self, sample: Sample) -> None:
-        """Forget how the latest turn of the sample ended."""
-        self._aborted.discard(id(sample))
+        """Forget the segments of the sample's trajectory, and how their latest turns ended."""
+        for segment in self.segments(sample):
+            self._aborted.discard(id(segment))
+            self._segments.pop(id(segment), None)
 
     def release(self, samples: Iterable[Sample]) -> None:
         self._stopped.difference_update(map(id, samples))

@@ -55,6 +55,7 @@ class _SampleHeader(Struct):
     response_length: _Natural
     status: SampleStatus
     lengths: dict[Literal["tokens", "log_probs", "spans", "text", "loss_mask", "kept_counts", "kept_ids"], _Natural]
+    trajectory: int | None = None
 
 
 class _GroupHeader(Struct):
@@ -237,8 +238,10 @@ def _flatten(spans: Iterable[VersionSpan]) -> Iterator[int]:
 def _sample_header(sample: Sample) -> dict[str, Any]:
     return {
         "index": sample.index,
+        "trajectory": sample.trajectory,
         "prompt": sample.prompt,
         "label": sample.label,
+        "reward": sample.reward,
         "metadata": sample.metadata,
         "response_length": sample.response_length,
         "status": sample.status.value,
@@ -249,6 +252,9 @@ def _sample(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sample:
     spans = arrays["spans"].reshape(-1, 3).tolist()
     return Sample(
         index=header["index"],
+        # Recordings of older versions have neither.
+        trajectory=header.get("trajectory"),
+        reward=header.get("reward"),
         prompt=header["prompt"],
         label=header["label"],
         metadata=header["metadata"],

@@ -27,6 +27,7 @@ from miles_async.atomic_files import atomic_folder
 from miles_async.errors import TrajectoryError
 from miles_async.recording import Recording, is_generated
 from miles_async.sample_schema import SampleLimits, check_stored
+from miles_async.types import trajectories_of
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
 FORMAT = 1
@@ -127,8 +128,8 @@ class RecordingStore:
         """
         try:
             for group in recording.groups:
-                if len(group.samples) != samples_per_group:
-                    raise TrajectoryError(f"{group.feed_index} has {len(group.samples)} samples of {samples_per_group}")
+                if (count := len(trajectories_of(group.samples))) != samples_per_group:
+                    raise TrajectoryError(f"{group.feed_index} has {count} samples of {samples_per_group}")
                 check_stored(group.samples, limits, group.version)
                 if not is_generated(group.samples):
                     raise TrajectoryError(f"{group.feed_index} has a sample that is not generated completely")

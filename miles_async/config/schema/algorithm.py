@@ -64,7 +64,8 @@ class Algorithm(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses are averaged over an optimizer step: token_mean is the mean over all tokens (DAPO),
     sequence_mean the mean over samples of each sample's token mean (GRPO, GSPO), constant the sum over tokens divided
-    by the number of samples times rollout_max_response_len (Dr. GRPO)."""
+    by the number of samples times rollout_max_response_len (Dr. GRPO). All segments of an agent's trajectory together
+    count as one sample."""
     eps_clip: float = Field(0.2, ge=0)
     """Lower clip range of the policy ratio: ratios are clipped at 1 - eps_clip. With policy_objective gmpo, log-ratios
     are clipped at -eps_clip."""
