@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import verifiers.v1 as vf
 
@@ -20,14 +21,10 @@ class WordData(vf.TaskData):
 
 class Word(vf.Task[WordData]):
     @vf.reward
-    async def exact(self, trace: vf.Trace) -> float:
-        return float((trace.last_reply or "").strip() == self.data.answer)
-
-    @vf.metric
     async def letters(self, trace: vf.Trace) -> float:
         """The fraction of letters in the right place."""
-        reply = (trace.last_reply or "").strip()
-        return sum(a == b for a, b in zip(reply, self.data.answer, strict=False)) / len(self.data.answer)
+        pairs = list(zip_longest(trace.last_reply.strip(), self.data.answer))
+        return sum(written == right for written, right in pairs) / len(pairs)
 
 
 class ReverseConfig(vf.TasksetConfig):

@@ -354,6 +354,7 @@ NAMED: dict[str, str] = {
     "warm_start_lr": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     "warm_start_batch_size": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     "warm_start_check_every": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
+    "warm_start_examples_path": f"{PREFLIGHT}::test_a_function_makes_several_examples_of_a_problem",
     "warm_start_template": f"{PREFLIGHT}::test_a_warm_start_formats_prompts_with_its_template",
     "cache_dir": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     # data
