@@ -1,8 +1,6 @@
 """Generates samples in an environment of `verifiers` or `openenv`, which also computes their rewards.
 
-    --environment verifiers:my_taskset \
-        --custom-generate-function-path miles_async.rollout.environment.generate \
-        --custom-rm-path miles_async.rollout.environment.reward
+    --environment verifiers:my_taskset --custom-generate-function-path miles_async.rollout.environment.generate
 
 The environment runs in a separate process and reaches the model over the endpoint of the run, so the trained tokens
 are the sampled ones. If the environment fails, the sample is generated again; it never gets a reward of 0 instead.
@@ -16,12 +14,8 @@ from miles_async.types import Sample
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Run the task of the sample; `metadata["environment"]` has its reward and its metrics."""
+    """Run the task of the sample, and set its reward; `metadata["metrics"]` has the metrics of the environment."""
     async with args.agents.session(sample, sampling_params) as base_url:
-        sample.metadata["environment"] = await args.environment_process.run(sample.metadata["task"], base_url)
+        result = await args.environment_process.run(sample.metadata["task"], base_url)
+    sample.reward, sample.metadata["metrics"] = result["reward"], result["metrics"]
     return sample
-
-
-def reward(args: Any, sample: Sample) -> Any:
-    """Return the reward that the environment has computed."""
-    return sample.metadata["environment"]["reward"]

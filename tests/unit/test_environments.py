@@ -12,7 +12,7 @@ import pytest
 from miles_async.adapters.environments.server import OpenEnv
 from miles_async.config.checks import problems
 from miles_async.errors import TrajectoryError
-from miles_async.rewards.rewarder import Rewarder
+from miles_async.rewards.factory import open_rewarder
 from miles_async.rollout import environment
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -47,15 +47,15 @@ async def test_a_sample_is_one_task_in_the_environment_which_also_computes_its_r
     args, sample = args_with(process), Sample(metadata={"task": {"number": 3}})
     await environment.generate(args, sample, {})
     assert process.ran == [({"number": 3}, "http://model")]
-    assert environment.reward(args, sample) == 0.5
+    assert sample.reward == 0.5
 
 
-@pytest.mark.parametrize("reward", [None, "0.5", float("nan")])
+@pytest.mark.parametrize("reward", ["0.5", float("nan")])
 async def test_a_reward_that_is_no_number_fails_the_group(reward: Any) -> None:
     args, sample = args_with(FakeProcess(reward)), Sample(metadata={"task": {}})
     await environment.generate(args, sample, {})
-    rewarder = Rewarder(environment.reward, args, name="environment", timeout_seconds=1)
-    with pytest.raises(TrajectoryError, match="reward environment returned"):
+    rewarder = open_rewarder(run_config(environment="verifiers:sums"), args)
+    with pytest.raises(TrajectoryError, match="reward verifiers:sums returned"):
         await rewarder.score(Group([sample], feed_index="g"))
 
 
@@ -65,12 +65,12 @@ async def test_a_reward_that_is_no_number_fails_the_group(reward: Any) -> None:
         ({"environment": "gymnasium:cartpole"}, "write verifiers:NAME or openenv:NAME"),
         ({"environment": "verifiers"}, "write verifiers:NAME or openenv:NAME"),
         ({"environment": "verifiers:a", "custom_generate_function_path": None}, "environment has no effect without"),
+        ({"environment": "verifiers:a", "rm_type": "exact"}, "environment computes the rewards"),
         ({"environment": "verifiers:a", "reasoning_gym_task": "chain_sum"}, "reasoning_gym_task and environment are"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any], message: str) -> None:
-    functions = {"custom_generate_function_path": GENERATE, "custom_rm_path": "miles_async.rollout.environment.reward"}
-    found = problems(run_config(**{**functions, **settings}), "train_async.py")
+    found = problems(run_config(**{"custom_generate_function_path": GENERATE, **settings}), "train_async.py")
     assert any(message in problem for problem in found)
 
 

@@ -76,7 +76,10 @@ def _tools(config: RunConfig) -> Iterator[str]:
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     kind = rollout.rm_type.removeprefix("boxed_") if rollout.rm_type is not None else None
-    if kind is None and rollout.custom_rm_path is None and generates(config):
+    environment = config.data.environment is not None
+    if environment and (kind is not None or rollout.custom_rm_path is not None):
+        yield "environment computes the rewards: unset rm_type and custom_rm_path"
+    if not environment and kind is None and rollout.custom_rm_path is None and generates(config):
         yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
     if kind not in (None, *BUILT_IN_REWARDS):
         known = ", ".join(BUILT_IN_REWARDS[:-1])

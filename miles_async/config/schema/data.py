@@ -43,8 +43,8 @@ class Data(Section):
     environment: str | None = None
     """Environment whose tasks are trained: verifiers:NAME or openenv:NAME. NAME is an installed package or a Python
     file; for openenv also the URL of a server. Set custom_generate_function_path to
-    miles_async.rollout.environment.generate and custom_rm_path to miles_async.rollout.environment.reward. The tasks
-    come from the environment, or from prompt_data with `metadata.task`."""
+    miles_async.rollout.environment.generate. The environment computes the rewards. The tasks come from the environment,
+    or from prompt_data with `metadata.task`."""
     environment_settings: dict[str, Any] = {}
     """Settings of the environment. For verifiers its configuration, such as {taskset: {split: train}, agent: {harness:
     {id: bash}}}. For openenv split, max_turns, action_field and observation_field."""
