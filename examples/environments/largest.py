@@ -1,6 +1,6 @@
 """An environment of `verifiers`: name the largest of some digits.
 
-    python train_async.py --config configs/verifiers-cpu.yaml
+python train_async.py --config configs/verifiers-cpu.yaml
 """
 
 from __future__ import annotations
