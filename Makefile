@@ -12,7 +12,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
+.PHONY: help setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,6 +28,17 @@ $(READY): requirements/cpu.lock pyproject.toml setup.py requirements/install.sh
 setup-gpu: ## The same on a machine with CUDA: SGLang with its own dependencies, Mooncake's RDMA build
 	@bash requirements/install.sh gpu
 	@touch $(READY)
+
+setup-verifiers: .venv-verifiers/ready ## Create .venv-verifiers, in which environments of verifiers run (0.6 GB)
+
+setup-openenv: .venv-openenv/ready ## Create .venv-openenv, in which environments of OpenEnv run (0.5 GB)
+
+# The libraries need other versions of packages than SGLang, and than each other.
+.venv-verifiers/ready .venv-openenv/ready: .venv-%/ready: requirements/%.lock | $(READY)
+	@echo "Creating .venv-$*"
+	@$(PYTHON) -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install -qq --no-deps --require-hashes --requirement requirements/$*.lock
+	@touch $@
 
 run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a few minutes
 	@$(PYTHON) train_async.py --config configs/smollm2-cpu.yaml $(ARGS)
@@ -47,6 +58,9 @@ test-unit: $(READY) ## Run the unit tests and the tests of guides (about 20 seco
 
 test-stack: $(READY) browser ## Run the tests on the real engines
 	@$(PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
+
+test-environments: setup-verifiers setup-openenv ## Run the tests of environments with the real libraries
+	@$(PYTHON) -m pytest tests/stack/test_environments.py $(ARGS)
 
 sim: $(READY) ## Simulate scenarios with a virtual clock; write tables, JSON and plots (ARGS="filtered ladder")
 	@$(PYTHON) -m tests.sim.run --figures docs/explanation $(ARGS)
@@ -131,9 +145,9 @@ format: $(READY) ## Fix and format the code with ruff
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 
-lock: ## Resolve requirements/cpu.lock again from pyproject.toml and requirements/cpu.in
+lock: ## Resolve requirements/*.lock again from pyproject.toml and requirements/*.in
 	@bash requirements/lock.sh
 
-clean: ## Remove .venv, .venv-peers, caches and build output; keeps runs/ and warm-started models
-	@rm -rf .venv .venv-peers .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
+clean: ## Remove .venv, the other .venv-*, caches and build output; keeps runs/ and warm-started models
+	@rm -rf .venv .venv-peers .venv-verifiers .venv-openenv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

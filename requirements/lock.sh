@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Write requirements/cpu.lock: resolve everything but SGLang in a fresh environment, add SGLang without its CUDA
-# dependencies and the weights of the first example, and look up the hashes of every file of each version. Run `make test` afterwards, because the lock is
-# only as good as the tests that passed on it.
+# Write requirements/*.lock. For cpu.lock, resolve everything but SGLang in a fresh environment, add SGLang without its
+# CUDA dependencies and the weights of the first example, and look up the hashes of every file of each version. Run
+# `make test` and `make test-environments` afterwards, because a lock is only as good as the tests that passed on it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$(mktemp -d)
@@ -44,4 +44,9 @@ sed -i "s/^torch==.*/&\n    --hash=sha256:$cpu_hash \\\\/" "$venv/hashed"
     cat "$venv/hashed"
 } >"$venv/lock"
 cp "$venv/lock" requirements/cpu.lock
-git --no-pager diff --stat requirements/cpu.lock
+
+for library in verifiers openenv; do
+    "$venv/bin/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --python "$venv/bin/python" \
+        "requirements/$library.in" --output-file "requirements/$library.lock"
+done
+git --no-pager diff --stat requirements

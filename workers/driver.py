@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
+from miles_async.adapters.environments.tasks import with_environment_tasks
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
@@ -69,7 +70,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     configure_logging(config.observability.log_format)
     try:
         model = model_name(config.model)
-        converted = with_converted_checkpoint(with_downloads(config))
+        converted = with_converted_checkpoint(with_downloads(with_environment_tasks(config)))
         # Before its download or its conversion the shape of the model was unknown.
         if converted != config and (found := problems(converted, entry)):
             raise UserError("; ".join(found))

@@ -10,6 +10,7 @@ from typing import Self
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
+from miles_async.adapters.environments.process import EnvironmentProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import (
     EVALUATION_PRIORITY,
@@ -72,7 +73,10 @@ class Generators:
         self._external = config.rollout.rollout_function_path == EXTERNAL_FUNCTION
         self._endpoint = AgentEndpoint(self.trajectories if self._external else None)
         self._agent_key_file = agent_key_file
-        self.args = args.with_values(tokenizer=tokenizer, trajectories=self.trajectories)
+        self._environment = EnvironmentProcess(config.data, self._endpoint.key)
+        self.args = args.with_values(
+            tokenizer=tokenizer, trajectories=self.trajectories, environment_process=self._environment
+        )
         """The arguments of user functions."""
         engines = partial(
             SGLangGenerator,
@@ -114,6 +118,7 @@ class Generators:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self._environment.close()
         await self._endpoint.close()
 
     def training(self) -> GeneratorWithSampling | FunctionGenerator:

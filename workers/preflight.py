@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from miles_async.rollout.generate import load_generate_function
 from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
-from miles_async.types import Group, Verdict
+from miles_async.types import Group, Sample, Verdict
 
 from .batches import saved_batch
 from .continuation import unfinished_run
@@ -140,9 +140,13 @@ def preflight(config: RunConfig, entry: str) -> Checked:
 def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
     if not config.warm_start.warm_start_max_steps:
         return SftExamples(problems=[], check=[])
-    template = config.warm_start.warm_start_template
-    problems = data.warm_start_problems()
-    pairs = ((template.replace("{prompt}", str(sample.prompt)), str(sample.label)) for sample in problems)
+    template, path = config.warm_start.warm_start_template, config.warm_start.warm_start_examples_path
+
+    def labelled(sample: Sample) -> list[tuple[str, str]]:
+        return [(template.replace("{prompt}", str(sample.prompt)), str(sample.label))]
+
+    examples = labelled if path is None else load_function(path, setting="warm_start_examples_path", plain=True)
+    pairs = chain.from_iterable(map(examples, data.warm_start_problems()))
     # Both lists come from one iterator, so no problem is used for training and for the check.
     check = list(islice(pairs, WARM_START_CHECKS))
     return SftExamples(check=check, problems=list(islice(pairs, WARM_START_EXAMPLES)))

@@ -22,6 +22,7 @@ PLAIN_FUNCTIONS = (
     "dynamic_sampling_filter_path",
     "over_sampling_filter_path",
     "rollout_sample_filter_path",
+    "warm_start_examples_path",
 )
 """Settings whose functions are not awaited."""
 

@@ -36,6 +36,9 @@ def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
     Raises UserError if `rm_type` is unknown or incomplete, or if the user's function cannot be imported.
     """
     rollout = config.rollout
+    if config.data.environment is not None:
+        # The environment computes the rewards, which this rewarder only checks.
+        return Rewarder(exact, args, name=config.data.environment, timeout_seconds=None)
     if not generates(config):
         # Saved batches contain their rewards, and supervised examples need none: this rewarder is never called.
         return Rewarder(exact, args, name="none", timeout_seconds=None)

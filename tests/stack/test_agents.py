@@ -14,7 +14,7 @@ import aiohttp
 import openai
 
 from benchmarks.fake_engine import answer as fake_answer
-from examples import openai_agent
+from examples import memory_agent, openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.client import Decode
@@ -211,6 +211,24 @@ async def test_every_segment_of_an_agent_that_branches_is_trained_on_the_tokens_
         report = learner.train(0, [step])
     assert report.metrics["loss_tokens"] == sum(len(said) for _, said in wire)
     assert report.metrics["logprob_gap_max"] < 1e-4
+
+
+async def test_the_agent_that_compacts_its_memory_has_a_segment_per_part_of_the_task(serving: Stack) -> None:
+    async with generating_with(serving, memory_agent.generate) as (generator, wire):
+        group = group_of("12 + 5 - 30 + 7", samples=2)
+        await generator.generate(group)
+        assert [len(segments) for segments in group.trajectories] == [2, 2]
+        for sample in group:
+            assert_nothing_was_retokenised(sample, wire)
+
+
+def test_the_warm_start_of_that_agent_shows_each_request_and_its_answer() -> None:
+    assert list(memory_agent.warm_start_examples(Sample(prompt="12 + 5 - 30 + 7"))) == [
+        ("user: 12 + 5<eos>assistant: ", "12+5"),
+        ("user: 12 + 5<eos>assistant: 12+5<eos>user: = 17<eos>assistant: ", "17"),
+        ("user: 17 - 30 + 7<eos>assistant: ", "17-30+7"),
+        ("user: 17 - 30 + 7<eos>assistant: 17-30+7<eos>user: = -6<eos>assistant: ", "-6"),
+    ]
 
 
 async def as_slime_does(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

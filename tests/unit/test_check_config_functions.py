@@ -23,7 +23,7 @@ def check(setting: str, path: str) -> int:
 
 
 def test_all_settings_that_name_functions_are_known() -> None:
-    assert len(FUNCTIONS) == 8
+    assert len(FUNCTIONS) == 9
 
 
 @pytest.mark.parametrize("setting", FUNCTIONS)

@@ -310,6 +310,7 @@ FILTERS = "unit/test_filters.py"
 GRADERS = "stack/test_graders.py"
 PREFLIGHT = "unit/test_preflight.py"
 RUN = "unit/test_observability_run.py"
+ENVIRONMENTS = "processes/test_environment_process.py"
 GENERATORS = "unit/test_generators.py"
 GENERATE = "unit/test_generate_functions.py"
 HEAD = "sim/test_head_policy.py"
@@ -353,6 +354,7 @@ NAMED: dict[str, str] = {
     "warm_start_lr": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     "warm_start_batch_size": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     "warm_start_check_every": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
+    "warm_start_examples_path": f"{PREFLIGHT}::test_a_function_makes_several_examples_of_a_problem",
     "warm_start_template": f"{PREFLIGHT}::test_a_warm_start_formats_prompts_with_its_template",
     "cache_dir": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     # data
@@ -385,6 +387,10 @@ NAMED: dict[str, str] = {
         "unit/test_check_config_functions.py::test_slime_imports_lets_a_module_import_the_names_of_slime"
     ),
     "custom_generate_function_path": f"{GENERATORS}::test_a_user_defined_generate_function_has_the_configured_timeout",
+    "environment": f"{ENVIRONMENTS}::test_the_tasks_of_an_environment_are_the_data_of_the_run",
+    "environment_settings": f"{ENVIRONMENTS}::test_a_task_gets_the_address_of_the_model_and_returns_its_reward",
+    "environment_size": f"{ENVIRONMENTS}::test_no_more_tasks_are_read_than_the_run_asks_for",
+    "environment_python": f"{ENVIRONMENTS}::test_a_missing_interpreter_is_reported_with_the_command_that_creates_it",
     "agent_port": f"{GENERATORS}::test_agents_are_served_at_the_configured_port",
     "generate_timeout_seconds": f"{GENERATORS}::test_a_user_defined_generate_function_has_the_configured_timeout",
     "tool_max_turns": f"{GENERATE}::test_a_response_ends_after_the_maximum_number_of_tool_calls",

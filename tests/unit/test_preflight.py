@@ -94,6 +94,18 @@ def test_a_warm_start_formats_prompts_with_its_template(monkeypatch: pytest.Monk
     assert chat == (f"user: {plain[0]}<eos>assistant: ", plain[1])
 
 
+def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
+    settings = config(warm_start_max_steps=1, warm_start_examples_path="tests.unit.test_preflight.two_examples")
+    [first, second, third] = preflight(settings, "train_async.py").sft_examples.check[:3]
+    assert (first[1], second[1]) == ("first", "second")
+    assert first[0] == second[0] != third[0]
+
+
+def two_examples(sample: Sample) -> list[tuple[str, str]]:
+    return [(str(sample.prompt), "first"), (str(sample.prompt), "second")]
+
+
 @pytest.mark.parametrize(
     "settings, complaint",
     [

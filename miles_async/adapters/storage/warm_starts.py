@@ -43,8 +43,10 @@ def cached_checkpoint(config: RunConfig, problems: Problems, check: Problems) ->
     key_values = {
         "recipe": _RECIPE,
         "model": config.model.model_dump(mode="json"),
-        # The problems already contain the text that the template produces.
-        "warm_start": config.warm_start.model_dump(mode="json", exclude={"cache_dir", "warm_start_template"}),
+        # The problems already contain the text that template and function produce.
+        "warm_start": config.warm_start.model_dump(
+            mode="json", exclude={"cache_dir", "warm_start_template", "warm_start_examples_path"}
+        ),
         "learner": config.learner.model_dump(include={"adam_beta1", "adam_beta2", "weight_decay", "clip_grad", "seed"}),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
         "problems": [list(problems), list(check)],

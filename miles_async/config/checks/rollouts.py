@@ -35,6 +35,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         for name, is_set in (
             ("prompt_data", data.prompt_data is not None),
             ("reasoning_gym_task", data.reasoning_gym_task is not None),
+            ("environment", data.environment is not None and data.prompt_data is None),
             ("disable_rollout_global_dataset", data.disable_rollout_global_dataset),
         )
         if is_set
@@ -42,7 +43,7 @@ def _data(config: RunConfig) -> Iterator[str]:
     if not sources and not trains_only(config):
         yield (
             "no data is configured: set prompt_data to a JSONL or Parquet file, reasoning_gym_task to a task such as "
-            "chain_sum, or disable_rollout_global_dataset"
+            "chain_sum, environment, or disable_rollout_global_dataset"
         )
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are {'both' if len(sources) == 2 else 'all'} set: unset all but one of them"
@@ -50,6 +51,20 @@ def _data(config: RunConfig) -> Iterator[str]:
     path = (data.prompt_data or "").partition("@[")[0]
     if path and hub_name(path) is None and not Path(path).expanduser().is_file():
         yield f"prompt_data {path}: no such file"
+
+
+def _environment(config: RunConfig) -> Iterator[str]:
+    name, rollout = config.data.environment, config.rollout
+    if name is None:
+        return
+    library, _, rest = name.partition(":")
+    if library not in ("verifiers", "openenv") or not rest:
+        yield f"environment {name!r} is unknown: write verifiers:NAME or openenv:NAME"
+    if rollout.custom_generate_function_path is None:
+        yield (
+            "environment has no effect without a generate function that uses it: set custom_generate_function_path to "
+            "miles_async.rollout.environment.generate"
+        )
 
 
 def _tools(config: RunConfig) -> Iterator[str]:
@@ -61,7 +76,10 @@ def _tools(config: RunConfig) -> Iterator[str]:
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     kind = rollout.rm_type.removeprefix("boxed_") if rollout.rm_type is not None else None
-    if kind is None and rollout.custom_rm_path is None and generates(config):
+    environment = config.data.environment is not None
+    if environment and (kind is not None or rollout.custom_rm_path is not None):
+        yield "environment computes the rewards: unset rm_type and custom_rm_path"
+    if not environment and kind is None and rollout.custom_rm_path is None and generates(config):
         yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
     if kind not in (None, *BUILT_IN_REWARDS):
         known = ", ".join(BUILT_IN_REWARDS[:-1])
@@ -124,4 +142,4 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_supervised, _data, _tools, _reward, _evaluation, _debug, _sampling)
+CHECKS = (_supervised, _data, _environment, _tools, _reward, _evaluation, _debug, _sampling)

@@ -1,0 +1,176 @@
+"""Starts the process of an environment (`server.py`), and sends it requests.
+
+The libraries of environments need versions of packages that this project does not have, so each has a separate Python
+environment. If the process ends, its tasks fail, and the next task starts another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from miles_async.adapters.environments.server import KEY_VARIABLE, MAX_LINE_BYTES
+from miles_async.config.schema import Data
+from miles_async.errors import TrajectoryError, UserError
+
+SERVER = Path(__file__).with_name("server.py")
+STOP_SECONDS = 10.0
+"""Time that an environment has to release what it holds after the end of its input."""
+
+log = structlog.get_logger(__name__)
+
+
+class EnvironmentFailedError(TrajectoryError):
+    """The environment failed, and not the model: the sample is missing, and has no reward."""
+
+
+def environment_command(data: Data) -> list[str]:
+    """The command of the process. Raises UserError if its Python environment does not exist."""
+    assert data.environment is not None, "the run has an environment"
+    library, _, name = data.environment.partition(":")
+    python = Path(data.environment_python or f".venv-{library}/bin/python").expanduser()
+    if not python.is_file():
+        raise UserError(
+            f"environment {data.environment}: there is no {python}; create it with `make setup-{library}`, or set "
+            f"environment_python to a Python that has {library}"
+        )
+    # -P: modules of this folder would hide modules of the environment.
+    return [str(python), "-P", str(SERVER), library, name, json.dumps(data.environment_settings)]
+
+
+def environment_tasks(data: Data) -> list[dict[str, Any]]:
+    """Return the first `environment_size` tasks, each with `prompt`, `label` and `task`.
+
+    Raises UserError if the environment cannot be loaded or has no tasks.
+    """
+    request = json.dumps({"id": 1, "method": "tasks", "limit": data.environment_size})
+    finished = subprocess.run(environment_command(data), input=f"{request}\n".encode(), stdout=PIPE, check=False)
+    answers = {answer["id"]: answer for answer in map(json.loads, finished.stdout.splitlines())}
+    for answer in answers.values():
+        if "error" in answer:
+            raise _not_loaded(data, answer["error"])
+    if 1 not in answers:
+        raise UserError(
+            f"environment {data.environment} ended with exit code {finished.returncode}; its output is above"
+        )
+    tasks: list[dict[str, Any]] = answers[1]["result"]
+    if not tasks:
+        raise UserError(
+            f"environment {data.environment} has no tasks: set environment_settings to those of a data set with tasks"
+        )
+    return tasks
+
+
+class EnvironmentProcess:
+    """Runs tasks in one process, concurrently. It is started by the first task."""
+
+    def __init__(self, data: Data, key: str) -> None:
+        """`key` is the API key of the endpoint at which tasks find the model."""
+        self._data = data
+        self._key = key
+        self._process: Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        """Answers that are awaited, by the number of the request. Number 0 is the start."""
+        self._starting = asyncio.Lock()
+
+    async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
+        """Let the model at the OpenAI base URL `url` do a task; return its `reward` and `metrics`.
+
+        Raises EnvironmentFailedError if the environment failed, TrajectoryError if a request to the model did, and
+        UserError if the environment cannot be loaded.
+        """
+        async with self._starting:
+            if self._process is None:
+                await self._start()
+        number = next(self._numbers)
+        try:
+            answer = await self._request({"id": number, "method": "run", "task": task, "url": url})
+        except asyncio.CancelledError:
+            self._send({"method": "cancel", "run": number})
+            raise
+        if (error := answer.get("error")) is None:
+            result: dict[str, Any] = answer["result"]
+            return result
+        if error["fault"] == "model":
+            raise TrajectoryError(
+                f"environment {self._data.environment}: a request to the model failed: {error['message']}"
+            )
+        raise EnvironmentFailedError(f"environment {self._data.environment} failed: {error['message']}")
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is None or self._process.stdin is None or self._reader is None:
+            return
+        process, reader = self._process, self._reader
+        self._process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            process.kill()
+        await reader
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *environment_command(self._data),
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MAX_LINE_BYTES,
+            env={**os.environ, KEY_VARIABLE: self._key},
+        )
+        started = self._expect(0)
+        self._reader = asyncio.create_task(self._read(self._process))
+        if (error := (await started).get("error")) is not None:
+            raise _not_loaded(self._data, error)
+
+    async def _request(self, request: dict[str, Any]) -> dict[str, Any]:
+        answer = self._expect(request["id"])
+        self._send(request)
+        try:
+            return await answer
+        finally:
+            self._answers.pop(request["id"], None)
+
+    def _expect(self, number: int) -> asyncio.Future[dict[str, Any]]:
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        return future
+
+    def _send(self, request: dict[str, Any]) -> None:
+        # Without a process the answer is an error already.
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def _read(self, process: Process) -> None:
+        """Distribute the answers until the process ends; then every request that waits gets an error."""
+        assert process.stdout is not None, "a pipe"
+        while line := await process.stdout.readline():
+            answer = json.loads(line)
+            if (future := self._answers.get(answer["id"])) is not None and not future.done():
+                future.set_result(answer)
+        code = await process.wait()
+        self._process = None
+        for future in self._answers.values():
+            if not future.done():
+                message = f"its process ended with exit code {code}; see the log of the rollout worker"
+                future.set_result({"error": {"fault": "environment", "message": message}})
+
+
+def _not_loaded(data: Data, error: dict[str, str]) -> UserError:
+    library = str(data.environment).partition(":")[0]
+    if error["fault"] == "missing":
+        return UserError(f"environment {data.environment}: {library} is not installed; run `make setup-{library}`")
+    return UserError(
+        f"environment {data.environment} cannot be loaded ({error['message']}): name a Python file, or a package that "
+        f"is installed beside {library}, and check environment_settings"
+    )

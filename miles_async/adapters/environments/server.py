@@ -1,0 +1,347 @@
+"""The process of one environment. It runs as a script in the Python environment of the library, without this package.
+
+The run writes requests to standard input, one JSON object per line, and reads the answers from standard output:
+
+    {"id": 1, "method": "tasks", "limit": 100}          -> {"id": 1, "result": [{"prompt", "label", "task"}, ...]}
+    {"id": 2, "method": "run", "task": {}, "url": "…"}  -> {"id": 2, "result": {"reward": 1.0, "metrics": {}}}
+    {"id": 3, "method": "cancel", "run": 2}             -> no answer, and none to request 2
+
+A failed request is answered with `{"id", "error": {"fault", "message"}}`. `fault` is `model` if a request to the model
+failed, and `environment` for everything else. The process ends with its standard input. What an environment prints goes
+to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+KEY_VARIABLE = "MILES_AGENT_KEY"
+"""Environment variable with the API key of the run's endpoint."""
+MODEL = "policy"
+"""Name of the trained model at the endpoint."""
+MAX_LINE_BYTES = 1 << 26
+
+
+class ModelRequestError(Exception):
+    """A request to the model failed: the environment itself is intact."""
+
+
+class Environment(Protocol):
+    def __init__(self, name: str, settings: dict[str, Any]) -> None: ...
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Hold what tasks need; the other methods are called inside."""
+        ...
+
+    async def tasks(self, limit: int) -> list[dict[str, Any]]:
+        """The first `limit` tasks: `prompt` identifies one, `label` is its answer or None, `task` is for `run`."""
+        ...
+
+    async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
+        """Let the model at the OpenAI base URL `url` do a task, and return `reward` and `metrics`."""
+        ...
+
+
+def module_of(name: str) -> str:
+    """The module name of an installed package, or of a Python file, whose folder is then searched for modules."""
+    if not name.endswith(".py"):
+        return name
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ModuleNotFoundError(f"the file {name} does not exist")
+    sys.path.insert(0, str(path.parent))
+    return path.stem
+
+
+class Verifiers:
+    """An environment of `verifiers`. `name` is a taskset; `settings` is the `[env]` block of its configuration."""
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        import verifiers.v1 as vf
+
+        sys.path.append(str(Path(__file__).parent / "harness"))
+        taskset = {**settings.get("taskset", {}), "id": module_of(name)}
+        settings = {**settings, "taskset": taskset}
+        plain = vf.environment_class(taskset["id"], settings.get("id", "")) is vf.SingleAgentEnv
+        if plain and "agent" not in settings and vf.default_harness_id(taskset["id"]) == "bash":
+            # The default of the library is an agent with a shell, in a sandbox that Prime Intellect rents out.
+            settings["agent"] = {"harness": {"id": "miles_chat"}, "runtime": {"type": "subprocess"}}
+        self._vf = vf
+        self.env = vf.load_environment(vf.resolve_env_config(settings))
+        self._urls: dict[str, str] = {}
+        """Base URLs of the model by trace: verifiers keeps one client for ever per address, so all share the relay."""
+        self._relay = ""
+
+    async def tasks(self, limit: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "prompt": task.data.prompt_text or task.data.name or task.key,
+                "label": task.data.model_dump(mode="json").get("answer"),
+                "task": task.data.model_dump(mode="json", exclude_defaults=True),
+            }
+            for task in islice(self.env.taskset, limit)
+        ]
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        from aiohttp import ClientSession, ClientTimeout, web
+
+        async with ClientSession(timeout=ClientTimeout(total=None)) as http:
+
+            async def forward(request: web.Request) -> web.Response:
+                url = self._urls.get(request.headers.get("X-Session-ID", ""))
+                if url is None:
+                    return web.json_response({"error": "only model requests of a running task are relayed"}, status=404)
+                headers = {"Authorization": request.headers.get("Authorization", "")}
+                target = f"{url}/{request.match_info['path']}"
+                async with http.post(target, data=await request.read(), headers=headers) as answer:
+                    return web.Response(
+                        body=await answer.read(), status=answer.status, content_type=answer.content_type
+                    )
+
+            app = web.Application(client_max_size=MAX_LINE_BYTES)
+            app.router.add_post("/v1/{path:.*}", forward)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self._relay = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            try:
+                async with self.env.serving():
+                    yield
+            finally:
+                await runner.cleanup()
+
+    async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
+        vf, traces = self._vf, set[str]()
+        taskset = self.env.taskset
+        task_class = type(taskset).task_type()
+        data = task_class.data_type().model_validate(task)
+        [slot] = self.env.slots(task_class(data, taskset.config.task))
+        client = vf.EvalClientConfig(base_url=self._relay, api_key_var=KEY_VARIABLE)
+
+        def register(trace: Any) -> None:
+            traces.add(trace.id)
+            self._urls[trace.id] = url
+
+        try:
+            episode = await self.env.run_slot(slot, vf.ModelContext(model=MODEL, client=client), on_trace=register)
+        finally:
+            for trace in traces:
+                self._urls.pop(trace, None)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            message = f"{errors[-1].type}: {errors[-1].message}"
+            raise (ModelRequestError if errors[-1].type == "ProviderError" else RuntimeError)(message)
+        trained = [trace for trace in episode.traces if trace.agent.trainable]
+        metrics: dict[str, float] = {}
+        for trace in trained:
+            metrics |= {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+            metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
+        return {"reward": sum(trace.reward for trace in trained), "metrics": metrics}
+
+
+class OpenEnv:
+    """An environment of `openenv`: the URL of a server, or a Python file or module whose `app` is served here.
+
+    Each answer of the model is one action, and the observation that follows is the next message of the user. The reward
+    is the sum over all steps.
+    """
+
+    SETTINGS: Mapping[str, Any] = {"split": "train", "max_turns": 16, "action_field": None, "observation_field": None}
+    """`split` of the environment's tasks, the most steps per task, the field of an action that receives the answer of
+    the model, and the field of an observation that becomes the message. Without `action_field`, an answer that is no
+    JSON object goes to the only required field of the action; without `observation_field`, the message is the
+    observation as JSON."""
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        if unknown := settings.keys() - self.SETTINGS:
+            raise ValueError(f"unknown settings {', '.join(sorted(unknown))}: set {', '.join(self.SETTINGS)}")
+        self._settings = {**self.SETTINGS, **settings}
+        remote = name.startswith(("http://", "https://"))
+        self._url = name.rstrip("/") if remote else ""
+        self._app: Any = None if remote else importlib.import_module(module_of(name)).app
+        self.required: list[str] = []
+        """The required fields of an action."""
+        self._model: Any = None
+
+    async def tasks(self, limit: int) -> list[dict[str, Any]]:
+        """Return the tasks of the task API of the environment; one task per seed if it has none."""
+        import httpx
+
+        split = self._settings["split"]
+        async with httpx.AsyncClient(base_url=self._url, timeout=60) as http:
+            [name] = (await http.get("/list_environments")).json()
+            request = {"split": split, "start": 0, "stop": limit}
+            answer = await http.post(f"/{name}/task_range", json=request)
+        if answer.status_code in (404, 501):
+            return [{"prompt": f"seed {seed}", "label": None, "task": {"seed": seed}} for seed in range(limit)]
+        answer.raise_for_status()
+        return [
+            {
+                "prompt": str(task.get("prompt", f"{split} {index}")),
+                "label": task.get("answer"),
+                "task": {"split": split, "index": index},
+            }
+            for index, task in enumerate(answer.json()["tasks"])
+        ]
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        import httpx
+        import uvicorn
+
+        server, serving = uvicorn.Server(uvicorn.Config(self._app, log_level="warning")), None
+        if self._app is not None:
+            # Requests wait in the queue of the socket until the server has started.
+            listener = socket.create_server(("127.0.0.1", 0))
+            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            serving = asyncio.create_task(server.serve([listener]))
+        try:
+            # The endpoint of the run uses plain HTTP on this machine, and loading certificates takes time.
+            async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as self._model:
+                schema = (await self._model.get(f"{self._url}/schema")).raise_for_status().json()
+                self.required = schema["action"].get("required", [])
+                yield
+        finally:
+            if serving is not None:
+                server.should_exit = True
+                await serving
+
+    async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
+        from openenv import GenericEnvClient
+
+        messages: list[dict[str, Any]] = []
+        reward, invalid = 0.0, False
+        async with GenericEnvClient(base_url=self._url) as env:
+            result = await env.reset(**task)
+            while not result.done and len(messages) < 2 * self._settings["max_turns"]:
+                messages.append({"role": "user", "content": self.text_of(result.observation)})
+                answer, complete = await self._ask(url, messages)
+                messages.append(answer)
+                action = self.action_of(answer.get("content") or "")
+                invalid = action is None
+                if action is None:
+                    break
+                try:
+                    result = await env.step(action)
+                except RuntimeError as error:
+                    if "VALIDATION_ERROR" not in str(error):
+                        raise
+                    # The model wrote an action that the environment does not have.
+                    invalid = True
+                    break
+                reward += result.reward or 0.0
+                if not complete:
+                    break
+        return {"reward": reward, "metrics": {"turns": len(messages) // 2, "invalid_action": float(invalid)}}
+
+    def text_of(self, observation: dict[str, Any]) -> str:
+        field = self._settings["observation_field"]
+        return json.dumps(observation, ensure_ascii=False) if field is None else str(observation[field])
+
+    def action_of(self, text: str) -> dict[str, Any] | None:
+        """The action that an answer of the model stands for; None if it stands for none."""
+        field = self._settings["action_field"]
+        if field is not None:
+            return {field: text}
+        try:
+            action = json.loads(text)
+        except ValueError:
+            action = None
+        if isinstance(action, dict):
+            return action
+        return {self.required[0]: text} if len(self.required) == 1 else None
+
+    async def _ask(self, url: str, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+        """Return the answer of the model, and whether it is complete."""
+        import httpx
+
+        try:
+            response = await self._model.post(
+                f"{url}/chat/completions",
+                json={"model": MODEL, "messages": messages},
+                headers={"Authorization": f"Bearer {os.environ[KEY_VARIABLE]}"},
+            )
+        except httpx.HTTPError as error:
+            raise ModelRequestError(f"{type(error).__name__}: {error}") from error
+        if response.is_error:
+            raise ModelRequestError(f"{response.status_code}: {response.text}")
+        [choice] = response.json()["choices"]
+        return choice["message"], choice["finish_reason"] != "length"
+
+
+LIBRARIES: Mapping[str, type[Environment]] = {"verifiers": Verifiers, "openenv": OpenEnv}
+
+
+async def serve(environment: Environment, lines: asyncio.StreamReader, write: Callable[[dict[str, Any]], None]) -> None:
+    """Answer requests until the input ends."""
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: dict[str, Any]) -> None:
+        number = request["id"]
+        try:
+            if request["method"] == "tasks":
+                result: Any = await environment.tasks(request["limit"])
+            else:
+                result = await environment.run(request["task"], request["url"])
+            write({"id": number, "result": result})
+        except (Exception, SystemExit) as error:
+            # An environment is code of the user, which may raise anything.
+            fault = "model" if isinstance(error, ModelRequestError) else "environment"
+            write({"id": number, "error": {"fault": fault, "message": str(error) or type(error).__name__}})
+
+    while line := await lines.readline():
+        request = json.loads(line)
+        if request["method"] == "cancel":
+            if (task := running.get(request["run"])) is not None:
+                task.cancel()
+        else:
+            task = running[request["id"]] = asyncio.create_task(answer(request))
+            task.add_done_callback(partial(_forget, running, request["id"]))
+    for task in list(running.values()):
+        task.cancel()
+
+
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del running[number]
+
+
+async def main(library: str, name: str, settings: dict[str, Any]) -> None:
+    # Answers keep the original standard output; what the environment prints goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def write(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    try:
+        environment = LIBRARIES[library](name, settings)
+        async with environment.serving():
+            write({"id": 0, "result": "ready"})
+            lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+            await serve(environment, lines, write)
+    except (Exception, SystemExit) as error:
+        kind = "missing" if isinstance(error, ModuleNotFoundError) and error.name == library else "environment"
+        write({"id": 0, "error": {"fault": kind, "message": f"{type(error).__name__}: {error}"}})
+        raise
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("library", choices=LIBRARIES)
+    arguments.add_argument("name")
+    arguments.add_argument("settings", type=json.loads)
+    asyncio.run(main(**vars(arguments.parse_args())))

@@ -1,0 +1,138 @@
+"""The process of an environment: tasks and rewards come out of it, and its failures are told from the model's."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.datasets.factory import open_data
+from miles_async.adapters.environments.process import EnvironmentFailedError, EnvironmentProcess
+from miles_async.adapters.environments.tasks import with_environment_tasks
+from miles_async.config.schema import RunConfig
+from miles_async.errors import TrajectoryError, UserError
+from tests.configuration import run_config
+
+FAKE = Path(__file__).with_name("fake_environment.py")
+PROJECT = FAKE.parents[2]
+Configure = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """Returns the configuration of a run with the environment of these tests."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={PROJECT} exec {sys.executable} {FAKE} "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+
+    def configure(name: str = "numbers", **settings: Any) -> RunConfig:
+        return run_config(
+            environment=f"verifiers:{name}",
+            environment_python=str(python),
+            cache_dir=str(tmp_path),
+            eval_size=0,
+            rollout_shuffle=False,
+            n_samples_per_prompt=1,
+            **settings,
+        )
+
+    return configure
+
+
+@asynccontextmanager
+async def started(config: RunConfig) -> AsyncIterator[EnvironmentProcess]:
+    process = EnvironmentProcess(config.data, "key")
+    try:
+        yield process
+    finally:
+        await process.close()
+
+
+def test_the_tasks_of_an_environment_are_the_data_of_the_run(configure: Configure) -> None:
+    config = with_environment_tasks(configure())
+    [first, second] = (group[0] for group in open_data(config).get_samples(2))
+    assert (first.prompt, first.label, first.metadata["task"]) == ("task 0", "0", {"number": 0})
+    assert second.prompt == "task 1"
+
+
+def test_no_more_tasks_are_read_than_the_run_asks_for(configure: Configure) -> None:
+    config = with_environment_tasks(configure(environment_size=1))
+    assert [group[0].prompt for group in open_data(config).get_samples(2)] == ["task 0", "task 0"]
+
+
+def test_a_file_with_tasks_replaces_those_of_the_environment(configure: Configure, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    config = configure(prompt_data=str(file))
+    assert with_environment_tasks(config) is config
+
+
+def test_a_run_without_an_environment_starts_no_process() -> None:
+    config = run_config()
+    assert with_environment_tasks(config) is config
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("empty", "has no tasks"),
+        ("unknown", "cannot be loaded .*taskset 'unknown' not found"),
+        ("without_library", "verifiers is not installed; run `make setup-verifiers`"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_ends_the_run_before_it_starts(
+    configure: Configure, name: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        with_environment_tasks(configure(name))
+
+
+def test_a_missing_interpreter_is_reported_with_the_command_that_creates_it() -> None:
+    config = run_config(environment="openenv:http://127.0.0.1:1", environment_python="/nowhere/python")
+    with pytest.raises(UserError, match="there is no /nowhere/python; create it with `make setup-openenv`"):
+        with_environment_tasks(config)
+
+
+async def test_a_task_gets_the_address_of_the_model_and_returns_its_reward(configure: Configure) -> None:
+    async with started(configure(environment_settings={"level": 2})) as process:
+        first, second = await asyncio.gather(*(process.run({"number": n}, f"http://model/{n}") for n in (1, 2)))
+    assert first == {"reward": 1, "metrics": {"level": 2}, "model": ["http://model/1", "key"]}
+    assert second["reward"] == 2
+
+
+async def test_a_failure_of_the_environment_is_told_from_one_of_the_model(configure: Configure) -> None:
+    async with started(configure()) as process:
+        with pytest.raises(EnvironmentFailedError, match="the sandbox is down"):
+            await process.run({"does": "fail"}, "")
+        with pytest.raises(TrajectoryError, match="a request to the model failed: 503: no engine") as failure:
+            await process.run({"does": "lose_model"}, "")
+        assert not isinstance(failure.value, EnvironmentFailedError)
+
+
+async def test_a_process_that_dies_fails_its_tasks_and_is_started_again(configure: Configure) -> None:
+    async with started(configure()) as process:
+        waiting = asyncio.create_task(process.run({"does": "wait"}, ""))
+        with pytest.raises(EnvironmentFailedError, match="exit code 3"):
+            await process.run({"does": "crash"}, "")
+        with pytest.raises(EnvironmentFailedError, match="exit code 3"):
+            await waiting
+        assert (await process.run({"number": 5}, ""))["reward"] == 5
+
+
+async def test_a_task_that_the_run_gives_up_ends_in_the_environment(configure: Configure) -> None:
+    async with started(configure()) as process:
+        waiting = asyncio.create_task(process.run({"does": "wait"}, ""))
+        # Requests are answered in order, so the task above has begun.
+        await asyncio.sleep(0)
+        await process.run({"number": 0}, "")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        # The environment notes it when the task that waits is cancelled.
+        await process.run({"number": 0}, "")
+        assert (await process.run({"number": 0}, ""))["metrics"] == {"waited": True}

@@ -1,0 +1,64 @@
+"""Environments of the real libraries on a real engine. `make test-environments` installs the libraries."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.environments.process import EnvironmentProcess, environment_tasks
+from miles_async.rollout import environment
+from miles_async.types import Group, Sample
+from tests.configuration import run_config
+from tests.stack.engine_stack import Stack
+from tests.stack.test_agents import Wire, assert_nothing_was_retokenised, generating_with
+
+pytest_plugins = ["tests.stack.engine_fixtures"]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "verifiers:examples/environments/largest.py": {},
+    "openenv:examples/environments/two_sums.py": {"observation_field": "prompt"},
+}
+
+
+@asynccontextmanager
+async def group_in(serving: Stack, name: str) -> AsyncIterator[tuple[Group, Wire]]:
+    """A group of two samples that was generated in the environment, and the requests to the engine."""
+    data = run_config(environment=name, environment_settings=SETTINGS[name], environment_size=1).data
+    [task] = environment_tasks(data)
+    processes: list[EnvironmentProcess] = []
+
+    async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        if not processes:
+            processes.append(EnvironmentProcess(data, args.agents.api_key))
+        args = args.with_values(environment_process=processes[0])
+        return await environment.generate(args, sample, sampling_params)
+
+    samples = [Sample(index=i, prompt=task["prompt"], metadata={"task": task["task"]}) for i in range(2)]
+    group = Group(samples, feed_index="g")
+    async with generating_with(serving, generate) as (generator, wire):
+        try:
+            await generator.generate(group)
+            yield group, wire
+        finally:
+            for process in processes:
+                await process.close()
+
+
+def if_installed(name: str) -> Any:
+    library = name.partition(":")[0]
+    missing = not Path(f".venv-{library}/bin/python").exists()
+    return pytest.param(
+        name, marks=pytest.mark.skipif(missing, reason=f"{library} is not installed: run `make test-environments`")
+    )
+
+
+@pytest.mark.parametrize("name", map(if_installed, SETTINGS))
+async def test_an_environment_trains_the_tokens_that_were_sampled(serving: Stack, name: str) -> None:
+    async with group_in(serving, name) as (group, wire):
+        for sample in group:
+            assert isinstance(sample.reward, float)
+            assert_nothing_was_retokenised(sample, wire)
