@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from miles_async.adapters.environments import server
-from miles_async.adapters.environments.server import ModelRequestError
+from miles_async.adapters.environments.server import ModelRequestError, TaskFailedError
 
 
 class FakeEnvironment:
@@ -40,6 +40,8 @@ class FakeEnvironment:
                 raise OSError("the sandbox is down")
             case "lose_model":
                 raise ModelRequestError("503: no engine")
+            case "have_a_bug":
+                raise TaskFailedError("TypeError in the reward")
             case "crash":
                 os._exit(3)
             case "wait":

@@ -105,13 +105,19 @@ async def test_a_task_gets_the_address_of_the_model_and_returns_its_reward(confi
     assert second["reward"] == 2
 
 
-async def test_a_failure_of_the_environment_is_told_from_one_of_the_model(configure: Configure) -> None:
+async def test_a_failure_of_the_environment_is_told_from_those_of_its_code_and_of_the_model(
+    configure: Configure,
+) -> None:
     async with started(configure()) as process:
         with pytest.raises(EnvironmentFailedError, match="the sandbox is down"):
             await process.run({"does": "fail"}, "")
-        with pytest.raises(TrajectoryError, match="a request to the model failed: 503: no engine") as failure:
-            await process.run({"does": "lose_model"}, "")
-        assert not isinstance(failure.value, EnvironmentFailedError)
+        for does, message in (
+            ("lose_model", "a request to the model failed: 503: no engine"),
+            ("have_a_bug", "its code failed: TypeError in the reward"),
+        ):
+            with pytest.raises(TrajectoryError, match=message) as failure:
+                await process.run({"does": does}, "")
+            assert not isinstance(failure.value, EnvironmentFailedError)
 
 
 async def test_a_process_that_dies_fails_its_tasks_and_is_started_again(configure: Configure) -> None:

@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class EnvironmentFailedError(TrajectoryError):
-    """The environment failed, and not the model: the sample is missing, and has no reward."""
+    """A sandbox, a tool server or the process of the environment failed. Another attempt may succeed."""
 
 
 def environment_command(data: Data) -> list[str]:
@@ -87,8 +87,8 @@ class EnvironmentProcess:
     async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
         """Let the model at the OpenAI base URL `url` do a task; return its `reward` and `metrics`.
 
-        Raises EnvironmentFailedError if the environment failed, TrajectoryError if a request to the model did, and
-        UserError if the environment cannot be loaded.
+        Raises EnvironmentFailedError if a sandbox, a tool server or the process failed, TrajectoryError if the code of
+        the environment or a request to the model did, and UserError if the environment cannot be loaded.
         """
         async with self._starting:
             if self._process is None:
@@ -102,10 +102,9 @@ class EnvironmentProcess:
         if (error := answer.get("error")) is None:
             result: dict[str, Any] = answer["result"]
             return result
-        if error["fault"] == "model":
-            raise TrajectoryError(
-                f"environment {self._data.environment}: a request to the model failed: {error['message']}"
-            )
+        what = {"model": "a request to the model", "task": "its code"}.get(error["fault"])
+        if what is not None:
+            raise TrajectoryError(f"environment {self._data.environment}: {what} failed: {error['message']}")
         raise EnvironmentFailedError(f"environment {self._data.environment} failed: {error['message']}")
 
     async def close(self) -> None:

@@ -7,8 +7,8 @@ The run writes requests to standard input, one JSON object per line, and reads t
     {"id": 3, "method": "cancel", "run": 2}             -> no answer, and none to request 2
 
 A failed request is answered with `{"id", "error": {"fault", "message"}}`. `fault` is `model` if a request to the model
-failed, and `environment` for everything else. The process ends with its standard input. What an environment prints goes
-to standard error.
+failed, `task` if the code of the environment raised, and `environment` for everything else. The process ends with its
+standard input. What an environment prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ MAX_LINE_BYTES = 1 << 26
 
 class ModelRequestError(Exception):
     """A request to the model failed: the environment itself is intact."""
+
+
+class TaskFailedError(Exception):
+    """The code of the environment raised, for example its reward: another attempt may well fail in the same way."""
+
+
+class InvalidActionError(Exception):
+    """The model wrote an action that the environment does not have."""
 
 
 class Environment(Protocol):
@@ -142,8 +150,8 @@ class Verifiers:
                 self._urls.pop(trace, None)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            message = f"{errors[-1].type}: {errors[-1].message}"
-            raise (ModelRequestError if errors[-1].type == "ProviderError" else RuntimeError)(message)
+            kind = {"ProviderError": ModelRequestError, "TaskError": TaskFailedError, "EnvError": TaskFailedError}
+            raise kind.get(errors[-1].type, RuntimeError)(f"{errors[-1].type}: {errors[-1].message}")
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         metrics: dict[str, float] = {}
         for trace in trained:
@@ -225,7 +233,7 @@ class OpenEnv:
         messages: list[dict[str, Any]] = []
         reward, invalid = 0.0, False
         async with GenericEnvClient(base_url=self._url) as env:
-            result = await env.reset(**task)
+            result = await self._call(env.reset, **task)
             while not result.done and len(messages) < 2 * self._settings["max_turns"]:
                 messages.append({"role": "user", "content": self.text_of(result.observation)})
                 answer, complete = await self._ask(url, messages)
@@ -235,17 +243,25 @@ class OpenEnv:
                 if action is None:
                     break
                 try:
-                    result = await env.step(action)
-                except RuntimeError as error:
-                    if "VALIDATION_ERROR" not in str(error):
-                        raise
-                    # The model wrote an action that the environment does not have.
+                    result = await self._call(env.step, action)
+                except InvalidActionError:
                     invalid = True
                     break
                 reward += result.reward or 0.0
                 if not complete:
                     break
         return {"reward": reward, "metrics": {"turns": len(messages) // 2, "invalid_action": float(invalid)}}
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a method of the client, and sort the errors that the server reports by their code."""
+        try:
+            return await method(*arguments, **named)
+        except RuntimeError as error:
+            if "VALIDATION_ERROR" in str(error):
+                raise InvalidActionError(str(error)) from error
+            if "EXECUTION_ERROR" in str(error):
+                raise TaskFailedError(str(error)) from error
+            raise
 
     def text_of(self, observation: dict[str, Any]) -> str:
         field = self._settings["observation_field"]
@@ -282,6 +298,7 @@ class OpenEnv:
         return choice["message"], choice["finish_reason"] != "length"
 
 
+FAULTS: Mapping[type[BaseException], str] = {ModelRequestError: "model", TaskFailedError: "task"}
 LIBRARIES: Mapping[str, type[Environment]] = {"verifiers": Verifiers, "openenv": OpenEnv}
 
 
@@ -299,7 +316,7 @@ async def serve(environment: Environment, lines: asyncio.StreamReader, write: Ca
             write({"id": number, "result": result})
         except (Exception, SystemExit) as error:
             # An environment is code of the user, which may raise anything.
-            fault = "model" if isinstance(error, ModelRequestError) else "environment"
+            fault = FAULTS.get(type(error), "environment")
             write({"id": number, "error": {"fault": fault, "message": str(error) or type(error).__name__}})
 
     while line := await lines.readline():
