@@ -27,8 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-KEY_VARIABLE = "MILES_AGENT_KEY"
-"""Environment variable with the API key of the run's endpoint."""
+KEY_VARIABLE = "MILES_AGENT_API_KEY"
+"""Environment variable with the API key of the endpoint. verifiers hides such names from programs of the model."""
 MODEL = "policy"
 """Name of the trained model at the endpoint."""
 MAX_LINE_BYTES = 1 << 26
@@ -298,7 +298,11 @@ class OpenEnv:
         return choice["message"], choice["finish_reason"] != "length"
 
 
-FAULTS: Mapping[type[BaseException], str] = {ModelRequestError: "model", TaskFailedError: "task"}
+FAULTS: Mapping[type[BaseException], str] = {
+    ModelRequestError: "model",
+    TaskFailedError: "task",
+    InvalidActionError: "task",
+}
 LIBRARIES: Mapping[str, type[Environment]] = {"verifiers": Verifiers, "openenv": OpenEnv}
 
 
