@@ -19,7 +19,7 @@ from tests.stack.test_agents import Wire, assert_nothing_was_retokenised, genera
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "verifiers:examples/environments/largest.py": {},
+    "verifiers:examples/environments/reverse.py": {},
     "openenv:examples/environments/two_sums.py": {"observation_field": "prompt"},
 }
 
