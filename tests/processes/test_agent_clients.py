@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -14,6 +16,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, models
 
+from miles_async.adapters.agents.endpoint import FORMATS, Agents
 from miles_async.adapters.agents.formats.format import Format
 from miles_async.adapters.agents.messages import Message, plain
 from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
@@ -165,3 +168,22 @@ async def test_an_unknown_parser_is_refused_with_the_known_names(checkpoint: Pat
     with pytest.raises(UserError, match=r"tool_call_parser 'herms' is unknown: set it to auto, none or one of .*mes"):
         async with AnswerParserProcess(Choice(str(checkpoint), "herms", "auto")):
             pass
+
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/agents.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+async def test_the_examples_of_the_documentation_run(example: str) -> None:
+    defined: dict[str, Any] = {}
+    exec(example, defined)
+    async with connected_agent("2") as agent:
+        args = SimpleNamespace(agents=Agents(agent.endpoint, agent.turns))
+        sample = await defined["generate"](args, Sample(prompt="1+1?"), PARAMS)
+        assert bytes(sample.tokens) == b"user: 1+1?\nassistant: 2"
+        assert sample.response == "2"
+
+
+def test_the_documentation_has_an_example_for_each_protocol() -> None:
+    assert len(EXAMPLES) == len(FORMATS)
