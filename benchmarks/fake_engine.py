@@ -3,7 +3,8 @@
     python -m benchmarks.fake_engine --port 32000 --latency 0.05
 
 Answers `/generate` like SGLang 0.5 after `latency` seconds. Each sample has 256 tokens with log-probabilities and a
-weight version. `/abort_request` ends all waiting requests. The latency can be changed at any time: after
+weight version. With `--text TEXT`, an answer is that text with one token per byte, and the end-of-sequence token of
+tiny models. `/abort_request` ends all waiting requests. The latency can be changed at any time: after
 `POST /latency {"seconds": 0.2, "spread": 0.5}`, requests take between 0.5 and 1.5 times 0.2 seconds.
 """
 
@@ -20,6 +21,8 @@ from aiohttp import web
 
 TOKENS = 256
 VERSION = "0"
+EOS_ID = 256
+"""The end-of-sequence token of tiny models, which have one token per byte."""
 
 
 def answer(request: str, prompt_tokens: int, tokens: int, finish: str = "length") -> dict[str, Any]:
@@ -41,13 +44,19 @@ def answer(request: str, prompt_tokens: int, tokens: int, finish: str = "length"
     }
 
 
+def _saying(text: str) -> dict[str, Any]:
+    """Return the response of a model with byte tokens."""
+    ids = [*text.encode(), EOS_ID]
+    return {**answer("fake", 64, len(ids), "stop"), "output_ids": ids, "text": text}
+
+
 class FakeEngine:
-    def __init__(self, latency: float) -> None:
+    def __init__(self, latency: float, text: str | None = None) -> None:
         self._latency, self._spread = latency, 0.0
         self._random = random.Random(1)
         self._aborted = asyncio.Event()
         # The responses are serialised only once, so that this process is not the bottleneck of the measurement.
-        self._completed = orjson.dumps(answer("fake", 64, TOKENS))
+        self._completed = orjson.dumps(answer("fake", 64, TOKENS) if text is None else _saying(text))
         self._truncated = orjson.dumps(answer("fake", 64, 0, "abort"))
 
     async def generate(self, http: web.Request) -> web.Response:
@@ -86,8 +95,8 @@ class FakeEngine:
         return app
 
 
-async def serve(port: int, latency: float) -> None:
-    runner = web.AppRunner(FakeEngine(latency).app(), access_log=None)
+async def serve(port: int, latency: float, text: str | None) -> None:
+    runner = web.AppRunner(FakeEngine(latency, text).app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
     await asyncio.Event().wait()
@@ -97,8 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
     parser.add_argument("--latency", type=float, default=0.05, help="seconds per request (default: 0.05)")
+    parser.add_argument("--text", help="text of each answer (default: 256 times the same token)")
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.latency))
+    uvloop.run(serve(arguments.port, arguments.latency, arguments.text))
 
 
 if __name__ == "__main__":

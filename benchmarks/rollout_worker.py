@@ -277,10 +277,10 @@ async def play(url: str, seconds: float) -> dict[str, Load]:
 
 
 @contextmanager
-def fake_engine() -> Iterator[str]:
+def fake_engine(*arguments: str) -> Iterator[str]:
     """Start an engine that answers without a model, and yield its URL."""
     port = free_port()
-    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port)])
+    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.fake_engine", "--port", str(port), *arguments])
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -211,6 +211,10 @@ class DataSkipped(Event, frozen=True):
     sentence: str
 
 
+class AgentSessionExpired(Event, frozen=True):
+    """An external generator opened a session, but has neither posted it nor sent a request for a long time."""
+
+
 class AdmissionBlocked(Event, frozen=True):
     """Admission was blocked for `seconds` by `cause` (`scheduling.admission.Blocked`)."""
 
@@ -571,6 +575,7 @@ AnyEvent = (
     | GroupReplayed
     | SamplesRemoved
     | DataSkipped
+    | AgentSessionExpired
     | AdmissionBlocked
     | QueueChanged
     | BatchDrained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.environments.process import EnvironmentProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -20,8 +22,14 @@ from miles_async.adapters.sglang.generator import (
 )
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.config.derived import EXTERNAL_FUNCTION, evaluation_concurrency, trains_on_sampling_masks
+from miles_async.config.derived import (
+    EXTERNAL_FUNCTION,
+    evaluation_concurrency,
+    serves_agents,
+    trains_on_sampling_masks,
+)
 from miles_async.config.schema import RunConfig
+from miles_async.events import AgentSessionExpired
 from miles_async.pipeline.journal import Journal
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
@@ -50,11 +58,11 @@ class Generators:
         stored: StoredRun | None,
         live_version: Callable[[], int],
         limits: SampleLimits,
+        parser: AnswerParser,
         agent_key_file: Path,
     ) -> None:
-        """External generators read the key of the endpoint from `agent_key_file`.
-
-        `stored` is the state of the run that a lost rollout worker has left.
+        """`parser` finds tool calls and reasoning in answers to agents. `stored` is the state of the run that a lost
+        rollout worker has left. External generators read the key of the endpoint from `agent_key_file`.
         """
         self._config = config
         self._limits = limits
@@ -71,7 +79,12 @@ class Generators:
         )
         """The groups that external generators have posted."""
         self._external = config.rollout.rollout_function_path == EXTERNAL_FUNCTION
-        self._endpoint = AgentEndpoint(self.trajectories if self._external else None)
+        self._endpoint = AgentEndpoint(
+            self.trajectories if self._external else None,
+            parser=parser,
+            session_seconds=config.rollout.generate_timeout_seconds,
+            on_expired=lambda: journal.emit(AgentSessionExpired(time=time.time())),
+        )
         self._agent_key_file = agent_key_file
         self._environment = EnvironmentProcess(config.data, self._endpoint.key)
         self.args = args.with_values(
@@ -103,7 +116,7 @@ class Generators:
 
     async def __aenter__(self) -> Self:
         """Start the endpoint if the run uses it. Raises UserError if `agent_port` is already in use."""
-        if self._external or self._config.rollout.custom_generate_function_path is not None:
+        if serves_agents(self._config):
             await self._endpoint.start(self._config.rollout.agent_port)
         if self._external:
             # Generators use the same key after the rollout worker was replaced.

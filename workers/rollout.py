@@ -14,10 +14,12 @@ from typing import Any
 
 import structlog
 
+from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.ray.learner import RayLearner, RayWeightSources
 from miles_async.adapters.ray.servers import RayServers
+from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -33,6 +35,7 @@ from miles_async.config.derived import (
     restarts_learner,
     save_folder,
     schedule_of,
+    serves_agents,
     takes_from_queue,
     trains_only,
 )
@@ -64,7 +67,7 @@ from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_l
 from .faults import FaultInjector
 from .generators import Generators
 from .preflight import dynamic_filter, rollout_function
-from .specs import eval_sampling_of, greedy_of, sample_limits, sampling_of, store_folder
+from .specs import answer_parsers, eval_sampling_of, greedy_of, sample_limits, sampling_of, store_folder
 
 log = structlog.get_logger(__name__)
 
@@ -185,6 +188,12 @@ class RolloutWorker:
             limits = sample_limits(config, surroundings.checkpoint)
             tokenizer = CheckpointTokenizer(surroundings.checkpoint)
             service = SampleService(sampling_of(config))
+            parser: AnswerParser = PlainTextParser()
+            if serves_agents(config):
+                # Otherwise the first request of an agent would stop the event loop while transformers is imported.
+                await asyncio.to_thread(getattr, tokenizer, "transformers")
+                choice = answer_parsers(config, surroundings.checkpoint)
+                parser = await cleanup.enter_async_context(AnswerParserProcess(choice))
             generators = await cleanup.enter_async_context(
                 Generators(
                     config,
@@ -199,6 +208,7 @@ class RolloutWorker:
                     stored=stored,
                     live_version=self._live_version,
                     limits=limits,
+                    parser=parser,
                     agent_key_file=self._folder.agent_key,
                 )
             )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles_async.adapters.sglang.answer_parser_process import Choice
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
@@ -55,6 +56,11 @@ def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:
         longest=None if config.debug.debug_rollout_only else longest,
         sampling_masks=trains_on_sampling_masks(config),
     )
+
+
+def answer_parsers(config: RunConfig, checkpoint: str) -> Choice:
+    """Return the parsers of the answers to agents."""
+    return Choice(checkpoint, config.rollout.tool_call_parser, config.rollout.reasoning_parser)
 
 
 def ray_arguments(config: RunConfig) -> dict[str, Any]:

@@ -74,6 +74,12 @@ def has_worker(config: RunConfig) -> bool:
     return not trains_only(config) and asynchrony_of(config.rollout.rollout_function_path) is Asynchrony.WORKER
 
 
+def serves_agents(config: RunConfig) -> bool:
+    """Whether the run has an endpoint for agents: generate functions and external generators may use it."""
+    rollout = config.rollout
+    return rollout.custom_generate_function_path is not None or rollout.rollout_function_path == EXTERNAL_FUNCTION
+
+
 def takes_from_queue(config: RunConfig, entry: str) -> bool:
     """Whether batches come directly from the queue: fully asynchronous runs with a rollout function of this project."""
     collecting = (FULLY_ASYNC_FUNCTION, WINDOWED_FUNCTION, GREEDY_FUNCTION)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import anthropic
 import openai
+import pytest
 
 from benchmarks.fake_engine import answer as fake_answer
 from examples import memory_agent, openai_agent
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
+from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
+from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
+from miles_async.adapters.sglang.answer_parser_process import Choice
 from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -39,7 +45,9 @@ Wire = list[tuple[list[int], list[int]]]
 
 
 @asynccontextmanager
-async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[FunctionGenerator, Wire]]:
+async def generating_with(
+    serving: Stack, function: Any, parser: AnswerParser | None = None
+) -> AsyncIterator[tuple[FunctionGenerator, Wire]]:
     """A generator that calls `function`, and the list of the requests to the engine, which grows."""
     async with serving.admitted() as (_, engine):
         wire: Wire = []
@@ -57,7 +65,7 @@ async def generating_with(serving: Stack, function: Any) -> AsyncIterator[tuple[
         engine._client.post = noting  # type: ignore[method-assign]
         turns, endpoint = (
             MultiTurnSampler(engine, CheckpointTokenizer(str(serving.checkpoint))),
-            AgentEndpoint(),
+            AgentEndpoint(parser=parser),
         )
         await endpoint.start()
         generator = FunctionGenerator(
@@ -149,6 +157,85 @@ async def two_short_turns(args: Any, sample: Sample, sampling_params: dict[str, 
         pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
         assert "".join(pieces) in sample.response
     return sample
+
+
+THINKING = "<think>[a-z]{4}</think>"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+async def uses_chat_completions(base_url: str, key: str) -> list[str]:
+    """Let the model call a tool twice, the second time in a stream; return what it called. So do those below."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        request: Any = {
+            "model": "policy",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        }
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        first = (await client.chat.completions.create(messages=messages, **request)).choices[0].message
+        assert first.tool_calls is not None
+        messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}]
+        async with client.chat.completions.stream(messages=messages, **request) as stream:
+            second = (await stream.get_final_completion()).choices[0].message
+        assert second.tool_calls is not None
+        calls = [*first.tool_calls, *second.tool_calls]
+        return [f"{call.function.name} {json.loads(call.function.arguments)}" for call in calls]
+
+
+async def uses_responses(base_url: str, key: str) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        request: Any = {"model": "policy", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}
+        history: list[Any] = [{"role": "user", "content": "Q"}]
+        first = await client.responses.create(input=history, **request)
+        called = [item for item in first.output if item.type == "function_call"]
+        history += [*first.output, {"type": "function_call_output", "call_id": called[0].call_id, "output": "42"}]
+        async with client.responses.stream(input=history, **request) as stream:
+            second = await stream.get_final_response()
+        called += [item for item in second.output if item.type == "function_call"]
+        return [f"{call.name} {json.loads(call.arguments)}" for call in called]
+
+
+async def uses_anthropic(base_url: str, key: str) -> list[str]:
+    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0) as client:
+        request: Any = {"model": "policy", "max_tokens": 200, "tools": [{"name": "f", "input_schema": SCHEMA}]}
+        history: list[Any] = [{"role": "user", "content": "Q"}]
+        first = await client.messages.create(messages=history, **request)
+        called = [block for block in first.content if block.type == "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": called[0].id, "content": "42"}
+        history += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        async with client.messages.stream(messages=history, **request) as stream:
+            second = await stream.get_final_message()
+        called += [block for block in second.content if block.type == "tool_use"]
+        return [f"{call.name} {call.input}" for call in called]
+
+
+@pytest.mark.parametrize(
+    "use, parser, call",
+    [
+        (uses_chat_completions, "hermes", '<tool_call>\\{"name": "f", "arguments": \\{"a": 7\\}\\}</tool_call>'),
+        (uses_responses, "qwen3_coder", "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"),
+        (uses_anthropic, "mistral", '\\[TOOL_CALLS\\] \\[\\{"name": "f", "arguments": \\{"a": 7\\}\\}\\]'),
+    ],
+)
+async def test_each_endpoint_and_parser_trains_the_tokens_that_were_sampled(
+    serving: Stack, use: Callable[[str, str], Awaitable[list[str]]], parser: str, call: str
+) -> None:
+    async def calls_tools(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        # A grammar makes the untrained model reason and call the tool.
+        params = {**sampling_params, "max_new_tokens": 400, "regex": THINKING + call}
+        async with args.agents.session(sample, params) as base_url:
+            assert await use(base_url, args.agents.api_key) == ["f {'a': 7}"] * 2
+        return sample
+
+    async with (
+        AnswerParserProcess(Choice(str(serving.checkpoint), parser, "qwen3")) as answers,
+        generating_with(serving, calls_tools, answers) as (generator, wire),
+    ):
+        group = group_of("Q", samples=2)
+        await generator.generate(group)
+        assert len(group) == 2, "the history only grows, so every trajectory has one segment"
+        for sample in group:
+            assert_nothing_was_retokenised(sample, wire)
+            assert sum(turn.sampled for turn in sample.turns) == 2
 
 
 async def test_the_shipped_agent_plays_on_a_real_engine(serving: Stack) -> None:

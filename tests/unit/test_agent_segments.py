@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
-from tests.unit.test_openai_endpoint import OWN, USER, Agent, connected_agent, played, said
+from tests.unit.test_agent_endpoint import OWN, PARAMS, USER, Agent, connected_agent, played, said
 
 OTHER = {"role": "user", "content": "Another question."}
 
@@ -145,3 +146,31 @@ async def test_a_session_that_is_posted_twice_in_one_trajectory_is_refused_and_s
         status, body = await agent.trajectory([[part, part]])
         assert (status, "a session is posted twice" in body["error"]["message"]) == (400, True)
         assert (await agent.trajectory([part]))[0] == 200
+
+
+async def test_a_repeated_request_takes_over_when_the_client_of_the_first_one_disconnects() -> None:
+    async with connected_agent(None, "2") as agent:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            lost = asyncio.create_task(agent.ask(url, USER))
+            await agent.engine.begun.wait()
+            repeated = asyncio.create_task(agent.ask(url, USER))
+            await asyncio.sleep(0.02)
+            lost.cancel()
+            assert said(await repeated)["content"] == "2"
+        assert sample.response == "2"
+        assert len(agent.turns.segments(sample)) == 1
+
+
+async def test_agents_that_disconnect_again_and_again_leave_no_segments() -> None:
+    async with connected_agent("2", *[None] * 3, "3") as agent:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            said(await agent.ask(url, USER))
+            for _ in range(3):
+                agent.engine.begun.clear()
+                asking = asyncio.create_task(agent.ask(url, {"role": "user", "content": "another question"}))
+                await agent.engine.begun.wait()
+                asking.cancel()
+            said(await agent.ask(url, {"role": "user", "content": "1+2?"}))
+        assert [segment.response for segment in agent.turns.segments(sample)] == ["2", "3"]

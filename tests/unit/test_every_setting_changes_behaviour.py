@@ -42,6 +42,7 @@ from tests.sim.engines import EngineModel
 from tests.sim.world import World
 from tests.unit.gym import CHAIN_SUM
 from workers.specs import (
+    answer_parsers,
     engine_spec,
     external_router,
     external_router_key,
@@ -81,6 +82,11 @@ def routing(config: RunConfig) -> object:
 def requests(config: RunConfig) -> object:
     """The sampling parameters of training samples and of held-out problems."""
     return [sampling.body(sampling.max_new_tokens) for sampling in (sampling_of(config), greedy_of(config))]
+
+
+def parsers(config: RunConfig) -> object:
+    """The parsers of the answers to agents."""
+    return answer_parsers(config, "model")
 
 
 def ray_start(config: RunConfig) -> object:
@@ -208,6 +214,8 @@ OBSERVED: dict[str, Change] = {
     "rollout_temperature": change(requests, 0.7),
     "rollout_top_p": change(requests, 0.9),
     "rollout_top_k": change(requests, 20),
+    "tool_call_parser": change(parsers, "qwen3_coder"),
+    "reasoning_parser": change(parsers, "qwen3"),
     "rollout_stop": change(requests, ["END"]),
     "rollout_stop_token_ids": change(requests, [7]),
     "rollout_skip_special_tokens": change(requests, False),

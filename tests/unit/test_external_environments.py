@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.unit.test_openai_endpoint import connected_agent
+from tests.unit.test_agent_endpoint import connected_agent
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/environments.md"
 

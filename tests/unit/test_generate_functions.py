@@ -36,6 +36,7 @@ class Script(SGLangGenerator):
         self.asked: list[SamplingParams] = []
         self.rated: list[Sample] = []
         self._ended = asyncio.Event()
+        self.cancelled = 0
         self.begun = asyncio.Event()
         """A request has arrived."""
 
@@ -46,7 +47,11 @@ class Script(SGLangGenerator):
         [sample] = group
         line = self.lines.pop(0) if self.lines else "ok"
         if line is None:
-            await self._ended.wait()
+            try:
+                await self._ended.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
             sample.status = SampleStatus.ABORTED
             return
         said = line.encode()

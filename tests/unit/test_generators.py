@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from miles_async.adapters.agents.messages import PlainTextParser
 from miles_async.adapters.agents.trajectories import BufferFullError
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
@@ -56,6 +57,7 @@ async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[G
             stored=None,
             live_version=lambda: 0,
             limits=NO_LIMITS,
+            parser=PlainTextParser(),
             agent_key_file=Path(folder) / "agent_key",
         )
         try:

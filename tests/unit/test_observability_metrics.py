@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from miles_async.errors import UserError
 from miles_async.events import (
     AdmissionBlocked,
+    AgentSessionExpired,
     DataSkipped,
     DeadLettersUnwritten,
     EngineBusy,
@@ -249,12 +250,14 @@ def test_metrics_give_a_reason_for_every_dropped_or_skipped_group() -> None:
         GroupFiltered(time=101.0, sequence=3, reason="over_sampling"),
         SamplesRemoved(time=102.0, rollout=0, samples=5),
         DataSkipped(time=103.0, reason="bad_row", sentence="data.jsonl, line 4: no key 'label'"),
+        AgentSessionExpired(time=103.0),
         DeadLettersUnwritten(time=104.0, letters=2, prompts=["sample_0_1"], error="No space left on device"),
     )
     assert see("unwritten_dead_letters") == 2
     assert see("filtered_groups_total", reason="all_0") == 2
     assert see("filtered_groups_total", reason="over_sampling") == 1
     assert see("removed_samples_total") == 5
+    assert see("expired_agent_sessions_total") == 1
     assert see("skipped_data_total", reason="bad_row") == 1
 
 

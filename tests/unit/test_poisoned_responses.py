@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from examples import tool_reward
-from miles_async.adapters.agents.messages import reply
 from miles_async.rewards.builtin import gpqa
 from miles_async.rewards.instructions import follows
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.types import Sample
 
 MANY = 1_000_000
-TOOLS = [{"type": "function", "function": {"name": "search"}}]
 
 
 @pytest.mark.parametrize("response", ["answer is" + "\n" * MANY, "option" + " " * MANY, "answer" * (MANY // 6)])
@@ -57,24 +54,6 @@ def test_an_instruction_is_checked_in_linear_time(name: str, arguments: dict[str
 )
 def test_a_title_is_between_double_angle_brackets_on_one_line(response: str, expected: bool) -> None:
     assert follows(response, "detectable_format:title", {}) == expected
-
-
-@pytest.mark.parametrize("response", ["<tool_call>{" * MANY, "<tool_call>" + " " * MANY, "}" + " " * MANY])
-def test_unfinished_tool_calls_are_text(response: str) -> None:
-    assert reply(response, TOOLS) == {"role": "assistant", "content": response}
-
-
-def test_a_tool_call_may_be_nested_too_deeply_to_be_read() -> None:
-    response = '<tool_call>{"name": "search", "arguments": ' + '{"a":' * MANY + "</tool_call>} </tool_call>"
-    assert reply(response, TOOLS) == {"role": "assistant", "content": response}
-
-
-def test_a_tool_call_may_contain_tags_as_text() -> None:
-    arguments = {"query": "<tool_call>{ </tool_call>"}
-    call = json.dumps({"name": "search", "arguments": arguments})
-    message = reply(f"First <tool_call> {call}\n</tool_call>, then <tool_call>{call}</tool_call>.", TOOLS)
-    assert message["content"] == "First , then ."
-    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [arguments] * 2
 
 
 def test_an_unfinished_result_scores_zero_and_the_last_result_counts() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.fake_engine import answer as fake_answer
-from miles_async.adapters.sglang.response import extend
+from miles_async.adapters.sglang.response import continued_text, extend
 from miles_async.errors import TrajectoryError
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
@@ -48,6 +50,17 @@ def test_a_continuation_shifts_its_spans_and_joins_those_of_one_version() -> Non
     assert sample.spans == [VersionSpan(3, 0, 3), VersionSpan(5, 3, 4)]
     assert sample.response == "ABCD"
     assert (aborted, sample.status) == (SampleStatus.ABORTED, SampleStatus.COMPLETED)
+
+
+@given(text=st.binary(max_size=100), cut=st.integers(0, 100))
+def test_the_text_of_a_continued_response_is_that_of_all_its_tokens(text: bytes, cut: int) -> None:
+    def decode(ids: list[int]) -> str:
+        # Like some tokenizers, it drops a space at the start.
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+    before, ids = list(text[:cut]), list(text[cut:])
+    sample = Sample(tokens=[1, *before], response_length=len(before), response=decode(before))
+    assert continued_text(sample, ids, decode) == decode([*before, *ids])
 
 
 @pytest.mark.parametrize("cut_after", [0, 3], ids=["first attempt", "continued attempt"])

@@ -15,17 +15,30 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
-from miles_async.adapters.agents.messages import Message, for_template, plain, reply
+from miles_async.adapters.agents.messages import (
+    AnswerParser,
+    Message,
+    PlainTextParser,
+    for_template,
+    plain,
+    read_answer,
+    same,
+    same_message,
+)
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.errors import MilesError, PromptTooLongError, TrajectoryError
 from miles_async.types import Sample, SampleStatus
 
+T = TypeVar("T")
+CONTEXT_TOKENS = 32
+"""Tokens before an answer that parsers of reasoning read."""
+LONG_TEXT = 20_000
+"""Texts with so many characters are rendered and tokenized in a thread."""
 MAX_SEGMENTS = 128
 """Limit for the segments of one trajectory: an agent that rewrites its history in every turn would fill the memory."""
 
@@ -50,6 +63,8 @@ class Completion:
     """Log-probability of each token in `tokens`."""
     context: int
     """Number of tokens in the context before `tokens`."""
+    stop: str | None = None
+    """The stop string that ended the answer. It is in `tokens`, but not in `message`."""
 
 
 class _Answer(NamedTuple):
@@ -79,12 +94,15 @@ class _Segment:
 
     def continued_by(self, messages: list[Message]) -> bool:
         known = len(self.history)
-        return self.completion.done() and known < len(messages) and messages[:known] == self.history
+        return self.completion.done() and known < len(messages) and same(self.history, messages[:known])
 
     def last_common_answer(self, messages: list[Message]) -> _Answer | None:
         """The last answer before which the history is the same as `messages`, which go on after it."""
-        pairs = enumerate(zip(self.history, messages, strict=False))
-        common = next((i for i, (held, message) in pairs if held != message), min(len(self.history), len(messages)))
+        common = 0
+        for held, message in zip(self.history, messages, strict=False):
+            if not same_message(held, message):
+                break
+            common += 1
         shared = [answer for answer in self.answers if answer.messages <= min(common, len(messages) - 1)]
         return shared[-1] if shared else None
 
@@ -97,12 +115,19 @@ class Conversation:
     from. `max_new_tokens` limits the tokens of each segment after its first prompt.
     """
 
-    def __init__(self, sample: Sample, sampler: MultiTurnSampler, sampling_params: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        sample: Sample,
+        sampler: MultiTurnSampler,
+        sampling_params: Mapping[str, Any],
+        parser: AnswerParser | None = None,
+    ) -> None:
         self.sample = sample
         self.failure: MilesError | None = None
         """The error that ended the conversation; `AgentEndpoint.session` raises it."""
         self._sampler = sampler
         self._params = sampling_params
+        self._parser = parser or PlainTextParser()
         self._open: list[_Segment] = []
         self._marker = f"[{uuid.uuid4().hex}]"
         sampler.forget(sample)
@@ -118,28 +143,28 @@ class Conversation:
         self._sampler.forget(self.sample)
 
     async def complete(self, request: Mapping[str, Any]) -> Completion:
-        """Answer one request. Requests of different segments run concurrently.
+        """Answer one request with `messages`, `tools`, `max_tokens` and `stop` in the format of chat completions.
 
-        Raises InvalidRequestError if the request is invalid or too long, and SessionClosedError after a failure or an
-        abort.
+        Requests of different segments run concurrently. A request that is cancelled leaves no trace. Raises
+        InvalidRequestError if the request is invalid or too long, and SessionClosedError after a failure or an abort.
         """
         messages, tools = self._read(request)
         if self.failure is not None:
             raise SessionClosedError(str(self.failure))
-        for segment in self._open:
-            if segment.asked == messages and segment.tools == tools:
-                # The client repeats a request because it lost the connection before it received the answer.
-                return await asyncio.shield(segment.completion)
+        while (asked := self._asked(messages, tools)) is not None:
+            # The client repeats a request because it lost the connection before it received the answer.
+            repeated = asked.completion
+            await asyncio.wait([repeated])
+            if not repeated.cancelled():
+                return repeated.result()
         segment, source, answer = self._find_segment(messages, tools)
+        before = segment.asked, segment.completion, _fields(segment.sample)
         segment.asked, segment.completion = messages, asyncio.Future()
-        before = segment.sample.status
         try:
-            self._extend(segment, source, answer)
+            await self._extend(segment, source, answer)
             completion = await self._answer(segment, request)
         except asyncio.CancelledError:
-            # The session ended without this answer. What was answered before is trained.
-            segment.sample.status = before if segment.answers else SampleStatus.TRUNCATED
-            segment.completion.cancel()
+            self._withdraw(segment, *before)
             raise
         except MilesError as failure:
             error = self._failed(segment, failure)
@@ -150,10 +175,6 @@ class Conversation:
         return completion
 
     def _read(self, request: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        if request.get("n") not in (None, 1):
-            raise InvalidRequestError(
-                "n must be 1: a conversation is one sample, and the run itself generates several samples per prompt"
-            )
         messages = request.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequestError("messages must be a list with at least one message")
@@ -162,7 +183,7 @@ class Conversation:
             for message in read:
                 for_template(message)
             return read, request.get("tools")
-        except (KeyError, TypeError, AttributeError, msgspec.DecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise InvalidRequestError(f"a message does not have the format of a chat message: {error!r}") from error
 
     def _find_segment(
@@ -171,7 +192,7 @@ class Conversation:
         """Return the segment that answers these messages, and the last answer that they follow, with its segment."""
         # Templates render the tools before all messages, so other tools are another history.
         alike = [segment for segment in self._open if segment.tools == tools]
-        recorded = any(messages == segment.history[: len(messages)] for segment in alike)
+        recorded = any(same(segment.history[: len(messages)], messages) for segment in alike)
         if recorded and messages[-1]["role"] == "assistant":
             raise InvalidRequestError(
                 f"the {len(messages)} messages do not continue the conversation: add a message after the last answer"
@@ -191,11 +212,16 @@ class Conversation:
         self._open.append(opened)
         return opened, source, answer
 
-    def _extend(self, segment: _Segment, source: _Segment | None, answer: _Answer | None) -> None:
+    def _asked(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> _Segment | None:
+        """The segment whose latest request had these messages."""
+        alike = (segment for segment in self._open if segment.tools == tools and same(segment.asked, messages))
+        return next(alike, None)
+
+    async def _extend(self, segment: _Segment, source: _Segment | None, answer: _Answer | None) -> None:
         """Append the messages that follow `answer` in `source` to the segment."""
         sample, tokenizer, messages = segment.sample, self._sampler.tokenizer, segment.asked
         if source is None or answer is None:
-            sample.tokens = tokenizer.encode_text(tokenizer.render([*map(for_template, messages)], segment.tools))
+            sample.tokens = await self._encode(await self._render(messages, segment.tools))
             return
         if source is not segment:
             prompt, shared = source.sample.prompt_length, source.sample.tokens[: answer.tokens]
@@ -205,7 +231,7 @@ class Conversation:
         # marker is the text that the model did not sample: the end of its turn and the new messages.
         marked = {"role": "assistant", "content": self._marker}
         rendered = [*messages[: answer.messages - 1], marked, *messages[answer.messages :]]
-        text = tokenizer.render([*map(for_template, rendered)], segment.tools)
+        text = await self._render(rendered, segment.tools)
         _, marker, continuation = text.rpartition(self._marker)
         if not marker:
             raise TrajectoryError("the chat template omits the last answer, so it cannot be continued token by token")
@@ -215,40 +241,86 @@ class Conversation:
             continuation = continuation[len(last) :]
         # Tokens beyond the limit are dropped, and the next answer then ends with finish_reason `length`: an agent
         # cannot make a sample longer than the learner accepts.
-        self._sampler.observe(sample, continuation, room=self._params["max_new_tokens"] - sample.response_length)
+        room = max(self._params["max_new_tokens"] - sample.response_length, 0)
+        self._sampler.observe_ids(sample, (await self._encode(continuation))[:room])
+
+    async def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
+        size = sum(len(message["content"]) for message in messages)
+        render = partial(self._sampler.tokenizer.render, [*map(for_template, messages)], tools)
+        return await _without_blocking(size, render)
+
+    async def _encode(self, text: str) -> list[int]:
+        return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text))
+
+    def _withdraw(
+        self, segment: _Segment, asked: list[Message], completion: asyncio.Future[Completion], values: dict[str, Any]
+    ) -> None:
+        """Undo a request that was cancelled; the values are those before it. What was answered before is trained."""
+        segment.completion.cancel()
+        for name, value in values.items():
+            setattr(segment.sample, name, value)
+        segment.asked, segment.completion = asked, completion
+        if not segment.answers:
+            self._close(segment)
+
+    def _close(self, segment: _Segment) -> None:
+        """Forget a segment without answers."""
+        self._open.remove(segment)
+        if segment.sample is self.sample:
+            segment.sample.status = SampleStatus.TRUNCATED
+        else:
+            self._sampler.drop_segment(segment.sample)
 
     async def _answer(self, segment: _Segment, request: Mapping[str, Any]) -> Completion:
         sample, params = segment.sample, dict(self._params)
         # `max_new_tokens` limits the whole response of the sample, all turns together; a request limits only its
         # answer.
         before = sample.response_length
-        requested = request.get("max_completion_tokens") or request.get("max_tokens")
-        if requested:
+        if requested := request.get("max_tokens"):
             params["max_new_tokens"] = min(params["max_new_tokens"], before + requested)
-        stop = request.get("stop") or []
-        params["stop"] = [*(params.get("stop") or ()), *([stop] if isinstance(stop, str) else stop)] or None
+        params["stop"] = [*(params.get("stop") or ()), *(request.get("stop") or ())] or None
         await self._sampler.sample(sample, params)
         if sample.status is SampleStatus.ABORTED:
             raise TrajectoryError("the run aborted the sample")
-        tokens = sample.tokens[len(sample.tokens) - sample.response_length + before :]
-        message = plain(reply(self._sampler.tokenizer.decode(tokens), segment.tools))
+        first = sample.prompt_length + before
+        tokens, completed = sample.tokens[first:], sample.status is SampleStatus.COMPLETED
+        message, stop = await read_answer(
+            tokens,
+            self._sampler.tokenizer,
+            self._parser,
+            context=sample.tokens[max(0, first - CONTEXT_TOKENS) : first],
+            ended=completed,
+            tools=segment.tools,
+            calls_before=sum(len(message.get("tool_calls", ())) for message in segment.asked),
+            stop=params["stop"] or (),
+        )
         reason = "tool_calls" if "tool_calls" in message else "stop"
         segment.history = [*segment.asked, message]
-        completed = sample.status is SampleStatus.COMPLETED
         segment.answers.append(_Answer(len(segment.history), len(sample.tokens), completed))
         return Completion(
             message,
             "length" if sample.status is SampleStatus.TRUNCATED else reason,
             tokens,
             sample.rollout_log_probs[before:],
-            len(sample.tokens) - len(tokens),
+            first,
+            stop,
         )
 
     def _failed(self, segment: _Segment, failure: MilesError) -> InvalidRequestError | SessionClosedError:
         """The error of a request. Every failure ends the conversation, except that a new segment may be too long."""
         if isinstance(failure, PromptTooLongError) and segment.sample is not self.sample:
-            self._open.remove(segment)
-            self._sampler.drop_segment(segment.sample)
+            self._close(segment)
             return InvalidRequestError(str(failure))
         self.failure = failure
         return SessionClosedError(str(failure))
+
+
+def _fields(sample: Sample) -> dict[str, Any]:
+    """The fields of a sample that a request changes; its lists are copied."""
+    values = {entry.name: getattr(sample, entry.name) for entry in fields(sample)}
+    return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+async def _without_blocking(size: int, work: Callable[[], T]) -> T:
+    """Process `size` characters: in a thread if they could delay the event loop."""
+    return work() if size < LONG_TEXT else await asyncio.to_thread(work)

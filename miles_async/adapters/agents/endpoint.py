@@ -1,11 +1,12 @@
-"""An OpenAI-compatible endpoint (`/v1/chat/completions`) in front of the engines, so that any agent can be trained.
+"""An endpoint in front of the engines that speaks the protocols of agents, so that any agent can be trained.
 
     async with args.agents.session(sample, sampling_params) as base_url:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key)
 
-Each session produces one trajectory, of one or more segments. The session name is part of the URL, so an agent needs no
-extra header and may run in another process. Requests with `stream` are accepted; the whole answer is then sent as one
-chunk.
+It serves OpenAI's chat completions and responses, and Anthropic's messages (`formats/`). One recorder behind them
+(`conversation.py`) stores the sampled tokens. Each session produces one trajectory, of one or more segments. The name
+of the session is part of the URL, so an agent needs no extra header and may run in another process. A streamed answer
+is sent when it is complete, each text as one delta. Until then, the stream contains pings.
 
 The endpoint listens on 127.0.0.1 only, and refuses requests without its key. The key opens nothing but this endpoint:
 an agent may run code that the model wrote, and must not reach the weights of the engines.
@@ -15,17 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
-import orjson
 from aiohttp import web
 
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
+from miles_async.adapters.agents.formats import anthropic, chat, responses
+from miles_async.adapters.agents.formats.format import MODEL, Format, event
+from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
 from miles_async.adapters.agents.trajectories import BufferFullError, NotStoredError, TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import new_key
@@ -33,24 +37,59 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.local_requests import foreign_request
 from miles_async.types import Sample
 
-MODEL = "policy"
-"""Name of the trained model in answers; requests may use any model name."""
+FORMATS: Mapping[str, Format] = {"chat/completions": chat, "responses": responses, "messages": anthropic}
+"""The wire formats by their path below the base URL of a session."""
 MAX_EXTERNAL_SESSIONS = 8192
 """Limit for the open sessions of external generators; the oldest session is closed when it is exceeded."""
 MAX_REQUEST_BYTES = 64 * 2**20
+BACKLOG = 4096
+"""Connections that wait to be accepted: thousands of agents may connect at the same time."""
+PING_SECONDS = 10.0
+"""A stream begins, or contains a ping, after this time without an answer, so that no time limit of a client passes."""
+_STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(slots=True)
+class _Session:
+    conversation: Conversation
+    requests: set[asyncio.Task[Completion]] = field(default_factory=set)
+    """Requests in progress."""
+    expiry: asyncio.TimerHandle | None = None
+    """Closes the session of an external generator that sends no more requests."""
+
+    def cancel(self) -> None:
+        if self.expiry is not None:
+            self.expiry.cancel()
+        for request in self.requests:
+            request.cancel()
 
 
 class AgentEndpoint:
-    def __init__(self, trajectories: TrajectoryBuffer | None = None) -> None:
-        """`trajectories` receives the groups that external generators post; without it, they are refused."""
+    def __init__(
+        self,
+        trajectories: TrajectoryBuffer | None = None,
+        *,
+        parser: AnswerParser | None = None,
+        session_seconds: float = 1800.0,
+        on_expired: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`trajectories` receives the groups that external generators post; without it, they are refused.
+
+        `parser` finds tool calls and reasoning in answers; without it, they remain text. The session of an external
+        generator is closed `session_seconds` after its last request, and `on_expired` is called.
+        """
         self.key = new_key()
         """API key that every request has to carry."""
         self._trajectories = trajectories
+        self._parser = parser or PlainTextParser()
+        self._session_seconds = session_seconds
+        self._on_expired = on_expired
         self._external: tuple[MultiTurnSampler, Mapping[str, Any], Callable[[], bool]] | None = None
         self._external_sessions: dict[str, None] = {}
         """Names of the sessions that external generators opened, the oldest first (a dict keeps insertion order)."""
-        self._conversations: dict[str, tuple[Conversation, set[asyncio.Task[Completion]]]] = {}
-        """Open sessions by name: the conversation, and its requests in progress."""
+        self._sessions: dict[str, _Session] = {}
+        """Open sessions by name."""
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -60,14 +99,16 @@ class AgentEndpoint:
         Raises UserError if the port is in use.
         """
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._admit])
-        app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete_chat)
+        for path, wire in FORMATS.items():
+            app.router.add_post(f"/sessions/{{session}}/v1/{path}", partial(self._complete, wire))
         app.router.add_get("/sessions/{session}/v1/models", self._list_models)
         app.router.add_post("/sessions", self._open_session if self._trajectories else _refuse_external)
         app.router.add_post("/trajectories", self._post_trajectory if self._trajectories else _refuse_external)
-        self._runner = web.AppRunner(app, access_log=None)
+        # The handler of a request is cancelled when its client disconnects.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, "127.0.0.1", port).start()
+            await web.TCPSite(self._runner, "127.0.0.1", port, backlog=BACKLOG).start()
         except OSError as error:
             raise UserError(
                 f"agent_port {port} is not available ({error.strerror}): set --agent-port to a free port, or to 0"
@@ -83,7 +124,7 @@ class AgentEndpoint:
     async def session(
         self, sample: Sample, sampler: MultiTurnSampler, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[str]:
-        """Open a conversation that fills `sample`, and yield its base URL for an OpenAI client.
+        """Open a conversation that fills `sample`, and yield its base URL, which ends with `/v1`.
 
         When the block ends, requests in progress are cancelled, so nothing changes the sample afterwards. Raises the
         error that ended the conversation (TrajectoryError or EngineLostError), and TrajectoryError if the agent sent no
@@ -98,10 +139,9 @@ class AgentEndpoint:
             if conversation.failure is None:
                 raise
         finally:
-            _, tasks = self._conversations.pop(name)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            session = self._sessions.pop(name)
+            session.cancel()
+            await asyncio.gather(*session.requests, return_exceptions=True)
         if conversation.failure is not None:
             raise conversation.failure
         if not conversation.segments:
@@ -117,8 +157,8 @@ class AgentEndpoint:
         self._external = sampler, sampling_params, live
 
     def _begin(self, sample: Sample, sampler: MultiTurnSampler, params: Mapping[str, Any]) -> tuple[str, Conversation]:
-        name, conversation = uuid.uuid4().hex, Conversation(sample, sampler, params)
-        self._conversations[name] = conversation, set()
+        name, conversation = uuid.uuid4().hex, Conversation(sample, sampler, params, self._parser)
+        self._sessions[name] = _Session(conversation)
         return name, conversation
 
     def _base_url(self, session: str) -> str:
@@ -131,12 +171,22 @@ class AgentEndpoint:
         """Refuse requests from web pages, and requests without the key."""
         if (reason := foreign_request(request.headers.get("Host"), request.headers.get("Origin"))) is not None:
             return _error(403, reason)
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        # The client of Anthropic sends the key in another header.
+        sent = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not secrets.compare_digest(sent.encode(), self.key.encode()):
             return _error(
                 401, "the API key is missing or wrong: use args.agents.api_key or agent_key of the run folder"
             )
-        return await handler(request)
+        try:
+            length = request.content_length or 0
+            if length > MAX_REQUEST_BYTES:
+                raise web.HTTPRequestEntityTooLarge(MAX_REQUEST_BYTES, length)
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"the request has more than {MAX_REQUEST_BYTES >> 20} MiB: send a shorter history")
+        except web.HTTPNotFound:
+            paths = ", ".join(f"/v1/{path}" for path in FORMATS)
+            return _error(404, f"the endpoint has no address {request.path}: the paths of a session are {paths}")
 
     async def _open_session(self, http: web.Request) -> web.Response:
         if self._external is None or not self._external[2]():
@@ -144,6 +194,7 @@ class AgentEndpoint:
         sampler, params, _ = self._external
         name, _ = self._begin(Sample(), sampler, params)
         self._external_sessions[name] = None
+        self._expire_later(name)
         if len(self._external_sessions) > MAX_EXTERNAL_SESSIONS:
             # The oldest session probably belongs to a generator that died: a live generator needs only a few.
             self._claim(next(iter(self._external_sessions)))
@@ -170,47 +221,67 @@ class AgentEndpoint:
         """The segments of a session. Raises InvalidRequestError if the session is unknown, busy, failed or empty."""
         if session not in self._external_sessions:
             raise InvalidRequestError(
-                f"session {session!r} is unknown, was posted already, or was closed because "
-                f"{MAX_EXTERNAL_SESSIONS} newer sessions are open"
+                f"session {session!r} is unknown, was posted already, was closed after {self._session_seconds:g} s "
+                f"without a request (generate_timeout_seconds), or because {MAX_EXTERNAL_SESSIONS} newer ones are open"
             )
-        conversation, tasks = self._conversations[session]
+        conversation, tasks = self._sessions[session].conversation, self._sessions[session].requests
         segments = conversation.segments
         if tasks or conversation.failure is not None or not segments:
             cause = conversation.failure or ("a request is in progress" if tasks else "it has no response tokens")
             raise InvalidRequestError(f"session {session!r} cannot be trained: {cause}")
         return segments
 
-    def _claim(self, session: str) -> None:
-        del self._external_sessions[session]
-        conversation, tasks = self._conversations.pop(session)
-        for task in tasks:
-            task.cancel()
-        conversation.forget()
+    def _claim(self, name: str) -> None:
+        """Close the session of an external generator."""
+        del self._external_sessions[name]
+        session = self._sessions.pop(name)
+        session.cancel()
+        session.conversation.forget()
 
-    async def _complete_chat(self, http: web.Request) -> web.StreamResponse:
-        session = self._conversations.get(http.match_info["session"])
+    def _expire_later(self, name: str) -> None:
+        """Close the session of an external generator after its time without a request, which begins now."""
+        session = self._sessions.get(name)
+        if session is None or name not in self._external_sessions:
+            return
+        if session.expiry is not None:
+            session.expiry.cancel()
+        session.expiry = asyncio.get_running_loop().call_later(self._session_seconds, self._expire, name)
+
+    def _expire(self, name: str) -> None:
+        if not self._sessions[name].requests:
+            self._claim(name)
+            self._on_expired()
+
+    async def _complete(self, wire: Format, http: web.Request) -> web.StreamResponse:
+        name = http.match_info["session"]
+        session = self._sessions.get(name)
         if session is None:
             return _error(404, "this session does not exist or has ended: open one session per sample")
-        conversation, tasks = session
         try:
             request = msgspec.json.decode(await http.read(), type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            return _error(400, f"the request is not a JSON object: {error}")
-        task = asyncio.ensure_future(conversation.complete(request))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        try:
-            # The request continues if the agent disconnects: the agent may reconnect and repeat the request.
-            completion = await asyncio.shield(task)
+            asked = wire.read(request)
         except InvalidRequestError as error:
             return _error(400, str(error))
-        except SessionClosedError as error:
-            return _error(410, str(error))
-        except asyncio.CancelledError:
-            if task.cancelled():
-                return _error(410, "the session was closed")
-            raise
-        return await _stream(http, completion) if request.get("stream") else _json(200, _body(completion))
+        except msgspec.DecodeError as error:
+            return _error(400, f"the request is not a JSON object: {error}")
+        task = asyncio.ensure_future(session.conversation.complete(asked))
+        session.requests.add(task)
+        task.add_done_callback(session.requests.discard)
+        task.add_done_callback(lambda _: self._expire_later(name))
+        stream = web.StreamResponse(headers=_STREAM_HEADERS) if request.get("stream") else None
+        try:
+            while not (await asyncio.wait([task], timeout=PING_SECONDS))[0]:
+                if stream is not None:
+                    await _send(stream, http, [wire.PING])
+        finally:
+            # This cancels the task if the client has disconnected: nobody waits for the answer.
+            task.cancel()
+        refusal = _refusal(task)
+        if stream is None or (refusal is not None and not stream.prepared):
+            return _json(200, wire.answer(task.result(), request)) if refusal is None else _error(*refusal)
+        events = wire.stream(task.result(), request) if refusal is None else [event(_error_body(*refusal), "error")]
+        await _send(stream, http, events)
+        return stream
 
     async def _list_models(self, http: web.Request) -> web.Response:
         return _json(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": ""}]})
@@ -249,43 +320,36 @@ def _weights_are_missing() -> web.Response:
     return _error(503, "the engines do not hold the weights of this run yet: try again in a moment")
 
 
-def _body(completion: Completion) -> dict[str, Any]:
-    # Tokens are given as the decimal text of their ID: an ID identifies a token exactly, its text may not.
-    logprobs: list[dict[str, Any]] = [
-        {"token": str(token), "logprob": log_prob, "bytes": None, "top_logprobs": []}
-        for token, log_prob in zip(completion.tokens, completion.log_probs, strict=True)
-    ]
-    choice = {
-        "index": 0,
-        "message": completion.message,
-        "finish_reason": completion.finish_reason,
-        "logprobs": {"content": logprobs},
-    }
-    before, new = completion.context, len(completion.tokens)
-    usage = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
-    return {**_head("chat.completion"), "choices": [choice], "usage": usage}
+def _refusal(task: asyncio.Task[Completion]) -> tuple[int, str] | None:
+    """Return status and sentence if a request failed; None if it was answered."""
+    if task.cancelled():
+        return 410, "the session was closed"
+    match task.exception():
+        case None:
+            return None
+        case InvalidRequestError() as error:
+            return 400, str(error)
+        case SessionClosedError() as error:
+            return 410, str(error)
+        case error:
+            raise error
 
 
-def _head(kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": MODEL}
-
-
-async def _stream(http: web.Request, completion: Completion) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await response.prepare(http)
-    head, message = _head("chat.completion.chunk"), dict(completion.message)
-    if "tool_calls" in message:
-        message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
-    for delta, reason in ((message, None), ({}, completion.finish_reason)):
-        chunk = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-        await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    return response
+async def _send(stream: web.StreamResponse, http: web.Request, events: Iterable[bytes]) -> None:
+    if not stream.prepared:
+        await stream.prepare(http)
+    await stream.write(b"".join(events))
 
 
 def _json(status: int, body: Any) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json")
+    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
 
 def _error(status: int, message: str) -> web.Response:
-    return _json(status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})
+    return _json(status, _error_body(status, message))
+
+
+def _error_body(status: int, message: str) -> dict[str, Any]:
+    """Return an error that the clients of OpenAI and of Anthropic can read."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"message": message, "type": kind, "code": status}}

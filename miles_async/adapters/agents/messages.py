@@ -1,46 +1,88 @@
-"""Chat messages: a normal form for comparison, and parsing of the tool calls in the text of a model."""
+"""Chat messages in one normal form, so that the histories of all clients can be compared.
+
+The form is that of chat completions: `role`, `content` (a string), and where present `name`, `tool_call_id`,
+`tool_calls` and `reasoning_content`. The arguments of tool calls are JSON without spaces, because a client may decode
+them and encode them again.
+"""
 
 from __future__ import annotations
 
-import re
-import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 Message = dict[str, Any]
-_CALL_BEGINS = re.compile(r"<tool_call>\s*(?=\{)")
-_CALL_ENDS = re.compile(r"(?<=\})\s*</tool_call>")
-"""The format of tool calls of Hermes and Qwen models: a JSON object between two tags."""
 
 
-class _Call(msgspec.Struct):
-    name: str
-    arguments: dict[str, Any] = {}
+class Decoder(Protocol):
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def text_of(self, ids: list[int]) -> str: ...
 
 
-_CALL_DECODER = msgspec.json.Decoder(_Call)
+class AnswerParser(Protocol):
+    """Finds reasoning and tool calls in the text of an answer."""
+
+    async def parse(
+        self, text: str, *, end: str, context: str, tools: Sequence[Mapping[str, Any]] | None, calls_before: int
+    ) -> Message | None:
+        """Return the answer as a message, or None if the text contains neither or cannot be read.
+
+        `text`, `end` and `context` include special tokens: `end` is the token after `text` that ended the turn, if any,
+        and `context` is the end of the text before the answer. `calls_before` is the number of tool calls in the
+        messages before the answer.
+        """
+        ...
+
+
+class PlainTextParser:
+    """Finds nothing: every answer is text."""
+
+    async def parse(
+        self, text: str, *, end: str, context: str, tools: Sequence[Mapping[str, Any]] | None, calls_before: int
+    ) -> Message | None:
+        return None
 
 
 def plain(message: Mapping[str, Any]) -> Message:
-    """Normalize a message of an agent: join content parts, and drop empty fields and unknown keys."""
+    """Normalize a message of an agent: join text parts, and drop empty fields and unknown keys.
+
+    Raises KeyError, TypeError, AttributeError or ValueError if the message does not have the format of a chat message.
+    """
     kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
-    calls = [
-        {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
-        for call in message.get("tool_calls") or ()
-    ]
-    return {**kept, "content": content or "", **({"tool_calls": calls} if calls else {})}
+    if kept["role"] == "developer":
+        # The newer name of OpenAI for the same role; chat templates know only `system`.
+        kept["role"] = "system"
+    kept["content"] = text_of_parts(message.get("content"))
+    if reasoning := message.get("reasoning_content"):
+        kept["reasoning_content"] = str(reasoning)
+    if calls := message.get("tool_calls"):
+        kept["tool_calls"] = [tool_call(call["id"], **_function(call["function"])) for call in calls]
+    return kept
+
+
+def text_of_parts(content: Any) -> str:
+    """Join the text of a message that is given as a string, as content parts, or not at all.
+
+    Raises ValueError if a part is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if "text" not in part:
+            raise ValueError(f"a content part has the type {part.get('type')!r}, but the model reads only text")
+    return "".join(part["text"] for part in content)
+
+
+def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    """Build a tool call. Raises msgspec.DecodeError if the arguments are not JSON; an empty string means none."""
+    compact = msgspec.json.encode(msgspec.json.decode(arguments or "{}")).decode()
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": compact}}
 
 
 def for_template(message: Message) -> Message:
-    """Decode the arguments of tool calls, which chat templates expect as objects.
-
-    Raises msgspec.DecodeError if the arguments are not valid JSON.
-    """
+    """Decode the arguments of tool calls, which chat templates expect as objects."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -50,37 +92,54 @@ def for_template(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def reply(text: str, tools: Sequence[Mapping[str, Any]] | None) -> Message:
-    """Convert generated text to a message. If the request offered tools, tool calls are moved out of the text.
+def same(held: Sequence[Message], sent: Sequence[Message]) -> bool:
+    """Return whether two histories are the same. Reasoning is not compared: most clients do not send it back."""
+    return len(held) == len(sent) and all(map(same_message, held, sent))
 
-    If a tool call is not a JSON object with a name and an object of arguments, the whole text is left unchanged: the
-    agent decides what to do about it.
+
+def same_message(held: Message, sent: Message) -> bool:
+    """Return whether two messages are the same, apart from reasoning."""
+    return {**held, "reasoning_content": None} == {**sent, "reasoning_content": None}
+
+
+async def read_answer(
+    tokens: Sequence[int],
+    decoder: Decoder,
+    parser: AnswerParser,
+    *,
+    context: Sequence[int],
+    ended: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    calls_before: int,
+    stop: Sequence[str],
+) -> tuple[Message, str | None]:
+    """Convert sampled tokens to a message. Also return the stop string that ended them, which the message lacks.
+
+    `context` is the end of the tokens before the answer. `ended` means that the model ended its turn or a stop string
+    matched.
     """
-    if not tools:
-        return {"role": "assistant", "content": text}
-    json_texts, rest = _split_calls(text)
-    calls = []
-    for json_text in json_texts:
-        try:
-            call = _CALL_DECODER.decode(json_text)
-        except (msgspec.DecodeError, RecursionError):
-            return {"role": "assistant", "content": text}
-        function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
-        calls.append({"id": f"call_{uuid.uuid4().hex[:12]}", "type": "function", "function": function})
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": rest.strip(), "tool_calls": calls}
+    text, matched = _cut(decoder.decode([*tokens]), stop) if ended else (decoder.decode([*tokens]), None)
+    # Parsers need the special tokens.
+    end = [*tokens[-1:]] if ended and not decoder.decode([*tokens[-1:]]) else []
+    marked, _ = _cut(decoder.text_of([*tokens[: len(tokens) - len(end)]]), [matched] if matched else [])
+    message = await parser.parse(
+        marked,
+        end=decoder.text_of(end),
+        context=decoder.text_of([*context]),
+        tools=tools,
+        calls_before=calls_before,
+    )
+    return message or {"role": "assistant", "content": text}, matched
 
 
-def _split_calls(text: str) -> tuple[list[str], str]:
-    """Return the JSON text of each tool call, and the text around the calls.
+def _function(function: Mapping[str, Any]) -> dict[str, str]:
+    return {"name": function["name"], "arguments": function["arguments"]}
 
-    Two patterns instead of one keep the time linear: with one pattern, every opening tag that is never closed makes
-    the search read the rest of the text again.
-    """
-    calls, rest, position = [], [], 0
-    while (begin := _CALL_BEGINS.search(text, position)) and (end := _CALL_ENDS.search(text, begin.end() + 1)):
-        calls.append(text[begin.end() : end.start()])
-        rest.append(text[position : begin.start()])
-        position = end.end()
-    return calls, "".join(rest) + text[position:]
+
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Cut the text at the first stop string; return it and the stop string."""
+    found = [(position, stop) for stop in stops if (position := text.find(stop)) >= 0]
+    if not found:
+        return text, None
+    position, stop = min(found)
+    return text[:position], stop

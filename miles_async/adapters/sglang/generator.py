@@ -156,6 +156,8 @@ class SGLangGenerator:
         self._request_numbers = itertools.count()
         self._calls: dict[int, _GenerateCall] = {}
         """By `id` of the group: the names of a group are not unique, because a recycled group keeps some of them."""
+        self._abandoned: set[asyncio.Task[None]] = set()
+        """Aborts of requests whose caller was cancelled."""
 
     @property
     def in_flight(self) -> int:
@@ -188,6 +190,13 @@ class SGLangGenerator:
         try:
             # Wait for all requests before raising, so that no answer is written into the group afterwards.
             outcomes = await asyncio.gather(*posts, return_exceptions=True)
+        except asyncio.CancelledError:
+            # SGLang notices only after seconds that nobody waits for the answer.
+            for rid in call.request_ids:
+                abort = asyncio.create_task(self._abort_at_engines({"rid": rid}))
+                self._abandoned.add(abort)
+                abort.add_done_callback(self._abandoned.discard)
+            raise
         finally:
             del self._calls[id(group)]
         for outcome in outcomes:
@@ -216,22 +225,25 @@ class SGLangGenerator:
         An abort that overtakes its request has no effect, so aborts are repeated.
         """
 
-        async def abort(engine: EngineInfo, body: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_SECONDS):
+                while not stopped():
+                    await asyncio.gather(*map(self._abort_at_engines, requests))
+                    await asyncio.sleep(ABORT_REPEAT_SECONDS)
+        except TimeoutError as late:
+            raise EngineLostError(
+                f"{self._permits.taken} requests did not end within {ABORT_TIMEOUT_SECONDS:.0f} s of an abort"
+            ) from late
+
+    async def _abort_at_engines(self, body: dict[str, Any]) -> None:
+        async def abort(engine: EngineInfo) -> None:
             # The requests of a lost engine end with the engine.
             with suppress(EngineLostError):
                 await self._client.post(
                     f"{engine.url}/abort_request", body, key=engine.key, within=ABORT_TIMEOUT_SECONDS
                 )
 
-        try:
-            async with asyncio.timeout(ABORT_TIMEOUT_SECONDS):
-                while not stopped():
-                    await asyncio.gather(*[abort(engine, body) for engine in self._engines() for body in requests])
-                    await asyncio.sleep(ABORT_REPEAT_SECONDS)
-        except TimeoutError as late:
-            raise EngineLostError(
-                f"{self._permits.taken} requests did not end within {ABORT_TIMEOUT_SECONDS:.0f} s of an abort"
-            ) from late
+        await asyncio.gather(*map(abort, self._engines()))
 
     async def score_logprobs(self, sample: Sample) -> None:
         """Set the log-probabilities of a response that was sampled elsewhere, under the engines' current weights.
@@ -264,6 +276,8 @@ class SGLangGenerator:
         sample.rollout_log_probs = known
 
     async def close(self) -> None:
+        for abort in self._abandoned:
+            abort.cancel()
         await self._client.close()
 
     def tokenize(self, group: Group) -> None:

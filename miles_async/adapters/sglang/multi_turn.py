@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from miles_async.adapters.sglang.generator import PromptTokenizer, SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.response import continued_text
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -91,6 +93,8 @@ class MultiTurnSampler:
 
     def observe_ids(self, sample: Sample, ids: Sequence[int]) -> None:
         """Append an observation that is given as token ids."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=self._engine.sampling.skip_special_tokens)
+        sample.response = continued_text(sample, ids, decode)
         # A sample without a mask is trained on as a whole.
         mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
         sample.loss_mask = mask + [0] * len(ids)
@@ -99,9 +103,6 @@ class MultiTurnSampler:
         sample.rollout_log_probs += [0.0] * len(ids)
         if sample.sampling_mask is not None:
             sample.sampling_mask = SamplingMask.concatenate([sample.sampling_mask, SamplingMask.empty(len(ids))])
-        sample.response = self.tokenizer.decode(
-            sample.tokens[sample.prompt_length :], skip_special_tokens=self._engine.sampling.skip_special_tokens
-        )
 
     def latest_text(self, sample: Sample) -> str:
         """Return the text that the model has sampled since the last observation, across aborts and continuations."""

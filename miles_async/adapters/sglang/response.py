@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from miles_async.errors import TrajectoryError
@@ -10,6 +10,8 @@ from miles_async.sample_schema import AnswerMeta, EngineAnswer, parse
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
+DECODED_AGAIN = 32
+"""Tokens at the end of a response that are decoded again when it is continued."""
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
 
 
@@ -37,19 +39,34 @@ def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *,
         raise TrajectoryError(f"sample {sample.index}: unknown finish reason {meta.finish_reason.type!r}")
     spans = _spans(sample, meta, len(ids))
 
-    continued = sample.response_length > 0
+    # SGLang cuts its text behind a stop string, even if the last token has more characters. Rewards see the text of the
+    # tokens, so that a response has the same text whether or not it was interrupted.
+    if sample.response_length > 0 or isinstance(meta.finish_reason.matched, str):
+        sample.response = continued_text(sample, ids, decode)
+    else:
+        sample.response = answer.text
     sample.tokens += ids
     sample.response_length += len(ids)
     sample.rollout_log_probs += log_probs
     sample.sampling_mask = mask
     if sample.loss_mask is not None:
         sample.loss_mask += [1] * len(ids)
-    # SGLang cuts its text behind a stop string, even if the last token has more characters. Rewards see the text of the
-    # tokens, so that a response has the same text whether or not it was interrupted.
-    stopped = isinstance(meta.finish_reason.matched, str)
-    sample.response = decode(sample.tokens[sample.prompt_length :]) if continued or stopped else answer.text
     sample.spans = spans
     sample.status = status
+
+
+def continued_text(sample: Sample, ids: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """Return the text of the response followed by `ids`.
+
+    Only the last tokens of the response are decoded again: they may end within a character, and some tokenizers drop a
+    space at the start of a text. The time does not grow with the length of the response.
+    """
+    response = sample.tokens[sample.prompt_length :]
+    last = response[-DECODED_AGAIN:]
+    text = decode(last) if last else ""
+    if text and sample.response.endswith(text):
+        return sample.response.removesuffix(text) + decode([*last, *ids])
+    return decode([*response, *ids])
 
 
 def _mask(sample: Sample, meta: AnswerMeta, tokens: int) -> tuple[list[float], SamplingMask]:

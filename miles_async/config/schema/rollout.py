@@ -164,10 +164,18 @@ class Rollout(Section):
     sampling_params) -> sample. Use this for multi-turn generation and agents. If unset, each group is one request to an
     engine."""
     agent_port: int = Field(0, ge=0, le=65535)
-    """Loopback port of the OpenAI-compatible endpoint for agents and external generators. 0 picks a free port."""
+    """Loopback port of the endpoint for agents and external generators, which speaks the protocols of OpenAI and
+    Anthropic. 0 picks a free port."""
+    tool_call_parser: str = "auto"
+    """SGLang's parser that finds the tool calls in answers to agents, such as hermes, qwen3_coder or kimi_k2. auto
+    chooses by the chat template of the model, and takes hermes if SGLang knows no parser for the template. none leaves
+    tool calls in the text."""
+    reasoning_parser: str = "auto"
+    """SGLang's parser that separates the reasoning in answers to agents from the text, such as qwen3 or deepseek-r1.
+    auto chooses by the chat template of the model. none leaves the reasoning in the text."""
     generate_timeout_seconds: float = Field(1800.0, gt=0)
     """Time limit in seconds for one call of custom_generate_function_path. If a sample exceeds the limit, its group is
-    retried."""
+    retried. The session of an external generator is closed this time after its last request."""
     tool_max_turns: int = Field(4, ge=1)
     """Maximum number of tool calls per sample in miles_async.rollout.tool_use.generate."""
     tool_search_corpus: str | None = None

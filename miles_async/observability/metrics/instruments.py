@@ -127,6 +127,9 @@ class Instruments:
         self.skipped_data = BoundedLabels(
             counter("skipped_data", "Data rows or groups that were skipped, by reason.", "reason")
         )
+        self.expired_agent_sessions = counter(
+            "expired_agent_sessions", "Sessions of external generators that were closed because nothing used them."
+        )
         self.recycled_groups = counter(
             "recycled_groups", "Groups that were recycled because they were too stale to train."
         )

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from miles_async.events import (
     AdmissionBlocked,
+    AgentSessionExpired,
     BatchDrained,
     ClusterReady,
     CollapseRiskChanged,
@@ -172,6 +173,8 @@ class MetricsRecorder:
                 self._metrics.filtered_groups.labels(event.reason).inc()
             case SamplesRemoved():
                 self._metrics.removed_samples.inc(event.samples)
+            case AgentSessionExpired():
+                self._metrics.expired_agent_sessions.inc()
             case DataSkipped():
                 self._metrics.skipped_data.labels(event.reason).inc()
             case DeadLettersUnwritten():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 
-from miles_async.adapters.agents import trajectories
+from miles_async.adapters.agents import endpoint, trajectories
 from miles_async.adapters.agents.endpoint import AgentEndpoint
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -27,6 +28,25 @@ from tests.unit.test_generate_functions import Script, masked
 
 PARAMS = {"max_new_tokens": 200, "temperature": 1.0, "stop": None}
 USER: dict[str, Any] = {"role": "user", "content": "1+1?"}
+TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": {"type": "object"}}}]
+
+
+class ScriptedParser:
+    """Reads `CALL x` as a call of the calculator, and the text between two tags as reasoning."""
+
+    async def parse(
+        self, text: str, *, end: str, context: str, tools: Sequence[Mapping[str, Any]] | None, calls_before: int
+    ) -> dict[str, Any] | None:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if text.startswith("<think>"):
+            reasoning, _, message["content"] = text.removeprefix("<think>").partition("</think>")
+            message["reasoning_content"] = reasoning
+        text, called, expression = message["content"].partition("CALL ")
+        if tools and called:
+            arguments = json.dumps({"expression": expression}, separators=(",", ":"))
+            function = {"name": "calculate", "arguments": arguments}
+            message |= {"content": text, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+        return message
 
 
 class Agent:
@@ -41,11 +61,11 @@ class Agent:
         trajectories: TrajectoryBuffer,
     ) -> None:
         self.trajectories = trajectories
-        self._http, self.endpoint, self.engine, self.turns = http, endpoint, engine, turns
+        self.http, self.endpoint, self.engine, self.turns = http, endpoint, engine, turns
         self.headers = {"Authorization": f"Bearer {endpoint.key}"}
 
     async def post(self, url: str, body: Any, **headers: str) -> tuple[int, Any]:
-        async with self._http.post(url, json=body, headers={**self.headers, **headers}) as response:
+        async with self.http.post(url, json=body, headers={**self.headers, **headers}) as response:
             return response.status, await response.json()
 
     async def ask(self, base_url: str, *messages: Any, **more: Any) -> tuple[int, Any]:
@@ -74,7 +94,13 @@ class SlowStore(MemoryStore):
 
 @asynccontextmanager
 async def connected_agent(
-    *lines: str | None, capacity: int = 2, size: int = 1, store: MemoryStore | None = None, live: bool = True
+    *lines: str | None,
+    capacity: int = 2,
+    size: int = 1,
+    store: MemoryStore | None = None,
+    live: bool = True,
+    session_seconds: float = 60.0,
+    expired: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Agent]:
     """An agent at the endpoint of an engine that answers with `lines`, and of the run in `store`."""
     engine, store = Script(*lines), store or MemoryStore()
@@ -83,14 +109,15 @@ async def connected_agent(
     buffer = TrajectoryBuffer(capacity, size, log=journal, stored=stored)
     if stored is not None:
         buffer.restore(stored.posted)
-    turns, endpoint = MultiTurnSampler(engine, Bytes()), AgentEndpoint(buffer)
-    await endpoint.start()
-    endpoint.accept_external(turns, PARAMS, live=lambda: live)
+    turns = MultiTurnSampler(engine, Bytes())
+    served = AgentEndpoint(buffer, parser=ScriptedParser(), session_seconds=session_seconds, on_expired=expired)
+    await served.start()
+    served.accept_external(turns, PARAMS, live=lambda: live)
     try:
         async with aiohttp.ClientSession() as http:
-            yield Agent(http, endpoint, engine, turns, buffer)
+            yield Agent(http, served, engine, turns, buffer)
     finally:
-        await endpoint.close()
+        await served.close()
         await engine.close()
 
 
@@ -120,24 +147,35 @@ async def test_a_repeated_request_returns_the_same_reply_without_sampling_again(
 
 
 async def test_tool_calls_are_parsed_from_the_text_and_trained_as_sampled() -> None:
-    call = '<tool_call>\n{"name": "calculate",  "arguments": {"expression": "6*7"}}\n</tool_call>'
-
-    async with connected_agent(call) as agent:
+    async with connected_agent("CALL 6*7", "ok") as agent:
         sample = Sample()
         async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
-            message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
+            message = said(await agent.ask(url, USER, tools=TOOLS))
             [made] = message["tool_calls"]
             assert made["function"] == {"name": "calculate", "arguments": '{"expression":"6*7"}'}
             result = {"role": "tool", "tool_call_id": made["id"], "content": "42"}
-            said(await agent.ask(url, USER, message, result, tools=[{"type": "function"}]))
-        assert masked(sample, 1) == call + "ok"
+            said(await agent.ask(url, USER, message, result, tools=TOOLS))
+        assert masked(sample, 1) == "CALL 6*7ok"
 
 
-async def test_a_malformed_tool_call_remains_text() -> None:
-    async with connected_agent('<tool_call>{"name": "f", "arguments": 5}</tool_call>') as agent:
-        async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
-            message = said(await agent.ask(url, USER, tools=[{"type": "function"}]))
-        assert message == {"role": "assistant", "content": '<tool_call>{"name": "f", "arguments": 5}</tool_call>'}
+async def test_a_client_that_sends_no_reasoning_back_continues_its_conversation() -> None:
+    async with connected_agent("<think>hm</think>2", "ok") as agent:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            message = said(await agent.ask(url, USER))
+            assert message == {"role": "assistant", "content": "2", "reasoning_content": "hm"}
+            said(await agent.ask(url, USER, {"role": "assistant", "content": "2"}, USER))
+        assert masked(sample, 1) == "<think>hm</think>2ok"
+
+
+async def test_a_stop_string_is_trained_but_the_agent_does_not_see_it() -> None:
+    async with connected_agent("Think.END", "ok") as agent:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            message = said(await agent.ask(url, USER, stop="END"))
+            assert message["content"] == "Think."
+            said(await agent.ask(url, USER, message, USER))
+        assert masked(sample, 1) == "Think.ENDok"
 
 
 async def test_requests_may_shorten_a_response_but_not_change_its_distribution() -> None:
@@ -152,7 +190,11 @@ async def test_requests_may_shorten_a_response_but_not_change_its_distribution()
     "request_, complaint",
     [
         ({"messages": []}, "at least one message"),
-        ({"messages": ["hello"]}, "does not have the format of a chat message"),
+        ({"messages": ["hello"]}, "messages must be a list of objects"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "but the model reads only text"),
+        ({"messages": [USER], "max_tokens": "many"}, "max_tokens must be a positive integer"),
+        ({"messages": [USER], "stop": [""]}, "stop must be a list of strings that are not empty"),
+        ({"messages": [USER], "tools": [{"type": "web_search"}]}, "lacks the entry function"),
         ({"messages": [USER], "n": 2}, "n must be 1"),
         (
             {
@@ -190,6 +232,92 @@ async def test_an_agent_that_disconnects_in_the_middle_of_a_turn_leaves_its_samp
         agent.engine._ended.set()
         await asyncio.sleep(0.05)
         assert sample.tokens == before
+
+
+async def test_the_generation_for_an_agent_that_disconnects_ends_and_its_session_goes_on() -> None:
+    async with connected_agent("2", None, "3") as agent:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            first = said(await agent.ask(url, USER))
+            agent.engine.begun.clear()
+            asking = asyncio.create_task(agent.ask(url, USER, first, USER, stream=True))
+            await agent.engine.begun.wait()
+            asking.cancel()
+            assert said(await agent.ask(url, USER, first, {"role": "user", "content": "2+1?"}))["content"] == "3"
+        assert agent.engine.cancelled == 1
+        assert masked(sample, 0) == "\nuser: 2+1?\nassistant: "
+        assert masked(sample, 1) == "23"
+
+
+async def test_a_stream_contains_pings_while_the_model_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "PING_SECONDS", 0.01)
+    async with connected_agent(None) as agent:
+
+        async def read_stream(url: str) -> None:
+            request = {"messages": [USER], "stream": True, "max_tokens": 9}
+            async with agent.http.post(f"{url}/messages", json=request, headers=agent.headers) as response:
+                assert await response.content.readuntil(b"\n\n") == b'event: ping\ndata: {"type":"ping"}\n\n'
+                await agent.engine.abort()
+                *_, last = (await response.text()).split("\n\n")[:-1]
+            assert last.startswith("event: error\n")
+            assert "the run aborted the sample" in last
+
+        with pytest.raises(TrajectoryError, match="the run aborted the sample"):
+            async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+                await read_stream(url)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_the_same_question_gets_the_same_answer_in_every_format(path: str) -> None:
+    async with connected_agent("2") as agent:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            status, body = await agent.post(f"{url}/{path}", {"messages": [USER], "input": [USER], "max_tokens": 9})
+        assert status == 200
+        assert '"2"' in json.dumps(body)
+        assert bytes(sample.tokens) == b"user: 1+1?\nassistant: 2"
+
+
+async def test_the_client_of_anthropic_sends_the_key_in_its_own_header() -> None:
+    async with connected_agent("2") as agent, agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+        request = {"messages": [USER], "max_tokens": 9}
+        for key, expected in ((agent.endpoint.key, 200), ("wrong", 401)):
+            async with agent.http.post(f"{url}/messages", json=request, headers={"x-api-key": key}) as response:
+                assert response.status == expected
+
+
+async def test_a_request_that_is_too_large_is_refused_before_it_is_read() -> None:
+    async with connected_agent("2") as agent, agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+
+        async def body() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                sent.append(len(sent))
+                yield b" " * 2**20
+
+        sent: list[int] = []
+        headers = {**agent.headers, "Content-Length": str(100 * 2**20)}
+        async with agent.http.post(f"{url}/chat/completions", data=body(), headers=headers) as response:
+            assert response.status == 413
+            assert "more than 64 MiB" in (await response.json())["error"]["message"]
+        assert len(sent) < 64
+        said(await agent.ask(url, USER))
+
+
+async def test_a_session_that_nobody_uses_is_closed_and_counted() -> None:
+    expired = asyncio.Event()
+    async with connected_agent(session_seconds=0.05, expired=expired.set) as agent:
+        session = await played(agent)
+        await expired.wait()
+        status, body = await agent.trajectory([{"session": session, "reward": 1}])
+        assert (status, "closed after 0.05 s without a request" in body["error"]["message"]) == (400, True)
+        assert not agent.endpoint._sessions
+
+
+async def test_an_unknown_address_is_answered_with_those_that_exist() -> None:
+    async with connected_agent("2") as agent, agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
+        status, body = await agent.post(f"{url}/v1/messages", {})
+        assert (status, "are /v1/chat/completions, " in body["error"]["message"]) == (404, True)
+        said(await agent.ask(url, USER))
 
 
 async def test_an_agent_cannot_make_its_sample_longer_than_allowed() -> None:

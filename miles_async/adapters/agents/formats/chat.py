@@ -1,0 +1,82 @@
+"""OpenAI chat completions (`/v1/chat/completions`)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
+from miles_async.adapters.agents.formats.format import MODEL, event, function, limit, objects, strings
+
+PING = b": the model is generating\n\n"
+
+
+def read(request: Mapping[str, Any]) -> dict[str, Any]:
+    if request.get("n") not in (None, 1):
+        raise InvalidRequestError(
+            "n must be 1: the run itself generates several samples per prompt, each in another session"
+        )
+    tools = objects(request.get("tools"), "tools")
+    stop = request.get("stop")
+    name = "max_tokens" if request.get("max_completion_tokens") is None else "max_completion_tokens"
+    return {
+        "messages": objects(request.get("messages"), "messages"),
+        "tools": [_tool(tool) for tool in tools if request.get("tool_choice") != "none"] or None,
+        "max_tokens": limit(request.get(name), name),
+        "stop": strings([stop] if isinstance(stop, str) else stop, "stop"),
+    }
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    described = tool.get("function")
+    if not isinstance(described, dict):
+        raise InvalidRequestError(f"a tool of type {tool.get('type')!r} lacks the entry function")
+    function(described, "parameters")
+    # Chat templates show the tool to the model, so it stays as the client has written it.
+    return dict(tool)
+
+
+def answer(completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "message": completion.message,
+        "finish_reason": completion.finish_reason,
+        "logprobs": {"content": _log_probs(completion)} if request.get("logprobs") else None,
+    }
+    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(completion)}
+
+
+def _log_probs(completion: Completion) -> list[dict[str, Any]]:
+    # Tokens are given as the decimal text of their ID: an ID identifies a token exactly, its text may not.
+    return [
+        {"token": str(token), "logprob": log_prob, "bytes": None, "top_logprobs": []}
+        for token, log_prob in zip(completion.tokens, completion.log_probs, strict=True)
+    ]
+
+
+def stream(completion: Completion, request: Mapping[str, Any]) -> Iterator[bytes]:
+    head, message = _head("chat.completion.chunk"), completion.message
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if "reasoning_content" in message:
+        deltas.append({"reasoning_content": message["reasoning_content"]})
+    if message["content"]:
+        deltas.append({"content": message["content"]})
+    for index, call in enumerate(message.get("tool_calls", ())):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    for delta in deltas:
+        yield event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": completion.finish_reason}]})
+    if (request.get("stream_options") or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": _usage(completion)})
+    yield b"data: [DONE]\n\n"
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _usage(completion: Completion) -> dict[str, int]:
+    before, new = completion.context, len(completion.tokens)
+    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}

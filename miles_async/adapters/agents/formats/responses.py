@@ -1,0 +1,160 @@
+"""OpenAI responses (`/v1/responses`).
+
+A turn of the model is a list of items here: reasoning, a message, and function calls. Items that follow each other are
+one message of chat completions.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
+from miles_async.adapters.agents.formats.format import MODEL, event, function, limit, objects
+from miles_async.adapters.agents.messages import Message, text_of_parts
+
+PING = b": the model is generating\n\n"
+
+
+def read(request: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if request.get(name) is not None:
+            raise InvalidRequestError(
+                f"{name} is not available, because the endpoint keeps no responses: send the whole history as input"
+            )
+    tools = objects(request.get("tools"), "tools")
+    given = request.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
+    if instructions := request.get("instructions"):
+        items = [{"role": "system", "content": instructions}, *items]
+    return {
+        "messages": _messages(items),
+        "tools": [function(tool, "parameters") for tool in tools if request.get("tool_choice") != "none"] or None,
+        "max_tokens": limit(request.get("max_output_tokens"), "max_output_tokens"),
+        "stop": [],
+    }
+
+
+def _messages(items: Any) -> list[Message]:
+    messages: list[Message] = []
+    for position, item in enumerate(items):
+        try:
+            _append(messages, item)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise InvalidRequestError(f"input[{position}] cannot be read: {error!r}") from error
+    return messages
+
+
+def _append(messages: list[Message], item: Mapping[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message" and item["role"] != "assistant":
+        messages.append({"role": item["role"], "content": text_of_parts(item["content"])})
+        return
+    if kind == "function_call_output":
+        output = text_of_parts(item["output"])
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+        return
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    turn = messages[-1]
+    if kind == "message":
+        turn["content"] += text_of_parts(item["content"])
+    elif kind == "function_call":
+        called = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": called})
+    elif kind == "reasoning":
+        text = text_of_parts(item.get("content")) or text_of_parts(item.get("summary"))
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    else:
+        raise ValueError(f"items of type {kind!r} are not available")
+
+
+def answer(completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
+    return _response(completion, _items(completion.message), uuid.uuid4().hex, int(time.time()))
+
+
+def stream(completion: Completion, request: Mapping[str, Any]) -> Iterator[bytes]:
+    identity, created, items = uuid.uuid4().hex, int(time.time()), _items(completion.message)
+    begun = {**_response(completion, [], identity, created), "status": "in_progress", "incomplete_details": None}
+    ended = _response(completion, items, identity, created)
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+    ]
+    for index, item in enumerate(items):
+        events += _item_events(index, item)
+    events.append({"type": f"response.{ended['status']}", "response": ended})
+    for number, described in enumerate(events):
+        yield event({**described, "sequence_number": number}, described["type"])
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if "reasoning_content" in message:
+        content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        items.append({"type": "reasoning", "id": _identity("rs"), "summary": [], "content": content})
+    calls = message.get("tool_calls", ())
+    # An empty answer is an item, too: otherwise the history of the client would lack the turn.
+    if message["content"] or not calls:
+        content = [{"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}]
+        items.append({"type": "message", "id": _identity("msg"), "role": "assistant", "content": content})
+    for call in calls:
+        items.append({"type": "function_call", "id": _identity("fc"), "call_id": call["id"], **call["function"]})
+    return [{**item, "status": "completed"} for item in items]
+
+
+def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    location = {"item_id": item["id"], "output_index": index}
+    if item["type"] == "function_call":
+        yield _added(index, {**item, "arguments": ""})
+        kind, arguments = "response.function_call_arguments", item["arguments"]
+        yield {"type": f"{kind}.delta", **location, "delta": arguments}
+        yield {"type": f"{kind}.done", **location, "name": item["name"], "arguments": arguments}
+    else:
+        yield _added(index, {**item, "content": []})
+        [part] = item["content"]
+        kind, location = f"response.{part['type']}", {**location, "content_index": 0}
+        logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+        yield {"type": "response.content_part.added", **location, "part": {**part, "text": ""}}
+        yield {"type": f"{kind}.delta", **location, "delta": part["text"], **logprobs}
+        yield {"type": f"{kind}.done", **location, "text": part["text"], **logprobs}
+        yield {"type": "response.content_part.done", **location, "part": part}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _added(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "response.output_item.added", "output_index": index, "item": {**item, "status": "in_progress"}}
+
+
+def _response(completion: Completion, items: list[dict[str, Any]], identity: str, created: int) -> dict[str, Any]:
+    complete = completion.finish_reason != "length"
+    before, new = completion.context, len(completion.tokens)
+    return {
+        "id": f"resp_{identity}",
+        "object": "response",
+        "created_at": created,
+        "model": MODEL,
+        "status": "completed" if complete else "incomplete",
+        "incomplete_details": None if complete else {"reason": "max_output_tokens"},
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "output": items,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": before,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": before + new,
+        },
+    }
+
+
+def _identity(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

@@ -1,0 +1,140 @@
+"""Finds tool calls and reasoning in answers with SGLang's own parsers.
+
+The parsers run in a process of their own (`answer_parser_process.py`): a parser that is slow for some text does not
+stop the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+import msgspec
+import structlog
+
+from miles_async.adapters.sglang.answer_parser_process import Call, Choice, Chosen, Parsed, Question
+from miles_async.errors import UserError
+
+START_SECONDS = 120.0
+MAX_LINE_BYTES = 1 << 26
+
+log = structlog.get_logger(__name__)
+
+
+class AnswerParserProcess:
+    """Implements `agents.messages.AnswerParser`. Use as `async with`. A process that has died is replaced."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        self._process: Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._waiting: deque[asyncio.Future[Parsed | None]] = deque()
+        """Questions without an answer, in the order in which they were sent."""
+        self.chosen = Chosen()
+
+    async def __aenter__(self) -> Self:
+        """Start the process. Raises UserError if SGLang has no parser of a given name."""
+        await self._running()
+        log.info("parsers of answers", tool_calls=self.chosen.tool_calls, reasoning=self.chosen.reasoning)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._process is not None and self._reader is not None:
+            assert self._process.stdin is not None, "started with a pipe"
+            self._process.stdin.close()
+            await self._reader
+
+    async def parse(
+        self, text: str, *, end: str, context: str, tools: Sequence[Mapping[str, Any]] | None, calls_before: int
+    ) -> dict[str, Any] | None:
+        offered = tools if self.chosen.tool_calls is not None else None
+        if not offered and self.chosen.reasoning is None:
+            return None
+        # A call in Harmony, the format of gpt-oss, is complete only with this token.
+        text += end if self.chosen.tool_calls == "gpt-oss" else ""
+        question = Question(text, context, msgspec.json.encode(offered).decode() if offered else "")
+        process = await self._running()
+        assert process.stdin is not None, "started with a pipe"
+        answer: asyncio.Future[Parsed | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        process.stdin.write(msgspec.json.encode(question) + b"\n")
+        parsed = await answer
+        if parsed is None or not (parsed.calls or parsed.reasoning):
+            return None
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "id": self._call_id(call, calls_before + index),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(parsed.calls)
+            ]
+        return message
+
+    def _call_id(self, call: Call, position: int) -> str:
+        # The chat templates of Kimi show the ID to the model, and that of Mistral demands nine characters.
+        match self.chosen.tool_calls:
+            case "kimi_k2":
+                return f"functions.{call.name}:{position}"
+            case "kimi_k3":
+                return f"{call.name}:{position}"
+        return uuid.uuid4().hex[:9]
+
+    async def _running(self) -> Process:
+        async with self._starting:
+            if self._process is None:
+                self._process = await self._start()
+                self._reader = asyncio.create_task(self._read(self._process))
+            return self._process
+
+    async def _start(self) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "miles_async.adapters.sglang.answer_parser_process",
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MAX_LINE_BYTES,
+        )
+        assert process.stdin is not None, "started with a pipe"
+        assert process.stdout is not None, "started with a pipe"
+        process.stdin.write(msgspec.json.encode(self._choice) + b"\n")
+        started = Chosen(error=f"their process has not started within {START_SECONDS:g} s")
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(START_SECONDS):
+                    line = await process.stdout.readline()
+                started = msgspec.json.decode(line or b'{"error": "their process has died"}', type=Chosen)
+            if started.error:
+                raise UserError(f"the parsers of tool calls and reasoning cannot start: {started.error}")
+        except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.communicate()
+            raise
+        self.chosen = started
+        return process
+
+    async def _read(self, process: Process) -> None:
+        """Pass on the answers of the process until it ends."""
+        assert process.stdout is not None, "started with a pipe"
+        async for line in process.stdout:
+            # The question may have been cancelled.
+            if not (answer := self._waiting.popleft()).done():
+                answer.set_result(msgspec.json.decode(line, type=Parsed | None))
+        self._process = None
+        while self._waiting:
+            if not (answer := self._waiting.popleft()).done():
+                answer.set_result(None)
+        await process.wait()
