@@ -1,6 +1,6 @@
 """An environment of `verifiers`: write a word backwards.
 
-    python train_async.py --config configs/verifiers-cpu.yaml
+python train_async.py --config configs/verifiers-cpu.yaml
 """
 
 from __future__ import annotations
