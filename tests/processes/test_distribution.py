@@ -24,8 +24,13 @@ LOCK = (ROOT / "requirements" / "cpu.lock").read_text()
 LIBRARY = ["miles_async/**/*.py", "workers/**/*.py", "train*.py"]
 TOOLS = ["tests/**/*.py", "benchmarks/**/*.py", "dashboards/**/*.py", "docs/**/*.py", "examples/*.py"]
 OURS = {"miles_async", "workers", "tests", "benchmarks", "dashboards", "examples"}
-OF_ANOTHER_ENVIRONMENT = ROOT / "benchmarks/peers/grpo_trainer.py"
-"""Runs in `.venv-peers`, for which `make bench-peers` installs TRL."""
+ENVIRONMENTS = ROOT / "miles_async/adapters/environments"
+OF_ANOTHER_ENVIRONMENT = {
+    ROOT / "benchmarks/peers/grpo_trainer.py",
+    ENVIRONMENTS / "server.py",
+    ENVIRONMENTS / "harness/miles_chat.py",
+}
+"""Run in `.venv-peers`, `.venv-verifiers` and `.venv-openenv`, which have locks or installations of their packages."""
 OTHER_BUILDS = {"mooncake": ["mooncake_transfer_engine_cuda13"]}
 """Packages whose build for CPU machines, which is installed here, is another distribution than the declared one."""
 
@@ -48,7 +53,7 @@ def declared(*extras: str) -> set[str]:
 def imported(patterns: list[str]) -> set[str]:
     """The top-level names of the packages of others that the files import."""
     names: set[str] = set()
-    for path in {path for pattern in patterns for path in ROOT.glob(pattern)} - {OF_ANOTHER_ENVIRONMENT}:
+    for path in {path for pattern in patterns for path in ROOT.glob(pattern)} - OF_ANOTHER_ENVIRONMENT:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}

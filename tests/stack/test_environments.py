@@ -20,7 +20,7 @@ pytest_plugins = ["tests.stack.engine_fixtures"]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "verifiers:examples/environments/reverse.py": {},
-    "openenv:examples/environments/two_sums.py": {"observation_field": "prompt"},
+    "openenv:examples/environments/two_words.py": {"observation_field": "word"},
 }
 
 

@@ -29,6 +29,8 @@ from typing import Any, Protocol
 
 KEY_VARIABLE = "MILES_AGENT_API_KEY"
 """Environment variable with the API key of the endpoint. verifiers hides such names from programs of the model."""
+KEY_HEADERS = ("Authorization", "x-api-key")
+"""Headers with the API key: those of OpenAI's and of Anthropic's clients."""
 MODEL = "policy"
 """Name of the trained model at the endpoint."""
 MAX_LINE_BYTES = 1 << 26
@@ -112,7 +114,7 @@ class Verifiers:
                 url = self._urls.get(request.headers.get("X-Session-ID", ""))
                 if url is None:
                     return web.json_response({"error": "only model requests of a running task are relayed"}, status=404)
-                headers = {"Authorization": request.headers.get("Authorization", "")}
+                headers = {name: key for name in KEY_HEADERS if (key := request.headers.get(name)) is not None}
                 target = f"{url}/{request.match_info['path']}"
                 async with http.post(target, data=await request.read(), headers=headers) as answer:
                     return web.Response(
