@@ -266,7 +266,7 @@ class MetricsRecorder:
         self._metrics.reward_seconds.observe(event.reward_seconds)
         self._metrics.group_reward.observe(event.reward)
         self._metrics.group_response_tokens.observe(event.response_tokens)
-        self._metrics.generated_samples.inc(self._samples_per_group)
+        self._metrics.generated_samples.inc(self._samples_per_group - event.missing)
         self._metrics.truncated_samples.inc(event.truncated)
 
     def _pulse(self, event: Pulse) -> None:
