@@ -9,6 +9,8 @@ import pytest
 
 from miles_async.config.schema import RunConfig
 from miles_async.events import GroupGenerated, GroupMoved, SampleDiscarded
+from miles_async.observability.diagnosis.verdict import Bottleneck, Verdicts
+from miles_async.observability.diagnosis.waste import WastedTokens
 from miles_async.types import DropReason
 from tests.configuration import run_config
 from tests.sim.agents import AgentModel, AgentWorld
@@ -17,6 +19,11 @@ from tests.sim.engines import EngineModel
 
 def config(**settings: Any) -> RunConfig:
     return run_config(**{"rollout_batch_size": 4, "num_rollout": 20, "n_samples_per_prompt": 8} | settings)
+
+
+class Sink:
+    def __init__(self, observer: Verdicts | WastedTokens) -> None:
+        self.emit = observer.observe
 
 
 def wasted_share(world: AgentWorld) -> float:
@@ -32,6 +39,13 @@ def test_a_failed_sample_costs_its_own_tokens_and_not_those_of_its_group() -> No
     assert 0.03 < wasted_share(alone) < 0.07
     assert 0.28 < wasted_share(whole) < 0.42
     assert alone.audit.violations == whole.audit.violations == []
+
+
+def test_the_wasted_tokens_of_the_summary_are_those_that_the_agents_sampled_in_vain() -> None:
+    waste = WastedTokens()
+    world = AgentWorld(config=config(), agents=AgentModel(failure_rate=0.2, bug_rate=0.02), sinks=(Sink(waste),)).run()
+    assert waste.share == pytest.approx(wasted_share(world), abs=0.02)
+    assert waste.generated == pytest.approx(world.sampled_tokens, rel=0.01)
 
 
 def test_a_group_is_trained_without_samples_that_fail_in_every_attempt() -> None:
@@ -60,6 +74,14 @@ def test_an_error_of_the_function_ends_the_attempt_and_finally_becomes_a_dead_le
     ).run()
     assert any("a bug of the agent" in error for _, _, error in world.dead_letters.letters)
     assert not any(event.missing for event in world.trace.of(GroupGenerated))
+
+
+def test_the_verdict_names_the_failures_if_they_keep_the_learner_waiting() -> None:
+    verdicts = Verdicts()
+    AgentWorld(config=config(), whole_groups=True, agents=AgentModel(failure_rate=0.1), sinks=(Sink(verdicts),)).run()
+    assert verdicts.overall is Bottleneck.WASTE
+    assert verdicts.waste.main_reason == DropReason.FAILED
+    assert verdicts.waste.share > 0.4
 
 
 def test_an_agent_that_starts_again_at_each_deadline_uses_up_its_attempts() -> None:
