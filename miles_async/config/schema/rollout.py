@@ -83,7 +83,8 @@ class Rollout(Section):
     unset, there is no deadline."""
     head_deadline_action: Literal["wait", "recycle", "salvage"] = "salvage"
     """What happens to the group that exceeds head_deadline_seconds: wait keeps waiting for it, recycle generates the
-    group from scratch, salvage starts another attempt that continues the tokens generated so far."""
+    group from scratch, salvage starts another attempt that continues the tokens generated so far. If no unfinished
+    sample can be continued, salvage keeps the finished samples and generates the others from scratch."""
     max_attempts: int = Field(3, ge=1)
     """Maximum number of attempts to generate a group. A prompt whose last attempt fails is written to
     dead_letters.jsonl in the run folder. Within an attempt of its group, a sample that fails for reasons of
