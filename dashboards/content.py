@@ -234,10 +234,14 @@ QUEUE_AND_STALENESS = Dashboard(
                     "stack",
                 ),
                 Panel(
-                    "Discarded tokens",
-                    "Response tokens of dropped groups per second, by reason. For worker_lost, an upper bound.",
-                    "short",
-                    {"{{reason}}": f"sum by (run, reason) ({rate('discarded_tokens_total')})"},
+                    "Wasted tokens",
+                    "Share of the generated response tokens that are not trained, by reason. For worker_lost, an "
+                    "estimate.",
+                    "percentunit",
+                    {
+                        "{{reason}}": f"sum by (run, reason) ({rate('wasted_tokens_total')}) / on (run) group_left "
+                        f"sum by (run) ({rate('generated_tokens_total')})"
+                    },
                     "stack",
                 ),
             ),

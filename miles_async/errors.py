@@ -2,7 +2,9 @@
 
 - `UserError`: the configuration, a file or a user function is wrong. One sentence, exit code 2, no traceback.
 - `DataRowError`: one row of the data is broken. The row is reported, counted and skipped; the run continues.
-- `TrajectoryError`: one group failed. The group is retried, then dead-lettered and counted; the run continues.
+- `TrajectoryError`: a sample or a whole group failed. The group is retried, then dead-lettered and counted; the run
+  continues. Samples that have not failed keep their tokens if the error names those that have.
+- `InfrastructureError`: samples failed for a reason outside of them. They are generated or scored again at once, alone.
 - `EngineLostError`: an engine stopped answering. Its groups are retried on other engines; the engine is fenced and
   replaced.
 - `RouterLostError`: the router did not answer, or had no engine to send a request to. Admission waits until the router
@@ -12,6 +14,12 @@
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_async.types import Sample
 
 
 class MilesError(Exception):
@@ -28,6 +36,18 @@ class DataRowError(MilesError):
 
 class TrajectoryError(MilesError):
     """A group cannot be trained in its current state; the run continues without it."""
+
+    def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
+        """`samples` are those that failed. If they are not known, the whole group is generated again."""
+        super().__init__(message)
+        self.samples = samples
+
+
+class InfrastructureError(TrajectoryError):
+    """A sample failed for a reason outside of it, such as a tool server that is down. Another attempt may succeed.
+
+    Generate functions and reward functions may raise it.
+    """
 
 
 class PromptTooLongError(TrajectoryError):
@@ -56,3 +76,40 @@ class WindowError(MilesError, ValueError):
 
 class LedgerError(MilesError):
     """A group made a transition that its state does not allow. This is a bug in the scheduler, not a user error."""
+
+
+_INFRASTRUCTURE = frozenset(
+    (
+        "aiohttp.client_exceptions.ClientConnectionError",
+        "aiohttp.client_exceptions.ClientPayloadError",
+        "anthropic.APIConnectionError",
+        "anthropic.InternalServerError",
+        "anthropic.RateLimitError",
+        "httpx.TransportError",
+        "openai.APIConnectionError",
+        "openai.InternalServerError",
+        "openai.RateLimitError",
+        "verifiers.errors.InfraError",
+    )
+)
+"""Errors of libraries that users' functions call, by name, because the libraries may not be installed."""
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether an error of a user's function, or the cause of the error, is a failure of infrastructure.
+
+    These are `InfrastructureError`, `EngineLostError`, lost connections and timeouts of the standard library and of
+    HTTP clients, and answers of a server that failed or is overloaded. Errors of files are not.
+    """
+    return any(
+        isinstance(cause, InfrastructureError | EngineLostError)
+        or (isinstance(cause, OSError) and cause.filename is None)
+        or any(f"{kind.__module__}.{kind.__qualname__}" in _INFRASTRUCTURE for kind in type(cause).__mro__)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -89,8 +89,10 @@ class GroupMoved(Event, frozen=True):
     counts: dict[str, int]
     """Number of groups in each live state after the transition (fed, in_flight, finished, queued, leased, trained)."""
     discarded_tokens: int = 0
-    """Response tokens of a dropped group; 0 if another attempt continues them, or if they were lost with a rollout
-    worker and are not known."""
+    """Response tokens of a dropped group that no further attempt continues; 0 if they were lost with a rollout worker
+    and are not known."""
+    kept_tokens: int = 0
+    """Response tokens of a dropped group that the next attempt has from the beginning."""
 
     @property
     def was_lost_in_flight(self) -> bool:
@@ -114,6 +116,8 @@ class GroupGenerated(Event, frozen=True):
     """Mean over the samples."""
     truncated: int
     """Number of trajectories that reached the length limit, in any of their segments."""
+    missing: int = 0
+    """Number of trajectories that failed and without which the group is trained."""
     by_worker: bool = False
     """Whether the worker of a rollout function generated the group, which is then admitted when it is returned.
 
@@ -128,6 +132,20 @@ class GroupGenerated(Event, frozen=True):
     def started(self) -> float:
         """When generation began."""
         return self.generated - self.generation_seconds
+
+
+class SampleDiscarded(Event, frozen=True):
+    """The response of one sample was discarded, while the other samples of its group were kept."""
+
+    sequence: int | None
+    """Sequence number of the group; None for a group of a rollout function."""
+    sample: int | None
+    """Index of the sample in the data, if it has one."""
+    reason: str
+    """A `DropReason`, or `publish` if a publish aborted the request."""
+    tokens: int
+    """Response tokens of the sample, without those of a request that the engines did not answer."""
+    error: str
 
 
 class GroupReplayed(Event, frozen=True):
@@ -569,6 +587,7 @@ AnyEvent = (
     | ClusterReady
     | GroupMoved
     | GroupGenerated
+    | SampleDiscarded
     | SampleDisplayed
     | RequestEnded
     | GroupFiltered

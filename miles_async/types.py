@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,6 +129,11 @@ class Sample:
     def oldest_version(self) -> int | None:
         """The oldest weight version of the response; None without spans."""
         return min((span.version for span in self.spans), default=None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response is complete: the model ended it, or it reached the length limit."""
+        return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
     @property
     def scalar_reward(self) -> float:
@@ -283,7 +288,7 @@ class Group(list[Sample]):
     accept it.
     """
 
-    __slots__ = ("attempt", "feed_index", "sequence")
+    __slots__ = ("attempt", "feed_index", "missing", "sequence")
 
     def __init__(
         self, samples: Iterable[Sample] = (), *, feed_index: str = "", attempt: int = 0, sequence: int | None = None
@@ -295,6 +300,8 @@ class Group(list[Sample]):
         """0 for the first attempt; incremented each time the prompt is recycled as stale or failed."""
         self.sequence = sequence
         """The order of admission, assigned by the scheduler to each attempt; None before admission."""
+        self.missing: list[Sample] = []
+        """Samples without which the group is trained; see `leave_out`."""
 
     @staticmethod
     def of(samples: Iterable[Sample | list[Sample]]) -> Group:
@@ -387,6 +394,11 @@ class Group(list[Sample]):
         """Response tokens of all samples."""
         return sum(sample.response_length for sample in self)
 
+    @property
+    def finished_tokens(self) -> int:
+        """Response tokens of the trajectories that are finished."""
+        return sum(one.response_length for segments in self.trajectories if _finished(segments) for one in segments)
+
     def share_rewards(self) -> None:
         """Give a reward that one segment of a trajectory has, the last one if several have, to segments without one."""
         for segments in self.trajectories:
@@ -395,15 +407,31 @@ class Group(list[Sample]):
                 if rewarded and segment.reward is None:
                     segment.reward, segment.reward_key = rewarded[-1].reward, rewarded[-1].reward_key
 
-    def reset(self) -> None:
+    def leave_out(self, samples: Sequence[Sample]) -> None:
+        """Remove all segments of failed trajectories, so that the group can be trained. `reset` puts them back."""
+        failed = set(map(id, samples))
+        self.missing += [sample for sample in self if id(sample) in failed]
+        self[:] = [sample for sample in self if id(sample) not in failed]
+
+    def reset(self, *, keeps_finished: bool = False) -> None:
         """Discard responses, versions and rewards; keep the prompt, so that the group can be admitted again.
 
-        One sample per trajectory stays.
+        One sample per trajectory stays. With `keeps_finished`, finished trajectories stay as they are.
         """
-        self[:] = [segments[0] for segments in self.trajectories]
-        for sample in self:
-            sample.reset()
+        if self.missing:
+            self[:] = sorted([*self, *self.missing], key=lambda sample: sample.index or 0)
+            self.missing = []
+        trajectories = self.trajectories
+        for segments in trajectories:
+            if not (keeps_finished and _finished(segments)):
+                del segments[1:]
+                segments[0].reset()
+        self[:] = chain.from_iterable(trajectories)
         self.sequence = None
+
+
+def _finished(segments: Sequence[Sample]) -> bool:
+    return all(sample.finished for sample in segments)
 
 
 class Verdict(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
-from miles_async.config.derived import rollout_file
+from miles_async.config.derived import min_samples_per_group, rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
@@ -112,7 +112,7 @@ def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> lis
             _check_log_probs(group)
     except TrajectoryError as error:
         raise UserError(f"rollout data {path} cannot be trained: {error}") from error
-    return as_groups(groups, rollout.n_samples_per_prompt)
+    return as_groups(groups, rollout.n_samples_per_prompt, min_samples_per_group(config))
 
 
 def _check_log_probs(group: Group) -> None:

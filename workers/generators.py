@@ -29,12 +29,13 @@ from miles_async.config.derived import (
     trains_on_sampling_masks,
 )
 from miles_async.config.schema import RunConfig
-from miles_async.events import AgentSessionExpired
+from miles_async.events import AgentSessionExpired, SampleDiscarded
 from miles_async.pipeline.journal import Journal
 from miles_async.rollout.contract import Arguments
-from miles_async.rollout.generate import FunctionGenerator, load_generate_function
+from miles_async.rollout.generate import FunctionGenerator, OnDiscarded, load_generate_function
 from miles_async.sample_schema import SampleLimits
 from miles_async.stored_run import StoredRun
+from miles_async.types import DropReason, Group, Sample
 
 from .specs import greedy_of, sampling_of
 
@@ -65,6 +66,7 @@ class Generators:
         rollout worker has left. External generators read the key of the endpoint from `agent_key_file`.
         """
         self._config = config
+        self._journal = journal
         self._limits = limits
         self._fleet = fleet
         self._tokenizer = tokenizer
@@ -136,7 +138,7 @@ class Generators:
 
     def training(self) -> GeneratorWithSampling | FunctionGenerator:
         """The generator of the training data."""
-        return self._with_user_function(self.frontend, sampling_of(self._config), self._limits)
+        return self._with_user_function(self.frontend, sampling_of(self._config), self._limits, self._report_discarded)
 
     def evaluation(self, sampling: SamplingParams) -> GeneratorWithSampling | FunctionGenerator:
         """A generator for evaluations with the given sampling settings."""
@@ -144,7 +146,11 @@ class Generators:
         return self._with_user_function(self._evaluation, sampling, replace(self._limits, sampling_masks=None))
 
     def _with_user_function(
-        self, engine: SGLangGenerator, sampling: SamplingParams, limits: SampleLimits
+        self,
+        engine: SGLangGenerator,
+        sampling: SamplingParams,
+        limits: SampleLimits,
+        on_discarded: OnDiscarded | None = None,
     ) -> GeneratorWithSampling | FunctionGenerator:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
@@ -159,8 +165,22 @@ class Generators:
             turns,
             live_version=self._live_version,
             timeout_seconds=self._config.rollout.generate_timeout_seconds,
+            max_attempts=self._config.rollout.max_attempts,
             engines_abort=self._config.weights.pause_generation_mode == "abort",
             limits=limits,
+            on_discarded=on_discarded,
+        )
+
+    def _report_discarded(self, group: Group, sample: Sample, reason: DropReason, tokens: int, error: str) -> None:
+        self._journal.emit(
+            SampleDiscarded(
+                time=time.time(),
+                sequence=group.sequence,
+                sample=sample.index,
+                reason=reason,
+                tokens=tokens,
+                error=error,
+            )
         )
 
     def _max_requests(self, per_engine: int) -> int:

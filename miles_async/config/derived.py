@@ -272,6 +272,11 @@ def bounds_of(config: RunConfig, entry: str) -> Bounds:
     )
 
 
+def min_samples_per_group(config: RunConfig) -> int:
+    """The fewest samples with which a group is trained that lost others to infrastructure."""
+    return config.rollout.min_samples_per_group or config.rollout.n_samples_per_prompt
+
+
 def samples_per_rollout(config: RunConfig) -> int:
     """Samples per training batch."""
     return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt

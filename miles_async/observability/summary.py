@@ -20,6 +20,7 @@ from miles_async.events import (
     EngineBusy,
     Evaluated,
     Event,
+    GroupGenerated,
     GroupMoved,
     LearnerRestored,
     PublishEnded,
@@ -29,6 +30,7 @@ from miles_async.events import (
     StepStarted,
 )
 from miles_async.observability.diagnosis.verdict import KNOBS, Verdicts
+from miles_async.observability.diagnosis.waste import CAUSES
 from miles_async.observability.timeline import Timeline
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
@@ -133,8 +135,10 @@ class RunSummary:
 
     - `wall_seconds` covers the whole run. Rates and idle shares cover the training phase, which lasts from the start of
       the first optimizer step to the end of the last one.
-    - `discarded_tokens` are the response tokens of dropped groups, by reason. The tokens of groups that were being
-      generated when a rollout worker was lost are not known; `lost_tokens_at_most` is an upper bound.
+    - `wasted_tokens` are the response tokens that were generated and not trained, by reason, and `wasted_share` is
+      their share of all generated tokens. The tokens of groups that were being generated when a rollout worker was
+      lost, and that are generated twice, are estimated; `lost_tokens_at_most` is an upper bound.
+    - `left_out_samples` is the number of samples that failed and without which their group was trained.
     - `publish_ms_*` lasts from the start of staging until every engine decodes again. `pause_ms_*` is the part of it in
       which the engines were paused. Version 0, the initial weights, is not counted as a publish.
     """
@@ -154,8 +158,8 @@ class RunSummary:
         self._batch: list[int] = []
         """Staleness of the groups in the current training step."""
         self._dropped: Counter[str] = Counter()
-        self._discarded: Counter[str] = Counter()
-        """Response tokens of dropped groups, by the reason of the drop."""
+        self._left_out = 0
+        """Samples without which their group was generated."""
         self._lost_in_flight = 0
         """Groups that were being generated when a rollout worker was lost."""
         self._engines = _EngineSeconds()
@@ -185,8 +189,9 @@ class RunSummary:
             case GroupMoved():
                 if event.after == GroupState.DROPPED and event.reason is not None:
                     self._dropped[event.reason] += 1
-                    self._discarded[event.reason] += event.discarded_tokens
                     self._lost_in_flight += event.was_lost_in_flight
+            case GroupGenerated():
+                self._left_out += event.missing
             case StepStarted():
                 self._batch = event.staleness
                 self._engines.step_started(event.time)
@@ -219,7 +224,7 @@ class RunSummary:
         """Return the contents of `summary.json`."""
         started = self._run.time if self._run is not None else None
         ended = self._ended.time if self._ended is not None else self._last_time
-        verdict = self._verdicts.overall
+        verdict, waste = self._verdicts.overall, self._verdicts.waste
         rewards = self._rewards.figures()
         return {
             "run": self._run.run if self._run is not None else None,
@@ -250,7 +255,12 @@ class RunSummary:
             "staleness_histogram": {str(age): self._staleness[age] for age in sorted(self._staleness)},
             "recycled": self._dropped[DropReason.STALE],
             "dropped": dict(sorted(self._dropped.items())),
-            "discarded_tokens": {reason: tokens for reason, tokens in sorted(self._discarded.items()) if tokens},
+            "generated_tokens": waste.generated,
+            "wasted_share": waste.share,
+            "wasted_tokens": {reason: tokens for reason, tokens in sorted(waste.by_reason.items()) if tokens},
+            "wasted_mainly": CAUSES[waste.main_reason].what if waste.main_reason is not None else None,
+            "wasted_knob": CAUSES[waste.main_reason].knob if waste.main_reason is not None else None,
+            "left_out_samples": self._left_out,
             "lost_tokens_at_most": self._lost_in_flight * (self._run.longest_group if self._run is not None else 0),
             "unwritten_dead_letters": self._unwritten.letters if self._unwritten is not None else 0,
             "unwritten_prompts": self._unwritten.prompts if self._unwritten is not None else [],
@@ -323,7 +333,7 @@ _LINES = {
     "pause": "{pause_ms_median:.0f} ms median, {pause_ms_max:.0f} ms max",
     "staleness": "max {staleness_max}, groups by age {staleness_histogram}",
     "recycled": "{recycled} groups; dropped {dropped}",
-    "discarded": "tokens {discarded_tokens}; at most {lost_tokens_at_most} with lost rollout workers",
+    "wasted": "{wasted_share:.1%} of {generated_tokens} tokens, mainly because {wasted_mainly}; {wasted_tokens}",
     "verdict": "{verdict}: {knob}",
     "ended": "{reason}",
 }

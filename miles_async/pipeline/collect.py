@@ -14,7 +14,7 @@ from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import DropReason, Group, Sample
+from miles_async.types import DropReason, Group, Sample, trajectories_of
 
 Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""
@@ -184,6 +184,7 @@ class BatchCollector:
             response_tokens=group.response_tokens,
             reward=fmean(group.rewards),
             truncated=sum(group.truncated),
+            missing=len(trajectories_of(group.missing)),
             by_worker=True,
         )
 

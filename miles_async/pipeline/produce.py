@@ -15,7 +15,13 @@ from statistics import fmean
 
 import structlog
 
-from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
+from miles_async.errors import (
+    EngineLostError,
+    InfrastructureError,
+    PromptTooLongError,
+    RouterLostError,
+    TrajectoryError,
+)
 from miles_async.events import AdmissionBlocked, GroupFiltered, GroupGenerated, QueueChanged
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, sequence_of
@@ -27,10 +33,12 @@ from miles_async.scheduling.admission import Admission, Blocked
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.queue import GroupQueue
 from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCollector
-from miles_async.types import DropReason, Group, SampleStatus, Verdict
+from miles_async.types import DropReason, Group, SampleStatus, Verdict, trajectories_of
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
 """Delay before a group whose engine or router was lost is fed again: the next health check has to notice the loss."""
+REWARD_PAUSE_SECONDS = 1.0
+"""Delay before samples are scored again whose reward failed; it doubles with each failure."""
 
 
 class Outcome(Enum):
@@ -69,6 +77,8 @@ class Producer:
         window_size: int,
         head_policy: HeadPolicy,
         queue_capacity: int,
+        min_samples: int,
+        max_attempts: int,
         partial_rollout: bool,
         engines_available: Callable[[], bool],
         check_engines: Callable[[], Awaitable[None]],
@@ -76,6 +86,9 @@ class Producer:
     ) -> None:
         """`keep` is the dynamic filter; `limits` are those of the model and the learner; `engines_available` returns
         whether requests reach an engine; `check_engines` fences the engines that do not answer.
+
+        A group that lost samples to infrastructure is trained if it has `min_samples` left. Samples are scored up to
+        `max_attempts` times.
         """
         self._run_state = run_state
         self._tasks = tasks
@@ -86,6 +99,8 @@ class Producer:
         self._limits = limits
         self._recycler = recycler
         self._head_policy = head_policy
+        self._min_samples = min_samples
+        self._max_attempts = max_attempts
         self._partial_rollout = partial_rollout
         self._engines_available = engines_available
         self._check_engines = check_engines
@@ -101,6 +116,8 @@ class Producer:
         """The limit that blocks admission now, and since when."""
         self._overdue: set[int] = set()
         """Groups that the head policy aborted and whose attempts have not ended yet."""
+        self._salvaged: dict[str, int] = {}
+        """Tokens that the unfinished samples had when their group was salvaged, by feed index."""
         self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
         self.window: WindowedFIFOCollector[Group] = WindowedFIFOCollector(None, window_size)
         self._data_empty_at = -1
@@ -271,13 +288,16 @@ class Producer:
         except TrajectoryError as error:
             outcome = Outcome.FAILED
             self._quarantine.clear(group)
-            self._recycler.retry(group, DropReason.FAILED, str(error))
+            for sample in error.samples:
+                sample.status = SampleStatus.FAILED
+            # An error that names no sample may be the fault of any.
+            self._recycler.retry(group, DropReason.FAILED, str(error), keeps_finished=bool(error.samples))
         except EngineLostError as error:
             outcome = Outcome.FAILED
             if not self._stopping:
                 await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
             if isinstance(error, RouterLostError):
-                self._recycler.requeue(group, DropReason.ROUTER_LOST)
+                self._recycler.requeue(group, DropReason.ROUTER_LOST, keeps_finished=True)
             else:
                 self._recycler.handle_engine_loss(group, str(error))
         if outcome is Outcome.ABORTED:
@@ -288,6 +308,7 @@ class Producer:
         self._quarantine.end_trial(group)
         if outcome is Outcome.KEPT:
             self.finished_since_close += self._closed
+            self._salvaged.pop(group.feed_index, None)
             run_state.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)
         else:
@@ -309,6 +330,10 @@ class Producer:
         self.at_engines_since[sequence] = started
         try:
             await self._generate(group)
+        except InfrastructureError as error:
+            if self._stopping:
+                return Outcome.ABORTED
+            self._leave_out(group, error)
         finally:
             del self._generating[sequence], self.at_engines_since[sequence]
         if _aborted(group):
@@ -319,7 +344,7 @@ class Producer:
         generated = clock.monotonic()
         self.rewarding += 1
         try:
-            await self._rewarder.score(group)
+            await self._score(group)
         finally:
             self.rewarding -= 1
         verdict = self._keep(group)
@@ -336,6 +361,7 @@ class Producer:
                 response_tokens=group.response_tokens,
                 reward=fmean(group.rewards),
                 truncated=sum(group.truncated),
+                missing=len(trajectories_of(group.missing)),
             )
         )
         self._sample_display.offer(group)
@@ -357,7 +383,28 @@ class Producer:
             if not self._partial_rollout:
                 for sample in group:
                     if sample.status is SampleStatus.ABORTED:
+                        run_state.discard(group, sample, "publish", "a publish aborted the request")
                         sample.reset()
+
+    async def _score(self, group: Group) -> None:
+        """Score the samples, and again those whose reward server failed, which keep their tokens."""
+        failures = 0
+        while True:
+            try:
+                return await self._rewarder.score(group)
+            except InfrastructureError as error:
+                failures += 1
+                if failures == self._max_attempts or self._stopping:
+                    for sample in error.samples:
+                        self._run_state.discard(group, sample, DropReason.FAILED, str(error))
+                    return self._leave_out(group, error)
+            await self._run_state.clock.sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
+
+    def _leave_out(self, group: Group, error: InfrastructureError) -> None:
+        """Continue without the failed samples. Raises the error if too few would be left."""
+        if len(group.trajectories) - len(trajectories_of(error.samples)) < self._min_samples:
+            raise error
+        group.leave_out(error.samples)
 
     def _feed_aborted_again(self, group: Group) -> None:
         """Feed an aborted group again: with its tokens, or as a fresh attempt."""
@@ -367,13 +414,19 @@ class Producer:
                 self._recycler.salvage(group, DropReason.PARTIAL)
             else:
                 self._recycler.requeue(group, DropReason.ABORTED)
-        elif self._head_policy.action is HeadAction.SALVAGE and group.response_tokens:
+            return
+        salvages = self._head_policy.action is HeadAction.SALVAGE
+        tokens = sum(sample.response_length for sample in group if not sample.finished)
+        if salvages and tokens > self._salvaged.pop(group.feed_index, 0):
+            self._salvaged[group.feed_index] = tokens
             self._recycler.salvage(group, DropReason.HEAD_DEADLINE)
         else:
+            # An agent that starts again has no more tokens than before. Its attempts are limited.
             self._recycler.retry(
                 group,
                 DropReason.HEAD_DEADLINE,
                 f"it blocked the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
+                keeps_finished=salvages,
             )
 
     def _fill_queue(self) -> None:

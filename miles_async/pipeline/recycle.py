@@ -5,7 +5,7 @@ from __future__ import annotations
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource, DeadLetters
 from miles_async.scheduling.quarantine import ALONE_LOSSES, CULPRIT_LOSSES
-from miles_async.types import DropReason, Group
+from miles_async.types import DropReason, Group, SampleStatus
 
 
 class Recycler:
@@ -19,24 +19,33 @@ class Recycler:
         self.recycled = 0
         """Number of groups recycled as stale since the run began."""
 
-    def retry(self, group: Group, reason: DropReason, error: str) -> None:
-        """End the attempt and count it. The prompt is fed again, or dead-lettered after its last attempt."""
-        self._run_state.drop(group, reason)
+    def retry(self, group: Group, reason: DropReason, error: str, *, keeps_finished: bool = False) -> None:
+        """End the attempt and count it. The prompt is fed again, or dead-lettered after its last attempt.
+
+        With `keeps_finished`, the next attempt generates only the samples that are not finished.
+        """
         self.recycled += reason is DropReason.STALE
         if group.attempt + 1 >= self._max_attempts:
-            self._dead_letters.dead_letter(group, reason, error)
+            self.dead_letter(group, reason, error)
             return
+        self._end(group, reason, keeps_finished)
         group.attempt += 1
-        self._feed_again(group)
+        self._return(group)
 
-    def requeue(self, group: Group, reason: DropReason) -> None:
-        """End the attempt without counting it, because the prompt did not cause the end. The prompt is fed again."""
-        self._run_state.drop(group, reason)
-        self._feed_again(group)
+    def requeue(self, group: Group, reason: DropReason, *, keeps_finished: bool = False) -> None:
+        """End the attempt without counting it, because the prompt did not cause the end. The prompt is fed again.
+
+        `keeps_finished` is as in `retry`.
+        """
+        self._end(group, reason, keeps_finished)
+        self._return(group)
 
     def salvage(self, group: Group, reason: DropReason) -> None:
         """End the attempt but keep its tokens, which the next attempt continues; their weight versions stay."""
-        self._run_state.drop(group, reason, keeps_tokens=True)
+        self._run_state.drop(group, reason, kept_tokens=group.response_tokens)
+        for sample in group:
+            if sample.status is SampleStatus.FAILED:
+                sample.reset()
         group.sequence = None
         self._return(group)
 
@@ -44,7 +53,7 @@ class Recycler:
         """Requeue a group whose engine was lost, or dead-letter a prompt that is proven to crash engines."""
         losses = self._run_state.quarantine.count_loss(group)
         if losses < CULPRIT_LOSSES:
-            self.requeue(group, DropReason.ENGINE_LOST)
+            self.requeue(group, DropReason.ENGINE_LOST, keeps_finished=True)
             return
         alone = CULPRIT_LOSSES - ALONE_LOSSES
         sentence = f"its engine was lost {losses} times, {alone} of them while nothing else was generated: {error}"
@@ -55,9 +64,9 @@ class Recycler:
         self._run_state.drop(group, reason)
         self._dead_letters.dead_letter(group, reason, error)
 
-    def _feed_again(self, group: Group) -> None:
-        group.reset()
-        self._return(group)
+    def _end(self, group: Group, reason: DropReason, keeps_finished: bool) -> None:
+        self._run_state.drop(group, reason, kept_tokens=group.finished_tokens if keeps_finished else 0)
+        group.reset(keeps_finished=keeps_finished)
 
     def _return(self, group: Group) -> None:
         """Put the prompt first in line; a prompt that may crash engines waits for its trial instead."""

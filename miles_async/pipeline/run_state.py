@@ -9,7 +9,7 @@ from typing import NamedTuple
 from weakref import ref
 
 from miles_async.errors import LedgerError
-from miles_async.events import GroupFiltered, GroupMoved
+from miles_async.events import GroupFiltered, GroupMoved, SampleDiscarded
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
@@ -203,6 +203,7 @@ class RunState:
         """Let `rebuilt`, a new list of the samples of the live `group`, take the place of `group`."""
         assert group.sequence is not None
         rebuilt.sequence, rebuilt.feed_index, rebuilt.attempt = group.sequence, group.feed_index, group.attempt
+        rebuilt.missing += group.missing
         self._live[group.sequence] = rebuilt
 
     def take_unused(self) -> list[Group]:
@@ -219,15 +220,28 @@ class RunState:
         for group in groups:
             self._record(group, self.ledger.advance(sequence_of(group), state), rollout)
 
-    def drop(self, group: Group, reason: DropReason, *, keeps_tokens: bool = False) -> None:
+    def drop(self, group: Group, reason: DropReason, *, kept_tokens: int = 0) -> None:
         """End the group's attempt without training, and with it the debt of its prompt; see `owe`.
 
-        With `keeps_tokens`, another attempt continues the tokens of this one.
+        `kept_tokens` is the number of response tokens that the next attempt has from the beginning.
         """
         unloaded = self._unloaded.pop(sequence_of(group), None)
         tokens = group.response_tokens if unloaded is None else unloaded.response_tokens
         transition = self.ledger.drop(sequence_of(group), reason)
-        self._record(group, transition, discarded_tokens=0 if keeps_tokens else tokens)
+        self._record(group, transition, discarded_tokens=tokens - kept_tokens, kept_tokens=kept_tokens)
+
+    def discard(self, group: Group, sample: Sample, reason: str, error: str) -> None:
+        """Record that the response of a sample will not be trained, while its group goes on."""
+        self.journal.emit(
+            SampleDiscarded(
+                time=self.clock.time(),
+                sequence=group.sequence,
+                sample=sample.index,
+                reason=reason,
+                tokens=sample.response_length,
+                error=error,
+            )
+        )
 
     def owe(self, group: Group) -> None:
         """Record that the prompt of a dropped group returns to the data source or waits for its trial."""
@@ -258,7 +272,10 @@ class RunState:
     async def load(self, group: Group) -> None:
         """Load the samples of a restored group from the store. Does nothing if the group is complete."""
         if (samples := self._unloaded.get(sequence_of(group))) is not None:
-            group[:] = await samples.load()
+            loaded = await samples.load()
+            present = {sample.index for sample in loaded}
+            group.leave_out([sample for sample in group if sample.index not in present])
+            group[:] = loaded
             self._unloaded.pop(sequence_of(group), None)
 
     def drop_filtered(self, group: Group, reason: str) -> None:
@@ -267,7 +284,13 @@ class RunState:
         self.drop(group, DropReason.FILTERED)
 
     def _record(
-        self, group: Group, transition: Transition, rollout: int | None = None, *, discarded_tokens: int = 0
+        self,
+        group: Group,
+        transition: Transition,
+        rollout: int | None = None,
+        *,
+        discarded_tokens: int = 0,
+        kept_tokens: int = 0,
     ) -> None:
         counts = self.ledger.counts
         self.journal.move(group, transition, adopted=transition.sequence in self._adopted, rollout=rollout)
@@ -286,6 +309,7 @@ class RunState:
                 reason=transition.reason,
                 counts={state: counts[state] for state in LIVE},
                 discarded_tokens=discarded_tokens,
+                kept_tokens=kept_tokens,
             )
         )
         self.changed.notify()

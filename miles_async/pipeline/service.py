@@ -40,7 +40,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from miles_async.config.derived import checkpoint_due, evaluation_due, publish_due
+from miles_async.config.derived import checkpoint_due, evaluation_due, min_samples_per_group, publish_due
 from miles_async.config.schema import RunConfig
 from miles_async.events import RunDrained, TrainerPhaseChanged
 from miles_async.pipeline.checkpoint import Checkpointer
@@ -137,6 +137,8 @@ class Service:
                 config.rollout.head_deadline_seconds, HeadAction(config.rollout.head_deadline_action)
             ),
             queue_capacity=config.rollout.queue_capacity,
+            min_samples=min_samples_per_group(config),
+            max_attempts=config.rollout.max_attempts,
             partial_rollout=config.rollout.partial_rollout,
             engines_available=ports.fleet.serving,
             check_engines=lambda: self._repair.check_engines(),

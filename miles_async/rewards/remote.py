@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from miles_async.config.redaction import redact_text
+from miles_async.errors import InfrastructureError
 from miles_async.types import Sample
 
 FIRST_BACKOFF_SECONDS = 0.25
@@ -30,7 +31,7 @@ class RemoteReward:
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
     async def __call__(self, args: Any, sample: Sample) -> Any:
-        """Raises RuntimeError with the server's answer if all attempts fail."""
+        """Raises InfrastructureError if all attempts fail, and RuntimeError if the server refuses the request."""
         body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
         async with self._permits:
             for attempt in range(self._retries + 1):
@@ -42,10 +43,13 @@ class RemoteReward:
                             return await answer.json(content_type=None)
                         failure = f"{answer.status}: {(await answer.text())[:200]}"
                         if answer.status < 500:
-                            break
+                            raise RuntimeError(self._sentence(failure))
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                     failure = f"{type(error).__name__}: {error}"
-        raise RuntimeError(redact_text(f"{self._url} answered {failure} (rm_url)"))
+        raise InfrastructureError(self._sentence(failure))
+
+    def _sentence(self, failure: str) -> str:
+        return redact_text(f"{self._url} answered {failure} (rm_url)")
 
     async def close(self) -> None:
         await self._session.close()

@@ -16,7 +16,7 @@ from numbers import Real
 from queue import SimpleQueue
 from typing import Any
 
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import InfrastructureError, TrajectoryError, UserError, is_infrastructure
 from miles_async.json_values import json_value
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError
@@ -83,29 +83,39 @@ class Rewarder:
         one get the same. A function for whole groups is always called, for all trajectories.
 
         Raises TrajectoryError if the function raises, misses its deadline or returns an invalid reward, and UserError
-        if it returns a dictionary and `reward_key` is not set.
+        if it returns a dictionary and `reward_key` is not set. Raises InfrastructureError if infrastructure failed, or
+        if an async function missed its deadline; the error names the samples, and all others have their reward.
         """
         group.share_rewards()
         trajectories = [one for one in group.trajectories if self._whole_groups or one[-1].reward is None]
-        scored = [segments[-1] for segments in trajectories]
+        shown = [_boxed(segments[-1]) if self._boxed else segments[-1] for segments in trajectories]
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                rewards = await self._rewards(scored, group)
-        except TimeoutError:
-            raise TrajectoryError(
-                f"group {group.feed_index}: reward {self._name} took longer than {self._timeout_seconds:g} s "
-                "(reward_timeout_seconds)"
-            ) from None
-        if len(rewards) != len(scored):
+            rewards = await self._rewards(shown, group)
+        except TrajectoryError as error:
+            named = set(map(id, error.samples))
+            pairs = zip(shown, trajectories, strict=True)
+            error.samples = [sample for one, segments in pairs if id(one) in named for sample in segments]
+            raise
+        if len(rewards) != len(shown):
             raise TrajectoryError(
                 f"group {group.feed_index}: reward {self._name} returned {len(rewards)} rewards "
-                f"for {len(scored)} samples"
+                f"for {len(shown)} samples"
             )
+        errors: list[InfrastructureError] = []
+        failed: list[Sample] = []
         for segments, reward in zip(trajectories, rewards, strict=True):
+            if isinstance(reward, InfrastructureError):
+                errors.append(reward)
+                failed += segments
+                continue
             for segment in segments:
                 segment.reward = reward
+        unscored = set(map(id, failed))
         for sample in group:
-            sample.reward, sample.reward_key = self._checked(sample, sample.reward)
+            if id(sample) not in unscored:
+                sample.reward, sample.reward_key = self._checked(sample, sample.reward)
+        if errors:
+            raise InfrastructureError(str(errors[0]), failed)
 
     async def close(self) -> None:
         """Release threads, processes and connections; the rewarder cannot score afterwards."""
@@ -113,20 +123,27 @@ class Rewarder:
         if self._close is not None:
             await self._close()
 
-    async def _rewards(self, scored: list[Sample], group: Group) -> list[Any]:
-        samples = [_boxed(sample) for sample in scored] if self._boxed else scored
-        if self._whole_groups:
-            return await self._score_together(samples, group)
-        if self._is_async:
-            return await self._score_concurrently(samples)
-        return await self._score_in_thread(samples)
+    async def _rewards(self, shown: list[Sample], group: Group) -> list[Any]:
+        """The reward of each shown sample, or an InfrastructureError in its place."""
+        if self._is_async and not self._whole_groups:
+            return await self._score_concurrently(shown)
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                if self._whole_groups:
+                    return await self._score_together(shown, group)
+                return await self._score_in_thread(shown)
+        except TimeoutError:
+            raise TrajectoryError(f"group {group.feed_index}: {self._too_slow()}") from None
 
-    async def _score_concurrently(self, samples: list[Sample]) -> list[Any]:
+    def _too_slow(self) -> str:
+        return f"reward {self._name} took longer than {self._timeout_seconds:g} s (reward_timeout_seconds)"
+
+    async def _score_concurrently(self, shown: list[Sample]) -> list[Any]:
         """Score each sample with the async function. No call is left when this method raises.
 
         Otherwise a call could write into the samples while the next attempt at the group generates them.
         """
-        calls = [asyncio.create_task(self._await(sample)) for sample in samples]
+        calls = [asyncio.create_task(self._await(sample)) for sample in shown]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -135,7 +152,7 @@ class Rewarder:
             # A function may ignore its cancellation, so the wait is limited.
             await asyncio.wait(calls, timeout=CANCEL_GRACE_SECONDS)
 
-    async def _score_in_thread(self, samples: list[Sample]) -> list[Any]:
+    async def _score_in_thread(self, shown: list[Sample]) -> list[Any]:
         """Score the samples with the plain function, one after the other, in a thread.
 
         A call cannot be interrupted, but no further sample is scored once the group has missed its deadline.
@@ -144,7 +161,7 @@ class Rewarder:
 
         def score() -> list[Any]:
             rewards: list[Any] = []
-            for sample in samples:
+            for sample in shown:
                 if abandoned.is_set():
                     break
                 rewards.append(self._call(sample))
@@ -155,30 +172,38 @@ class Rewarder:
         finally:
             abandoned.set()
 
-    async def _score_together(self, samples: list[Sample], group: Group) -> list[Any]:
+    async def _score_together(self, shown: list[Sample], group: Group) -> list[Any]:
         try:
             if self._is_async:
-                rewards = await self._function(self._args, samples)
+                rewards = await self._function(self._args, shown)
             else:
-                rewards = await _run_in_thread(self._threads, lambda: self._function(self._args, samples))
+                rewards = await _run_in_thread(self._threads, lambda: self._function(self._args, shown))
             return list(rewards)
         except (Exception, SystemExit) as error:
-            raise TrajectoryError(f"group {group.feed_index}: reward {self._name} {_failure(error)}") from error
+            kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
+            raise kind(f"group {group.feed_index}: reward {self._name} {_failure(error)}", shown) from error
 
     async def _await(self, sample: Sample) -> Any:
         try:
-            return await self._function(self._args, sample)
+            async with asyncio.timeout(self._timeout_seconds) as limit:
+                return await self._function(self._args, sample)
         except (Exception, SystemExit) as error:
-            raise self._failed(sample, error) from error
+            if limit.expired():
+                return InfrastructureError(f"sample {sample.index}: {self._too_slow()}")
+            return self._failed(sample, error)
 
     def _call(self, sample: Sample) -> Any:
         try:
             return self._function(self._args, sample)
         except (Exception, SystemExit) as error:
-            raise self._failed(sample, error) from error
+            return self._failed(sample, error)
 
-    def _failed(self, sample: Sample, error: BaseException) -> TrajectoryError:
-        return TrajectoryError(f"sample {sample.index}: reward {self._name} {_failure(error)}")
+    def _failed(self, sample: Sample, error: BaseException) -> InfrastructureError:
+        """The error to return in place of a reward. Raises TrajectoryError if the same response would fail again."""
+        sentence = f"sample {sample.index}: reward {self._name} {_failure(error)}"
+        if not is_infrastructure(error):
+            raise TrajectoryError(sentence, [sample]) from error
+        return InfrastructureError(sentence)
 
     def _checked(self, sample: Sample, reward: Any) -> tuple[Any, str | None]:
         """Return the validated reward, and the key of the entry that counts if the reward is a dictionary."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from miles_async.config.derived import min_samples_per_group
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -96,6 +97,7 @@ class RolloutFunctionAdapter:
         self._function = function
         self._args = args
         self._rollout = config.rollout
+        self._min_samples = min_samples_per_group(config)
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
         self._skipping = skipping
         self._limits = limits
@@ -140,7 +142,7 @@ class RolloutFunctionAdapter:
         version = None if self._has_worker else source.live_version
         args = self._args.with_values(rollout_batch_size=size)
         result = await call_rollout_function(self._function, args, rollout_id, source, evaluation=False)
-        groups = as_groups(result, self._rollout.n_samples_per_prompt)
+        groups = as_groups(result, self._rollout.n_samples_per_prompt, self._min_samples)
         if len(groups) != size:
             raise UserError(f"the rollout function returned {len(groups)} groups: rollout_batch_size is {size}")
         # At once, because the engines must still hold the weights that sampled the tokens.
@@ -149,7 +151,7 @@ class RolloutFunctionAdapter:
         for group, error in zip(groups, errors, strict=True):
             if error is None:
                 valid.append(group)
-            elif generation_failed(group):
+            elif failed_trajectories(group):
                 source.fail(group, f"the rollout function could not generate it: {error}")
             else:
                 sentence = f"the rollout function returned an invalid group; {error}"
@@ -162,8 +164,7 @@ class RolloutFunctionAdapter:
         Samples without weight versions get the version that was live when their prompt was taken, or else `version`.
         """
         try:
-            if generation_failed(group):
-                raise TrajectoryError(group_error(group))
+            self._leave_out_failed(group)
             group.share_rewards()
             for sample in group:
                 check_sample(sample, self._limits, source.trainer_version)
@@ -185,10 +186,21 @@ class RolloutFunctionAdapter:
             return error
         return None
 
+    def _leave_out_failed(self, group: Group) -> None:
+        """Remove samples that failed. Raises TrajectoryError if too few are left."""
+        failed = failed_trajectories(group)
+        if failed and len(group.trajectories) - len(failed) < self._min_samples:
+            raise TrajectoryError(group_error(group))
+        group.leave_out([sample for segments in failed for sample in segments])
 
-def generation_failed(group: Group) -> bool:
-    """Whether a sample failed before it got a reward, so that the group has to be generated again."""
-    return any(sample.status is SampleStatus.FAILED and sample.reward is None for sample in group)
+
+def failed_trajectories(group: Group) -> list[list[Sample]]:
+    """The trajectories that failed before they got a reward."""
+    return [
+        segments
+        for segments in group.trajectories
+        if any(sample.status is SampleStatus.FAILED and sample.reward is None for sample in segments)
+    ]
 
 
 def group_error(group: Group) -> str:
@@ -227,12 +239,12 @@ async def _call(
     return await result if inspect.isawaitable(result) else result
 
 
-def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
+def as_groups(result: Any, n_samples_per_prompt: int, min_samples: int) -> list[Group]:
     """Convert the result of a rollout function (a list of groups, of lists of samples, or of samples) to groups.
 
     A flat list is grouped by sample index if every sample has one, else in order. In a list for one group, a list
-    within it holds the segments of one trajectory. Raises UserError that names the sample if a group has the wrong
-    number of trajectories. The contents of the samples are not checked.
+    within it holds the segments of one trajectory. Raises UserError that names the sample if a group has more than
+    `n_samples_per_prompt` or fewer than `min_samples` trajectories. The contents of the samples are not checked.
     """
     if not isinstance(result, Sequence):
         raise UserError(f"the rollout function returned a {type(result).__name__}: return a list of groups")
@@ -241,10 +253,11 @@ def as_groups(result: Any, n_samples_per_prompt: int) -> list[Group]:
     else:
         groups = [_group(item, position) for position, item in enumerate(result)]
     for group in groups:
-        if (count := len(group.trajectories)) != n_samples_per_prompt:
+        if not min_samples <= (count := len(group.trajectories)) <= n_samples_per_prompt:
             raise UserError(
                 f"the rollout function returned {count} samples in the group of sample {group[0].index} "
-                f"({group.feed_index}): n_samples_per_prompt is {n_samples_per_prompt}"
+                f"({group.feed_index}): n_samples_per_prompt is {n_samples_per_prompt}, and min_samples_per_group is "
+                f"{min_samples}"
             )
     return groups
 

@@ -8,6 +8,11 @@ tokens, log-probabilities and weight versions: `args.turns` (`adapters/sglang/mu
 `args.agents` (`adapters/agents/endpoint.py`) provides an OpenAI-compatible address for an agent. A function that sends
 requests to the router itself must fill the sample itself. Without spans, its samples get the weight version that was
 live when their generation began; missing log-probabilities are computed by the engines afterwards.
+
+A sample whose infrastructure failed is generated again at once, while the other samples of its group go on. The
+function reports such a failure with an `InfrastructureError`, an error of a connection (`errors.is_infrastructure`) or
+a sample of status FAILED without a reward. Any other error may depend on the response, so the sample is not left out:
+its group ends its attempt, and the next attempt generates only the samples that failed.
 """
 
 from __future__ import annotations
@@ -21,15 +26,27 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.config.user_functions import load_function
-from miles_async.errors import MilesError, TrajectoryError, UserError
+from miles_async.errors import (
+    EngineLostError,
+    InfrastructureError,
+    MilesError,
+    RouterLostError,
+    TrajectoryError,
+    UserError,
+    is_infrastructure,
+)
 from miles_async.rollout.contract import Arguments, complete
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_sample
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.types import DropReason, Group, Sample, SampleStatus
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample | list[Sample]]]
 _UNFINISHED = (SampleStatus.PENDING, SampleStatus.ABORTED)
 ABORT_GRACE_SECONDS = 5.0
 """Time that a function has to return after an abort (a tool may be running) before it is cancelled."""
+FIRST_PAUSE_SECONDS = 1.0
+"""Pause before a failed sample is generated again; it doubles with each failure of the sample."""
+OnDiscarded = Callable[[Group, Sample, DropReason, int, str], None]
+"""`(group, sample, reason, tokens, error)`: called when the `tokens` response tokens of a sample were discarded."""
 
 
 def load_generate_function(path: str) -> GenerateFunction:
@@ -53,12 +70,16 @@ class FunctionGenerator:
         *,
         live_version: Callable[[], int],
         timeout_seconds: float,
+        max_attempts: int,
         engines_abort: bool = False,
         limits: SampleLimits = NO_LIMITS,
+        on_discarded: OnDiscarded | None = None,
     ) -> None:
-        """`engines_abort` means that engines abort all requests when weights are published.
+        """`timeout_seconds` is the time that a sample has for all of its attempts, of which there are `max_attempts`.
 
-        A function that sends its own requests may then return ABORTED because of an engine.
+        `engines_abort` means that engines abort all requests when weights are published. A function that sends its own
+        requests may then return ABORTED because of an engine. `on_discarded` is called for each response that is
+        discarded while the other samples of the group go on.
         """
         self._function = function
         self._args = args
@@ -67,6 +88,8 @@ class FunctionGenerator:
         self._turns = turns
         self._live_version = live_version
         self._timeout_seconds = timeout_seconds
+        self._max_attempts = max_attempts
+        self._on_discarded = on_discarded
         self._engines_abort = engines_abort
         self._limits = limits
         self._running: dict[int, tuple[Group, list[asyncio.Task[list[Sample]]]]] = {}
@@ -85,14 +108,15 @@ class FunctionGenerator:
     async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
         """Generate the unfinished samples of a group, concurrently; `sampling` overrides the default parameters.
 
-        Raises TrajectoryError if the function raises, exceeds `generate_timeout_seconds` or returns an invalid sample,
-        and UserError if it returns no sample. The samples that were generated are then kept.
+        Raises TrajectoryError if the function raises or returns an invalid sample, InfrastructureError if samples
+        failed only for reasons of infrastructure, in their last attempt or because their time ended, and UserError if
+        the function returns no sample. Failed samples have status FAILED, and the error names them.
         """
         self._engine.tokenize(group)
         trajectories = group.trajectories
         unfinished = [i for i, [first, *_] in enumerate(trajectories) if first.status in _UNFINISHED]
         chosen = sampling or self._sampling
-        tasks = [asyncio.create_task(self._generate_sample(trajectories[i][0], i, chosen)) for i in unfinished]
+        tasks = [asyncio.create_task(self._generate_sample(group, trajectories[i][0], i, chosen)) for i in unfinished]
         self._running[id(group)] = group, tasks
         try:
             # Every task is awaited before a failure is raised, so that none changes the group afterwards.
@@ -105,9 +129,15 @@ class FunctionGenerator:
             if not isinstance(outcome, BaseException):
                 trajectories[i] = outcome
         group[:] = chain.from_iterable(trajectories)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        failed = [sample for sample in group if sample.status is SampleStatus.FAILED and sample.reward is None]
+        for error in errors:
+            if not isinstance(error, InfrastructureError):
+                if isinstance(error, TrajectoryError):
+                    error.samples = failed
+                raise error
+        if errors and not any(sample.status is SampleStatus.ABORTED for sample in group):
+            raise InfrastructureError(str(errors[0]), failed)
 
     async def abort(self, group: Group | None = None) -> None:
         """Abort requests at once. A function that does not return in time is cancelled, and its sample is reset."""
@@ -130,21 +160,63 @@ class FunctionGenerator:
             # The samples may be sampled again once their functions have ended.
             self._turns.release(samples)
 
-    async def _generate_sample(self, sample: Sample, number: int, sampling: SamplingParams) -> list[Sample]:
-        """Generate the trajectory with this number in its group, and return its segments."""
-        version, prompt = self._live_version(), sample.tokens[: sample.prompt_length]
+    async def _generate_sample(
+        self, group: Group, sample: Sample, number: int, sampling: SamplingParams
+    ) -> list[Sample]:
+        """Generate the trajectory with this number in its group, and return its segments.
+
+        It is generated again while its infrastructure fails, within its attempts and its time.
+        """
+        prompt, metadata = sample.tokens[: sample.prompt_length], dict(sample.metadata)
+        failures = 0
+
+        def discard(failure: BaseException) -> None:
+            # The function left the sample in an unknown state, so nothing of the response can be continued.
+            tokens = len(sample.tokens) - len(prompt)
+            sample.tokens, sample.response_length, sample.metadata = list(prompt), 0, dict(metadata)
+            sample.reset()
+            reason = _reason(failure, stopped=self._turns.stopped(sample))
+            if self._on_discarded is not None:
+                self._on_discarded(group, sample, reason, tokens, str(failure))
+
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                while True:
+                    try:
+                        return await self._attempt(sample, number, sampling)
+                    except InfrastructureError as error:
+                        failures += 1
+                        if failures == self._max_attempts:
+                            raise
+                        discard(error)
+                        failure: BaseException = error
+                    await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (failures - 1))
+                    if self._turns.stopped(sample):
+                        raise failure
+        except TimeoutError:
+            failure = InfrastructureError(
+                f"sample {sample.index}: the generate function took longer than {self._timeout_seconds:g} s "
+                "(generate_timeout_seconds)"
+            )
+        except (asyncio.CancelledError, MilesError) as error:
+            failure = error
+        stopped = self._turns.stopped(sample)
+        discard(failure)
+        if stopped and not failures:
+            sample.status = SampleStatus.ABORTED
+            return [sample]
+        if stopped:
+            # The attempts of a sample that failed before end with the abort.
+            failure = InfrastructureError(f"sample {sample.index}: the run aborted it after it had failed: {failure}")
+        if isinstance(failure, TrajectoryError):
+            sample.status, sample.metadata["error"] = SampleStatus.FAILED, str(failure)
+        raise failure
+
+    async def _attempt(self, sample: Sample, number: int, sampling: SamplingParams) -> list[Sample]:
+        """Call the function once. Returns segments that are finished or aborted."""
+        version = self._live_version()
         try:
             result = await self._call(sample, sampling)
-        except (asyncio.CancelledError, MilesError):
-            # The function left the sample in an unknown state, so `response_length` may not match the tokens, and
-            # nothing of the response can be continued.
-            stopped, status = self._turns.stopped(sample), sample.status
-            sample.tokens, sample.response_length = prompt, 0
-            sample.reset()
-            sample.status = SampleStatus.ABORTED if stopped else status
-            if not stopped:
-                raise
-            return [sample]
         finally:
             aborted, recorded = self._engines_abort or self._turns.aborted(sample), self._turns.segments(sample)
             self._turns.forget(sample)
@@ -170,6 +242,12 @@ class FunctionGenerator:
                 segments[0].status = SampleStatus.ABORTED
             return segments
         for segment in segments:
+            if segment.status is SampleStatus.FAILED and segment.reward is None:
+                # The responses of all segments count as discarded.
+                responses = [one.tokens[one.prompt_length :] for one in segments]
+                sample.tokens = [*sample.tokens[: sample.prompt_length], *chain.from_iterable(responses)]
+                error = segment.metadata.get("error", "the generate function returned status FAILED without a reward")
+                raise InfrastructureError(f"sample {sample.index}: {error}")
             check_sample(segment, self._limits, None)
             await complete(segment, version, self._engine.score_logprobs)
         return segments
@@ -190,17 +268,20 @@ class FunctionGenerator:
         return segments
 
     async def _call(self, sample: Sample, sampling: SamplingParams) -> Any:
-        params = sampling.body(sampling.max_new_tokens)
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                return await self._function(self._args, sample, params)
-        except TimeoutError:
-            raise TrajectoryError(
-                f"sample {sample.index}: the generate function took longer than {self._timeout_seconds:g} s "
-                "(generate_timeout_seconds)"
-            ) from None
+            return await self._function(self._args, sample, sampling.body(sampling.max_new_tokens))
         except MilesError:
             raise
         except (Exception, SystemExit) as error:
             # A user's code may raise anything; only this sample failed.
-            raise TrajectoryError(f"sample {sample.index}: the generate function raised {error!r}") from error
+            kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
+            raise kind(f"sample {sample.index}: the generate function raised {error!r}") from error
+
+
+def _reason(failure: BaseException, *, stopped: bool) -> DropReason:
+    """Why a response was discarded."""
+    if stopped:
+        return DropReason.ABORTED
+    if isinstance(failure, EngineLostError):
+        return DropReason.ROUTER_LOST if isinstance(failure, RouterLostError) else DropReason.ENGINE_LOST
+    return DropReason.FAILED

@@ -8,12 +8,12 @@ requests need permits, as in the pipeline itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from miles_async.adapters.sglang.generator import SamplingParams
-from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError
+from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError
 from miles_async.ports import Rewarder
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -66,7 +66,8 @@ class SampleService:
         """Finish every unfinished sample of the group, in place.
 
         Aborted samples have status ABORTED. If the generation fails, the samples have status FAILED and the error in
-        `metadata["error"]`. Waits while no engine can be reached.
+        `metadata["error"]`; if only their infrastructure failed, the other samples are complete. Waits while no engine
+        can be reached.
         """
         generator = self._evaluator if evaluation else self._generator
         await self._in_pipeline(self._generate(generator, group, SamplingParams.of(sampling_params)))
@@ -94,12 +95,16 @@ class SampleService:
     async def _generate(self, generator: SampleGenerator, group: Group, sampling: SamplingParams) -> None:
         try:
             await _when_reachable(generator, group, sampling)
+        except InfrastructureError as error:
+            _mark_failed(error.samples, error)
         except (TrajectoryError, EngineLostError) as error:
             _mark_failed(group, error)
 
     async def _score(self, group: Group) -> None:
         try:
             await self._rewarder.score(group)
+        except InfrastructureError as error:
+            _mark_failed(error.samples, error)
         except TrajectoryError as error:
             _mark_failed(group, error)
 
@@ -112,7 +117,7 @@ async def _when_reachable(generator: SampleGenerator, group: Group, sampling: Sa
             await asyncio.sleep(ROUTER_LOST_PAUSE_SECONDS)
 
 
-def _mark_failed(group: Group, error: Exception) -> None:
-    for sample in group:
+def _mark_failed(samples: Sequence[Sample], error: Exception) -> None:
+    for sample in samples:
         if sample.reward is None:
             sample.status, sample.metadata["error"] = SampleStatus.FAILED, str(error)

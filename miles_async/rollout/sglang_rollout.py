@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_async.config.user_functions import load_function
 from miles_async.pipeline.rollout_source import RolloutSource
-from miles_async.rollout.contract import Arguments
+from miles_async.rollout.contract import Arguments, failed_trajectories
 from miles_async.rollout.rm_hub import async_rm, batched_async_rm
 from miles_async.rollout.sample_service import SampleService
 from miles_async.types import Group, Sample, SampleStatus
@@ -176,14 +176,14 @@ async def _generate_and_score(
                 sample.status = SampleStatus.ABORTED
         return
     await service.generate(group, sampling_params, evaluation=evaluation)
-    unfinished = (SampleStatus.ABORTED, SampleStatus.FAILED)
-    if not score or any(sample.status in unfinished for sample in group):
+    if not score or _aborted(group):
         return
-    # A generate function may have set rewards. A reward for whole groups needs all samples.
+    # A generate function may have set rewards. A reward for whole groups needs all samples that did not fail.
     group.share_rewards()
-    unscored = group
+    failed = {id(sample) for segments in failed_trajectories(group) for sample in segments}
+    unscored = Group((sample for sample in group if id(sample) not in failed), feed_index=group.feed_index)
     if not args.group_rm:
-        unscored = Group((sample for sample in group if sample.reward is None), feed_index=group.feed_index)
+        unscored[:] = [sample for sample in unscored if sample.reward is None]
     if any(sample.reward is None for sample in unscored):
         await service.score(unscored)
 

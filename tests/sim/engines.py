@@ -114,6 +114,9 @@ class Engines:
         self._fill()
         try:
             status = await ticket.done
+        except asyncio.CancelledError:
+            self._stop(ticket)  # as SGLang, when a client disconnects
+            raise
         finally:
             del self._tickets[id(group)]
             self.in_flight -= ticket.unfinished

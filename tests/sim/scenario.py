@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -21,8 +21,10 @@ import yaml
 
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Event, PublishEnded, StepEnded, StepStarted, encode
+from miles_async.observability.diagnosis.waste import WastedTokens
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group
+from tests.sim.agents import AgentModel, AgentWorld
 from tests.sim.alternative_windows import UNBOUNDED, PlainWindow
 from tests.sim.engines import EngineModel
 from tests.sim.latency import latency_of
@@ -50,6 +52,8 @@ class Row:
     mean_age: float
     recycled: float
     """Groups recycled as stale, per group trained."""
+    wasted: float
+    """Fraction of the generated tokens that were not trained."""
     trained: int
     lost: int
     """Prompts that are neither trained nor filtered, dead_lettered, in the feed or under way at the end."""
@@ -66,8 +70,10 @@ class Tally:
     training: float = 0.0
     drains: int = 0
     ages: int = 0
+    waste: WastedTokens = field(default_factory=WastedTokens)
 
     def emit(self, event: Event) -> None:
+        self.waste.observe(event)
         match event:
             case BatchDrained():
                 self.waited += event.waited if self.drains else 0.0
@@ -131,14 +137,18 @@ def world_of(settings: Mapping[str, Any], seed: int, *sinks: Any) -> World:
     """A world with the settings of a variant. It keeps no events; `sinks` receive them."""
     world = dict(settings["world"])
     kept, window, slots = world.pop("kept", 1.0), world.pop("window", None), world.pop("slots", None)
+    kind: type[World] = World
+    if "agents" in world:
+        kind, world["agents"] = AgentWorld, AgentModel(**world["agents"])
+    else:
+        world["latency"] = latency_of(world["latency"], world.pop("stuck", None))
 
     def keep(group: Group) -> bool:
         return crc32(f"{seed} {group.feed_index}".encode()) < kept * 2**32
 
-    built = World(
+    built = kind(
         config=RunConfig.model_validate({key: value for key, value in settings.items() if key != "world"}),
         schedule=Schedule(world.pop("schedule", "fully_async")),
-        latency=latency_of(world.pop("latency"), world.pop("stuck", None)),
         engines=EngineModel(**world.pop("engines", {})),
         keep=keep,
         seed=seed,
@@ -180,6 +190,7 @@ def play(settings: Mapping[str, Any], seed: int) -> Row:
         age=audit.greatest_age,
         mean_age=tally.ages / audit.trained,
         recycled=audit.recycled / audit.trained,
+        wasted=tally.waste.share,
         trained=audit.trained,
         lost=len(audit.owed - world.returned - world.dead_letters.prompts),
         violations=len(audit.violations),

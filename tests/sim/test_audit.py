@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from miles_async.pipeline.recycle import Recycler
@@ -62,11 +64,11 @@ def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_recycled_group_that_is_trained_as_well_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     retry = Recycler.retry
 
-    def copies(self: Recycler, group: Group, reason: DropReason, error: str) -> None:
+    def copies(self: Recycler, group: Group, reason: DropReason, error: str, **options: Any) -> None:
         twin = Group([], feed_index=group.feed_index)
         twin.extend(type(sample)(index=sample.index) for sample in group)
         self._data.add_samples([twin])
-        retry(self, group, reason, error)
+        retry(self, group, reason, error, **options)
 
     monkeypatch.setattr(Recycler, "retry", copies)
     violations = World(config=CONFIG, engines=EngineModel(failure_rate=0.1)).run().audit.violations

@@ -32,7 +32,13 @@ def drops(world: World, reason: DropReason) -> list[str]:
 def test_a_group_that_becomes_the_head_before_its_admission_has_a_deadline_too() -> None:
     """The trainer is slow: everything is collected, and the head is a group that is not admitted yet for 20 s."""
     world = World(
-        config=config(max_weight_staleness=1, num_rollout=8, head_deadline_seconds=5.0, max_attempts=1),
+        config=config(
+            max_weight_staleness=1,
+            num_rollout=8,
+            head_deadline_seconds=5.0,
+            head_deadline_action="recycle",
+            max_attempts=1,
+        ),
         latency=stuck(prompt=33, seconds=1e6),
         train_seconds=20.0,
     ).run()

@@ -43,7 +43,7 @@ class Wrapping(World):
             groups = await source.drain_stream(rollout_id, size)
         else:
             groups = await source.collect_batch(rollout_id, size, self.bounds.generation_batch)
-        return as_groups(self.rebuild(groups), rollout.n_samples_per_prompt)
+        return as_groups(self.rebuild(groups), rollout.n_samples_per_prompt, rollout.n_samples_per_prompt)
 
 
 def flat(groups: list[Group]) -> object:

@@ -186,7 +186,7 @@ def test_a_version_is_published_while_the_queue_is_empty() -> None:
 
 def test_a_slow_head_is_recycled_after_its_deadline_and_finally_dead_lettered() -> None:
     world = World(
-        config=config(head_deadline_seconds=10.0, max_attempts=2),
+        config=config(head_deadline_seconds=10.0, head_deadline_action="recycle", max_attempts=2),
         latency=lambda group, rng: 1e6 if group.feed_index == "sample_0_5" else rng.lognormvariate(0.0, 1.0),
     ).run()
     assert world.dead_letters.letters[0][:2] == ("sample_0_5", DropReason.HEAD_DEADLINE)

@@ -76,6 +76,7 @@ async def generating_with(
             turns,
             live_version=lambda: 0,
             timeout_seconds=60,
+            max_attempts=3,
         )
         try:
             yield generator, wire

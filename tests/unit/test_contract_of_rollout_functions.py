@@ -117,36 +117,36 @@ async def test_an_object_with_an_async_call_runs_in_the_event_loop() -> None:
 
 def test_groups_are_returned_unchanged() -> None:
     group = Group([finished(0), finished(1)], feed_index="sample_0_0", attempt=2, sequence=9)
-    assert as_groups([group], 2)[0] is group
+    assert as_groups([group], 2, 2)[0] is group
 
 
 def test_lists_of_samples_become_groups_with_their_feed_index() -> None:
-    groups = as_groups([[finished(0), finished(1)], [finished(2, "r", "sample_0_1"), finished(3, "r")]], 2)
+    groups = as_groups([[finished(0), finished(1)], [finished(2, "r", "sample_0_1"), finished(3, "r")]], 2, 2)
     assert [type(group) for group in groups] == [Group, Group]
     assert [group.feed_index for group in groups] == ["sample_0_0", "sample_0_1"]
 
 
 def test_a_flat_list_in_any_order_is_grouped_by_index() -> None:
-    groups = as_groups([finished(index) for index in (3, 0, 1, 2)], 2)
+    groups = as_groups([finished(index) for index in (3, 0, 1, 2)], 2, 2)
     assert [[sample.index for sample in group] for group in groups] == [[0, 1], [2, 3]]
 
 
 def test_a_flat_list_without_indices_is_grouped_in_order() -> None:
-    groups = as_groups([finished(None, prompt) for prompt in "aabb"], 2)
+    groups = as_groups([finished(None, prompt) for prompt in "aabb"], 2, 2)
     assert [[sample.prompt for sample in group] for group in groups] == [["a", "a"], ["b", "b"]]
 
 
 def test_an_empty_batch_is_accepted() -> None:
-    assert as_groups([], 2) == []
+    assert as_groups([], 2, 2) == []
 
 
 def test_a_group_of_the_wrong_size_is_reported_with_its_sample() -> None:
     with pytest.raises(
         UserError, match=r"1 samples in the group of sample 4 \(sample_0_0\): n_samples_per_prompt is 2"
     ):
-        as_groups([finished(4)], 2)
+        as_groups([finished(4)], 2, 2)
     with pytest.raises(UserError, match="3 samples in the group of sample 4"):
-        as_groups([[finished(4), finished(5), finished(6)]], 2)
+        as_groups([[finished(4), finished(5), finished(6)]], 2, 2)
 
 
 def test_wrong_lengths_are_reported_with_their_sample() -> None:
@@ -166,7 +166,7 @@ def test_wrong_lengths_are_reported_with_their_sample() -> None:
 @pytest.mark.parametrize("result", [None, {"samples": []}, [None], [[]], [["text"]]])
 def test_another_return_type_is_refused(result: Any) -> None:
     with pytest.raises(UserError, match="the rollout function returned"):
-        as_groups(result, 2)
+        as_groups(result, 2, 2)
 
 
 @pytest.fixture

@@ -394,6 +394,9 @@ NAMED: dict[str, str] = {
     "slime_imports": (
         "unit/test_check_config_functions.py::test_slime_imports_lets_a_module_import_the_names_of_slime"
     ),
+    "min_samples_per_group": (
+        "sim/test_failing_samples.py::test_a_group_is_trained_without_samples_that_fail_in_every_attempt"
+    ),
     "custom_generate_function_path": f"{GENERATORS}::test_a_user_defined_generate_function_has_the_configured_timeout",
     "environment": f"{ENVIRONMENTS}::test_the_tasks_of_an_environment_are_the_data_of_the_run",
     "environment_settings": f"{ENVIRONMENTS}::test_a_task_gets_the_address_of_the_model_and_returns_its_reward",
@@ -405,7 +408,7 @@ NAMED: dict[str, str] = {
     "tool_search_corpus": f"{GENERATE}::test_a_search_answers_from_the_corpus",
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
-    "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_times_out_fails_its_group",
+    "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_times_out_fails_its_sample",
     # algorithm
     "eps_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip]",
     "eps_clip_high": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip_high]",

@@ -39,6 +39,8 @@ class Script(SGLangGenerator):
         self.cancelled = 0
         self.begun = asyncio.Event()
         """A request has arrived."""
+        self.discarded: list[tuple[int | None, str, int]] = []
+        """Index, reason and tokens of discarded responses."""
 
     async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
         assert sampling is not None
@@ -64,6 +66,9 @@ class Script(SGLangGenerator):
         sample.response = bytes(sample.tokens[sample.prompt_length :]).decode()
         sample.status = SampleStatus.COMPLETED
 
+    def note_discarded(self, group: Group, sample: Sample, reason: str, tokens: int, error: str) -> None:
+        self.discarded.append((sample.index, reason, tokens))
+
     async def abort(self, group: Group | None = None) -> None:
         self._ended.set()
 
@@ -74,7 +79,7 @@ class Script(SGLangGenerator):
 
 @asynccontextmanager
 async def generating_with(
-    function: Any, *lines: str | None, timeout_seconds: float = 60.0, **settings: Any
+    function: Any, *lines: str | None, timeout_seconds: float = 60.0, max_attempts: int = 3, **settings: Any
 ) -> AsyncIterator[tuple[FunctionGenerator, Script]]:
     """A generator that calls `function`, and its engine, which answers with `lines`."""
     engine = Script(*lines)
@@ -87,6 +92,8 @@ async def generating_with(
         turns,
         live_version=lambda: LIVE,
         timeout_seconds=timeout_seconds,
+        max_attempts=max_attempts,
+        on_discarded=engine.note_discarded,
     )
     try:
         yield generator, engine

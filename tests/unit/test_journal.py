@@ -102,7 +102,7 @@ async def test_a_drop_reports_the_tokens_that_no_other_attempt_continues() -> No
         one[0].response_length = 7
     run_state.leave_in_store(groups[2], partial(run_state.journal.load, 2), response_tokens=9)
     run_state.drop(groups[0], DropReason.STALE)
-    run_state.drop(groups[1], DropReason.PARTIAL, keeps_tokens=True)
+    run_state.drop(groups[1], DropReason.PARTIAL, kept_tokens=groups[1].response_tokens)
     run_state.drop(groups[2], DropReason.STALE)
     await run_state.journal.flush()
     drops = [event for event in driver.events if isinstance(event, GroupMoved) and event.after == "dropped"]

@@ -34,6 +34,7 @@ from miles_async.events import (
     Pulse,
     QueueChanged,
     RouterChanged,
+    SampleDiscarded,
     SamplesRemoved,
     StepEnded,
     StepStarted,
@@ -132,15 +133,14 @@ def test_ended_groups_are_counted_by_outcome_and_reason_and_stale_ones_as_recycl
     assert watched("recycled_groups_total") == 1
 
 
-def test_discarded_tokens_are_counted_by_reason_with_a_bound_for_those_that_a_rollout_worker_lost() -> None:
+def test_wasted_tokens_are_counted_by_reason() -> None:
     watched = Watched(
-        replace(RUN, longest_response=100),
         replace(moved("dropped", reason="stale"), discarded_tokens=30),
-        replace(moved("dropped", reason="worker_lost"), before="in_flight"),
-        replace(moved("dropped", reason="worker_lost"), before="fed"),
+        SampleDiscarded(time=1.0, sequence=0, sample=3, reason="failed", tokens=5, error="no tools"),
     )
-    assert watched("discarded_tokens_total", reason="stale") == 30
-    assert watched("discarded_tokens_total", reason="worker_lost") == 200
+    assert watched("wasted_tokens_total", reason="stale") == 30
+    assert watched("wasted_tokens_total", reason="failed") == 5
+    assert watched("wasted_tokens_total", reason="publish") == 0
 
 
 def test_staleness_histogram_counts_each_group_of_a_step() -> None:

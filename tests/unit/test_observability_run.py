@@ -292,7 +292,7 @@ def test_the_summary_counts_versions_staleness_and_drops() -> None:
     assert figures["dropped"] == {"filtered": 1, "stale": 1}
 
 
-def test_the_summary_has_the_tokens_of_dropped_groups_and_a_bound_for_those_that_a_rollout_worker_lost() -> None:
+def test_the_summary_has_the_wasted_tokens_by_reason_and_a_bound_for_those_that_a_rollout_worker_lost() -> None:
     events = [
         replace(RUN, longest_response=100),
         replace(dropped("stale"), discarded_tokens=30),
@@ -302,9 +302,11 @@ def test_the_summary_has_the_tokens_of_dropped_groups_and_a_bound_for_those_that
         replace(dropped("worker_lost"), before="fed"),
     ]
     figures = summary_of(events).figures()
-    assert figures["discarded_tokens"] == {"stale": 70}
+    assert figures["wasted_tokens"] == {"stale": 70}
+    assert figures["wasted_mainly"] == "groups were too old"
+    assert "--max-weight-staleness" in figures["wasted_knob"]
     assert figures["lost_tokens_at_most"] == 200, "two samples of one group"
-    assert "tokens stale: 70; at most 200 with lost rollout workers" in summary_of(events).text()
+    assert "100.0% of 70 tokens, mainly because groups were too old; stale: 70" in summary_of(events).text()
 
 
 def test_groups_of_a_step_that_was_not_finite_do_not_count_as_trained() -> None:

@@ -171,9 +171,9 @@ async def test_an_async_reward_that_raises_names_its_sample() -> None:
         await scored(custom(reward), group_of("a", "b"))
 
 
-async def test_a_reward_that_times_out_fails_its_group() -> None:
+async def test_a_reward_that_times_out_fails_its_sample() -> None:
     rewarder = configured(custom_rm_path=f"{__name__}.never", reward_timeout_seconds=0.01)
-    with pytest.raises(TrajectoryError, match=r"group sample_0_3: .* longer than 0\.01 s \(reward_timeout_seconds\)"):
+    with pytest.raises(TrajectoryError, match=r"sample 7: .* longer than 0\.01 s \(reward_timeout_seconds\)"):
         await asyncio.wait_for(scored(rewarder, group_of("a")), 30)
 
 

@@ -278,7 +278,7 @@ async def test_other_results_of_a_function_are_a_user_error(result: Any) -> None
 async def test_a_sample_that_failed_does_not_discard_the_segments_of_the_others() -> None:
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
         if sample.index == 1:
-            raise OSError("no tools")
+            raise KeyError("no tools")
         return await branching(args, sample, sampling_params)
 
     async with generating_with(mine) as (generator, _):
@@ -287,6 +287,7 @@ async def test_a_sample_that_failed_does_not_discard_the_segments_of_the_others(
             await generator.generate(group)
         assert [len(segments) for segments in group.trajectories] == [2, 1, 2]
         # Only the sample that failed is generated again, and its number is not that of another trajectory.
+        group.reset(keeps_finished=True)
         generator._function = lambda args, sample, params: branching(args, replace(sample, index=5), params)
         await generator.generate(group)
     assert [(len(one), one[0].index) for one in group.trajectories] == [(2, 0), (2, 1), (2, 2)]
@@ -311,12 +312,12 @@ def test_a_rollout_function_may_return_a_list_of_segments_for_a_sample() -> None
     first, second, third, alone = group_of_two()
     for one in (first, second, third):
         one.rollout_id = None  # slime's name
-    [nested] = as_groups([[[first, second, third], alone]], 2)
+    [nested] = as_groups([[[first, second, third], alone]], 2, 2)
     assert [one.trajectory for one in nested] == [0, 0, 0, None]
-    [flat] = as_groups(list(group_of_two()), 2)
+    [flat] = as_groups(list(group_of_two()), 2, 2)
     assert len(flat.trajectories) == 2
     with pytest.raises(UserError, match="returned 1 samples in the group of sample 0"):
-        as_groups([[[first, second, third]]], 2)
+        as_groups([[[first, second, third]]], 2, 2)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ def generate(function: Any, *, engines_abort: bool = False) -> Group:
             turns,
             live_version=lambda: 0,
             timeout_seconds=5.0,
+            max_attempts=3,
             engines_abort=engines_abort,
         )
         group = Group([Sample(index=3, prompt="Q")], feed_index="sample_0_0")

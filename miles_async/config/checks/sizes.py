@@ -82,6 +82,17 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _smaller_groups(config: RunConfig) -> Iterator[str]:
+    """Problems of groups that are trained without the samples that failed."""
+    rollout = config.rollout
+    least = rollout.min_samples_per_group
+    if least is not None and least > rollout.n_samples_per_prompt:
+        yield (
+            f"min_samples_per_group {least} is more than n_samples_per_prompt {rollout.n_samples_per_prompt}, the size "
+            "of a group; set it to that number or less, or leave it unset"
+        )
+
+
 def _lengths(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
@@ -139,4 +150,4 @@ def _largest_generation_batch(config: RunConfig) -> int:
     return rollout.rollout_batch_size
 
 
-CHECKS = (_batch_sizes, _over_sampling, _lengths, _ranges)
+CHECKS = (_batch_sizes, _over_sampling, _smaller_groups, _lengths, _ranges)

@@ -55,6 +55,11 @@ class Rollout(Section):
     flight."""
     n_samples_per_prompt: int = Field(8, ge=1)
     """Samples (responses) per prompt, which together form a group."""
+    min_samples_per_group: int | None = Field(None, ge=1)
+    """Train a group without the samples that still fail after max_attempts for reasons of infrastructure (a tool server
+    that is down, a timeout), if at least this many samples are left. Advantages then compare the samples that are
+    left. With fewer, the group is generated again; its finished samples keep their tokens. If unset, a group needs all
+    n_samples_per_prompt samples."""
     over_sampling_batch_size: int | None = Field(None, ge=1)
     """N, the maximum number of groups in flight. Functions that return batches generate up to N groups and keep the
     first rollout_batch_size of them. If unset, N is rollout_batch_size."""
@@ -76,12 +81,14 @@ class Rollout(Section):
     head_deadline_seconds: float | None = Field(None, gt=0)
     """Seconds for which the oldest group may hold up the collection window before head_deadline_action applies. If
     unset, there is no deadline."""
-    head_deadline_action: Literal["wait", "recycle", "salvage"] = "recycle"
+    head_deadline_action: Literal["wait", "recycle", "salvage"] = "salvage"
     """What happens to the group that exceeds head_deadline_seconds: wait keeps waiting for it, recycle generates the
-    group from scratch, salvage starts another attempt that continues the tokens generated so far."""
+    group from scratch, salvage starts another attempt that continues the tokens generated so far. If no unfinished
+    sample can be continued, salvage keeps the finished samples and generates the others from scratch."""
     max_attempts: int = Field(3, ge=1)
     """Maximum number of attempts to generate a group. A prompt whose last attempt fails is written to
-    dead_letters.jsonl in the run folder."""
+    dead_letters.jsonl in the run folder. Within an attempt of its group, a sample that fails for reasons of
+    infrastructure is also generated and scored up to this many times."""
     rollout_max_prompt_len: int | None = Field(None, ge=1)
     """Maximum prompt length in tokens. Longer prompts are skipped and counted. If unset, prompts of any length are
     used."""
@@ -174,8 +181,10 @@ class Rollout(Section):
     """SGLang's parser that separates the reasoning in answers to agents from the text, such as qwen3 or deepseek-r1.
     auto chooses by the chat template of the model. none leaves the reasoning in the text."""
     generate_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time limit in seconds for one call of custom_generate_function_path. If a sample exceeds the limit, its group is
-    retried. The session of an external generator is closed this time after its last request."""
+    """Time limit in seconds for one sample of custom_generate_function_path. A sample that fails for reasons of
+    infrastructure is generated again within the limit. If a sample exceeds the limit, its group is trained without it
+    (min_samples_per_group) or retried. The session of an external generator is closed this time after its last
+    request."""
     tool_max_turns: int = Field(4, ge=1)
     """Maximum number of tool calls per sample in miles_async.rollout.tool_use.generate."""
     tool_search_corpus: str | None = None

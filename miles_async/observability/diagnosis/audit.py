@@ -91,8 +91,8 @@ class Audit:
         self._live_prompts: set[str] = set()
         self._waiting: dict[int, _Life] = {}
         """The live groups that are not collected yet, oldest first."""
-        self._interrupted: dict[str, tuple[int, int]] = {}
-        """Attempt and `admitted_at` of dropped groups that may keep their tokens, by prompt."""
+        self._interrupted: dict[str, int] = {}
+        """`admitted_at` of dropped groups whose next attempt has tokens from the beginning, by prompt."""
         self._trained: set[str] = set()
         """Prompts that the current weights were trained on."""
         self._published_lives: dict[int, _Life] = {}
@@ -163,10 +163,8 @@ class Audit:
         if event.sequence != self._next_sequence:
             self._violated(f"sequence number {event.sequence} came instead of {self._next_sequence}")
         self._next_sequence = event.sequence + 1
-        attempt, admitted_at = self._interrupted.pop(event.feed_index, (-1, 0))
-        if attempt != event.attempt:
-            # A new attempt starts without tokens. An attempt with the same number continues the tokens it has.
-            admitted_at = self._live_version
+        # An attempt may begin with tokens of the one before.
+        admitted_at = self._interrupted.pop(event.feed_index, self._live_version)
         if event.feed_index and event.feed_index in self._live_prompts:
             self._violated(f"prompt {event.feed_index} was admitted again while an attempt at it holds a slot")
         self._live_prompts.add(event.feed_index)
@@ -185,8 +183,8 @@ class Audit:
         self.recycled += event.reason == "stale"
         if event.reason in _RETRIED:
             self.owed.add(event.feed_index)
-        if event.reason in ("head_deadline", "partial"):
-            self._interrupted[event.feed_index] = life.attempt, life.admitted_at
+        if event.kept_tokens:
+            self._interrupted[event.feed_index] = life.admitted_at
 
     def _collected(self, sequence: int) -> None:
         del self._waiting[sequence]

@@ -30,6 +30,7 @@ from miles_async.events import (
     TrainerPhaseChanged,
     VerdictChanged,
 )
+from miles_async.observability.diagnosis.waste import CAUSES, WastedTokens
 
 
 class Bottleneck(StrEnum):
@@ -41,6 +42,7 @@ class Bottleneck(StrEnum):
     WINDOW = "window-bound"
     FILTER = "filter-bound"
     REWARD = "reward-bound"
+    WASTE = "waste-bound"
     BALANCED = "balanced"
 
 
@@ -56,6 +58,7 @@ KNOBS = {
     "--dynamic-sampling-filter-path that drops fewer groups",
     Bottleneck.REWARD: "make the reward function faster (--rm-type, --custom-rm-path), or lower "
     "--reward-timeout-seconds",
+    Bottleneck.WASTE: "waste fewer tokens; the setting depends on the main reason (see the wasted tokens)",
     Bottleneck.BALANCED: "no setting needs to change",
 }
 """What to change, by verdict."""
@@ -65,6 +68,7 @@ WAITS = {
     "window": Bottleneck.WINDOW,
     "filter": Bottleneck.FILTER,
     "reward": Bottleneck.REWARD,
+    "waste": Bottleneck.WASTE,
     "publish": Bottleneck.PUBLISH,
 }
 """The verdict for each thing the learner may wait for."""
@@ -75,6 +79,8 @@ REASONS = {
     Bottleneck.WINDOW: "the learner waited {fraction:.0%} of the time for groups that the window held back",
     Bottleneck.FILTER: "the learner waited {fraction:.0%} of the time while filters dropped most groups",
     Bottleneck.REWARD: "the learner waited {fraction:.0%} of the time for rewards",
+    Bottleneck.WASTE: "the learner waited {fraction:.0%} of the time for groups, and {wasted:.0%} of the generated "
+    "tokens were wasted, most of them because {cause}",
     Bottleneck.BALANCED: "the learner trained {fraction:.0%} of the time, and generation kept up",
 }
 
@@ -91,6 +97,8 @@ CLOCK_STEP_SECONDS = 60.0
 """Two times further apart than this lie before and after a step of the wall clock: a run reports twice a second."""
 MOSTLY_FILTERED = 0.5
 """Fraction of recent groups dropped by filters above which waiting for groups counts as waiting for the filter."""
+NOTABLE_WASTE = 0.2
+"""Fraction of the generated tokens that are wasted above which waiting for groups counts as a consequence of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +112,13 @@ class Finding:
     """Fractions of the learner's time within the horizon, by `step`, `save`, `evaluate` and the keys of WAITS."""
     silent: str | None = None
     """The process that does not answer, if that is the reason for the verdict."""
+    wasted_for: str | None = None
+    """The reason for most of the wasted tokens, if that is the reason for the verdict."""
 
     @property
     def knob(self) -> str:
         """Which setting to change."""
-        return KNOBS[self.verdict]
+        return KNOBS[self.verdict] if self.wasted_for is None else CAUSES[self.wasted_for].knob
 
 
 @dataclass(slots=True)
@@ -160,6 +170,7 @@ class Verdicts:
         """Groups that are finished but not collected yet."""
         self._filtered: deque[bool] = deque(maxlen=64)
         """For each of the last generated groups, whether a filter dropped it."""
+        self.waste = WastedTokens()
         self._silent: dict[str, float] = {}
         """Processes that do not answer, and for how many seconds."""
         self._accounted_until = 0.0
@@ -175,6 +186,7 @@ class Verdicts:
         """The learner's time since the first batch was requested, by the labels of `Finding.shares`."""
 
     def observe(self, event: Event) -> None:
+        self.waste.observe(event)
         match event:
             case GroupMoved():
                 self._finished_groups = event.counts.get("finished", 0)
@@ -218,7 +230,10 @@ class Verdicts:
             kind = Bottleneck.TRAINER if process.startswith("learner") else Bottleneck.ROLLOUT
             return Finding(kind, f"{process} has not answered for {seconds:.0f}s", fractions, process)
         kind, fraction = self._judge(fractions)
-        return Finding(kind, REASONS[kind].format(fraction=fraction), fractions)
+        reason = self.waste.main_reason if kind is Bottleneck.WASTE else None
+        cause = CAUSES[reason].what if reason is not None else ""
+        why = REASONS[kind].format(fraction=fraction, wasted=self.waste.avoidable, cause=cause)
+        return Finding(kind, why, fractions, wasted_for=reason)
 
     def take_change(self, now: float) -> VerdictChanged | None:
         """Return a new verdict as an event once it has held for SETTLE_SECONDS, and None at any other time."""
@@ -290,7 +305,7 @@ class Verdicts:
             return "reward"
         if sum(self._filtered) > MOSTLY_FILTERED * len(self._filtered):
             return "filter"
-        return "rollout"
+        return "waste" if self.waste.avoidable > NOTABLE_WASTE else "rollout"
 
     def _held_back(self) -> bool:
         """Return whether admission waits for the learner to take groups."""

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
+from miles_async.observability.diagnosis.waste import CAUSES
 from miles_async.observability.metrics.histogram import Histogram
-from miles_async.types import DropReason
 
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -113,13 +113,17 @@ class Instruments:
         self.ended_groups = counter(
             "ended_groups", "Groups that were published or dropped, by reason.", "outcome", "reason"
         )
-        self.discarded_tokens = counter(
-            "discarded_tokens",
-            "Response tokens of dropped groups, by reason. For worker_lost, an upper bound.",
+        self.wasted_tokens = counter(
+            "wasted_tokens",
+            "Response tokens that were generated and not trained, by reason. For worker_lost, an estimate.",
             "reason",
         )
-        for reason in DropReason:  # so that a rate is 0, and not unknown, before the first group is dropped
-            self.discarded_tokens.labels(reason)
+        for reason in CAUSES:  # so that a rate is 0, and not unknown, before the first group is dropped
+            self.wasted_tokens.labels(reason)
+        self.generated_tokens = counter("generated_tokens", "Response tokens that were generated, trained or not.")
+        self.left_out_samples = counter(
+            "left_out_samples", "Samples that failed and without which their group is trained."
+        )
         self.filtered_groups = BoundedLabels(
             counter("filtered_groups", "Groups that a filter dropped, by reason.", "reason")
         )

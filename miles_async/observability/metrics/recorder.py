@@ -45,6 +45,7 @@ from miles_async.events import (
 )
 from miles_async.observability.diagnosis.staleness import StalenessTracker
 from miles_async.observability.diagnosis.verdict import Bottleneck
+from miles_async.observability.diagnosis.waste import WastedTokens
 from miles_async.observability.metrics.instruments import Instruments
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.types import DropReason
@@ -98,10 +99,10 @@ class MetricsRecorder:
         self._routed: set[str] = set()
         self._lost: set[str] = set()
         self._samples_per_group = 1
-        self._longest_group = 0
-        """The most response tokens of a group."""
+        self._waste = WastedTokens()
 
     def observe(self, event: Event) -> None:
+        self._count_tokens(event)
         match event:
             case GroupMoved():
                 self._group_moved(event)
@@ -236,7 +237,6 @@ class MetricsRecorder:
         if event.staleness_limit is not None:
             self._metrics.staleness_limit.set(event.staleness_limit)
         self._samples_per_group = event.samples_per_group
-        self._longest_group = event.longest_group
         self._learner_idle.since = event.time
         self._engine_idle = _EngineIdle(began=event.time, reported_at=event.time)
 
@@ -247,9 +247,6 @@ class MetricsRecorder:
             self._record_progress("queued", event.time)
         elif event.after in (GroupState.PUBLISHED, GroupState.DROPPED):
             self._metrics.ended_groups.labels(event.after, event.reason or "").inc()
-            if event.reason is not None:
-                tokens = self._longest_group if event.was_lost_in_flight else event.discarded_tokens
-                self._metrics.discarded_tokens.labels(event.reason).inc(tokens)
             if event.reason == DropReason.STALE:
                 self._metrics.recycled_groups.inc()
                 self._observe_age("recycled", event)
@@ -260,14 +257,22 @@ class MetricsRecorder:
             self._metrics.staleness_versions.labels(groups).observe(age[0])
             self._metrics.staleness_seconds.labels(groups).observe(age[1])
 
+    def _count_tokens(self, event: Event) -> None:
+        before = self._waste.generated
+        if (wasted := self._waste.observe(event)) is not None and wasted[1]:
+            reason, tokens = wasted
+            self._metrics.wasted_tokens.labels(reason).inc(tokens)
+        self._metrics.generated_tokens.inc(self._waste.generated - before)
+
     def _group_generated(self, event: GroupGenerated) -> None:
         self._staleness.record_generation(event)
         self._metrics.generation_seconds.observe(event.generation_seconds)
         self._metrics.reward_seconds.observe(event.reward_seconds)
         self._metrics.group_reward.observe(event.reward)
         self._metrics.group_response_tokens.observe(event.response_tokens)
-        self._metrics.generated_samples.inc(self._samples_per_group)
+        self._metrics.generated_samples.inc(self._samples_per_group - event.missing)
         self._metrics.truncated_samples.inc(event.truncated)
+        self._metrics.left_out_samples.inc(event.missing)
 
     def _pulse(self, event: Pulse) -> None:
         self._idle = event.idle_seconds, event.time

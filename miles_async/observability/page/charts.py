@@ -88,7 +88,7 @@ class Charts:
             case GroupGenerated():
                 self._count("generated", event.time, 1)
                 self._count("response_tokens", event.time, event.response_tokens)
-                self._observe("truncated", event.time, event.truncated / self._samples_per_group)
+                self._observe("truncated", event.time, event.truncated / (self._samples_per_group - event.missing))
                 self._observe("generation_seconds", event.time, event.generation_seconds)
             case Pulse():
                 self._set_value("head_seconds", event.time, event.head_seconds)

@@ -6,7 +6,7 @@ const STATES = {
 };
 const BOTTLENECK = {
   "rollout-bound": "generate", "trainer-bound": "step", "publish-bound": "publish", "window-bound": "window",
-  "filter-bound": "reward", "reward-bound": "reward",
+  "filter-bound": "reward", "reward-bound": "reward", "waste-bound": "generate",
 };
 const DOES = {
   batch: "waits for a batch", step: "trains", publish: "waits for a publish", save: "writes a checkpoint", evaluate: "waits for an evaluation",
