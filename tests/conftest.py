@@ -69,13 +69,19 @@ def _shared_by(file: str) -> str:
     return next((name for name in SHARED if name in text), file)
 
 
+@pytest.fixture(autouse=True)
+def _structlog_restored() -> Iterator[None]:
+    """Restore the configuration of structlog, which everything that starts a process of a run changes."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
 @pytest.fixture
 def _logging_restored() -> Iterator[None]:
-    """Restore the configuration of logging, which a test changes."""
+    """Restore the handlers and the level of logging, which a test changes."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()

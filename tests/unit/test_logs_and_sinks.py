@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +65,10 @@ EVALUATED = Evaluated(
 
 
 @pytest.fixture
-def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def logged(capsys: pytest.CaptureFixture[str], _logging_restored: None) -> Callable[[], list[dict[str, Any]]]:
     """The JSON lines on stderr so far."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
     configure_logging("json")
-    yield lambda: [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
+    return lambda: [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
 def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
