@@ -27,6 +27,7 @@ async def generated(agent: Agent, function: Any, samples: int = 2) -> Group:
         agent.turns,
         live_version=lambda: 7,
         timeout_seconds=60,
+        max_attempts=1,
     )
     group = Group([Sample(index=6 + i, prompt="Q") for i in range(samples)], feed_index="sample_0_3")
     await generator.generate(group)
