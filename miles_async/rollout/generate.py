@@ -5,9 +5,10 @@
 A list holds the segments of one trajectory, in the order in which they ended.
 `sampling_params` is SGLang's dictionary. `args` has every setting, the router's address, and two helpers that record
 tokens, log-probabilities and weight versions: `args.turns` (`adapters/sglang/multi_turn.py`) samples one chat turn, and
-`args.agents` (`adapters/agents/endpoint.py`) provides an OpenAI-compatible address for an agent. A function that sends
-requests to the router itself must fill the sample itself. Without spans, its samples get the weight version that was
-live when their generation began; missing log-probabilities are computed by the engines afterwards.
+`args.agents` (`adapters/agents/endpoint.py`) provides an address for an agent that speaks the protocol of OpenAI or
+Anthropic. A function that sends requests to the router itself must fill the sample itself. Without spans, its samples
+get the weight version that was live when their generation began; missing log-probabilities are computed by the engines
+afterwards.
 
 A sample whose infrastructure failed is generated again at once, while the other samples of its group go on. The
 function reports such a failure with an `InfrastructureError`, an error of a connection (`errors.is_infrastructure`) or

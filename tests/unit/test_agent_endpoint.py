@@ -313,6 +313,43 @@ async def test_a_session_that_nobody_uses_is_closed_and_counted() -> None:
         assert not agent.endpoint._sessions
 
 
+async def test_a_request_whose_session_ends_before_it_is_read_changes_nothing() -> None:
+    async with connected_agent("2") as agent:
+        sample, ended = Sample(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"messages": [{"role": "user", '
+            await ended.wait()
+            yield b'"content": "Q"}]}'
+
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            said(await agent.ask(url, USER))
+            late = asyncio.create_task(
+                agent.http.post(f"{url}/chat/completions", data=body(), headers=agent.headers).__aenter__()
+            )
+            await asyncio.sleep(0.02)
+        ended.set()
+        response = await late
+        assert (response.status, len(agent.engine.asked)) == (404, 1)
+        response.release()
+
+
+async def test_a_request_with_an_unexpected_error_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*given: Any, **named: Any) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("an error of this program")
+
+    monkeypatch.setattr(ScriptedParser, "parse", fails)
+    async with connected_agent("2", "3") as agent:
+        sample = Sample()
+        async with agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+            request = {"messages": [USER]}
+            async with agent.http.post(f"{url}/chat/completions", json=request, headers=agent.headers) as response:
+                assert response.status == 500
+            assert said(await agent.ask(url, USER))["content"] == "3"
+        assert sample.response == "3"
+
+
 async def test_an_unknown_address_is_answered_with_those_that_exist() -> None:
     async with connected_agent("2") as agent, agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
         status, body = await agent.post(f"{url}/v1/messages", {})

@@ -163,14 +163,15 @@ class Conversation:
         try:
             await self._extend(segment, source, answer)
             completion = await self._answer(segment, request)
-        except asyncio.CancelledError:
-            self._withdraw(segment, *before)
-            raise
         except MilesError as failure:
             error = self._failed(segment, failure)
             segment.completion.set_exception(error)
             segment.completion.exception()  # nobody may wait for it
             raise error from failure
+        except BaseException:
+            # The client has disconnected, the session has ended, or there is an error in this program.
+            self._withdraw(segment, *before)
+            raise
         segment.completion.set_result(completion)
         return completion
 
@@ -255,7 +256,7 @@ class Conversation:
     def _withdraw(
         self, segment: _Segment, asked: list[Message], completion: asyncio.Future[Completion], values: dict[str, Any]
     ) -> None:
-        """Undo a request that was cancelled; the values are those before it. What was answered before is trained."""
+        """Undo a request without an answer; the values are those before it. What was answered before is trained."""
         segment.completion.cancel()
         for name, value in values.items():
             setattr(segment.sample, name, value)

@@ -253,10 +253,6 @@ class AgentEndpoint:
             self._on_expired()
 
     async def _complete(self, wire: Format, http: web.Request) -> web.StreamResponse:
-        name = http.match_info["session"]
-        session = self._sessions.get(name)
-        if session is None:
-            return _error(404, "this session does not exist or has ended: open one session per sample")
         try:
             request = msgspec.json.decode(await http.read(), type=dict[str, Any])
             asked = wire.read(request)
@@ -264,6 +260,10 @@ class AgentEndpoint:
             return _error(400, str(error))
         except msgspec.DecodeError as error:
             return _error(400, f"the request is not a JSON object: {error}")
+        name = http.match_info["session"]
+        session = self._sessions.get(name)
+        if session is None:
+            return _error(404, "this session does not exist or has ended: open one session per sample")
         task = asyncio.ensure_future(session.conversation.complete(asked))
         session.requests.add(task)
         task.add_done_callback(session.requests.discard)
