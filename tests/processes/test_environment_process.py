@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.factory import open_data
-from miles_async.adapters.environments.process import EnvironmentFailedError, EnvironmentProcess
+from miles_async.adapters.environments.process import EnvironmentProcess
 from miles_async.adapters.environments.tasks import with_environment_tasks
 from miles_async.config.schema import RunConfig
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from tests.configuration import run_config
 
 FAKE = Path(__file__).with_name("fake_environment.py")
@@ -109,7 +109,7 @@ async def test_a_failure_of_the_environment_is_told_from_those_of_its_code_and_o
     configure: Configure,
 ) -> None:
     async with started(configure()) as process:
-        with pytest.raises(EnvironmentFailedError, match="the sandbox is down"):
+        with pytest.raises(InfrastructureError, match="the sandbox is down"):
             await process.run({"does": "fail"}, "")
         for does, message in (
             ("lose_model", "a request to the model failed: 503: no engine"),
@@ -117,15 +117,15 @@ async def test_a_failure_of_the_environment_is_told_from_those_of_its_code_and_o
         ):
             with pytest.raises(TrajectoryError, match=message) as failure:
                 await process.run({"does": does}, "")
-            assert not isinstance(failure.value, EnvironmentFailedError)
+            assert not isinstance(failure.value, InfrastructureError)
 
 
 async def test_a_process_that_dies_fails_its_tasks_and_is_started_again(configure: Configure) -> None:
     async with started(configure()) as process:
         waiting = asyncio.create_task(process.run({"does": "wait"}, ""))
-        with pytest.raises(EnvironmentFailedError, match="exit code 3"):
+        with pytest.raises(InfrastructureError, match="exit code 3"):
             await process.run({"does": "crash"}, "")
-        with pytest.raises(EnvironmentFailedError, match="exit code 3"):
+        with pytest.raises(InfrastructureError, match="exit code 3"):
             await waiting
         assert (await process.run({"number": 5}, ""))["reward"] == 5
 

@@ -56,7 +56,7 @@ def if_installed(name: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", map(if_installed, SETTINGS))
+@pytest.mark.parametrize("name", [if_installed(name) for name in SETTINGS])
 async def test_an_environment_trains_the_tokens_that_were_sampled(serving: Stack, name: str) -> None:
     async with group_in(serving, name) as (group, wire):
         for sample in group:

@@ -20,17 +20,13 @@ import structlog
 
 from miles_async.adapters.environments.server import KEY_VARIABLE, MAX_LINE_BYTES
 from miles_async.config.schema import Data
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 
 SERVER = Path(__file__).with_name("server.py")
 STOP_SECONDS = 10.0
 """Time that an environment has to release what it holds after the end of its input."""
 
 log = structlog.get_logger(__name__)
-
-
-class EnvironmentFailedError(TrajectoryError):
-    """A sandbox, a tool server or the process of the environment failed. Another attempt may succeed."""
 
 
 def environment_command(data: Data) -> list[str]:
@@ -87,7 +83,7 @@ class EnvironmentProcess:
     async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
         """Let the model at the OpenAI base URL `url` do a task; return its `reward` and `metrics`.
 
-        Raises EnvironmentFailedError if a sandbox, a tool server or the process failed, TrajectoryError if the code of
+        Raises InfrastructureError if a sandbox, a tool server or the process failed, TrajectoryError if the code of
         the environment or a request to the model did, and UserError if the environment cannot be loaded.
         """
         async with self._starting:
@@ -105,7 +101,7 @@ class EnvironmentProcess:
         what = {"model": "a request to the model", "task": "its code"}.get(error["fault"])
         if what is not None:
             raise TrajectoryError(f"environment {self._data.environment}: {what} failed: {error['message']}")
-        raise EnvironmentFailedError(f"environment {self._data.environment} failed: {error['message']}")
+        raise InfrastructureError(f"environment {self._data.environment} failed: {error['message']}")
 
     async def close(self) -> None:
         """End the process."""
