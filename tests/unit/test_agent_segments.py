@@ -27,6 +27,7 @@ async def generated(agent: Agent, function: Any, samples: int = 2) -> Group:
         agent.turns,
         live_version=lambda: 7,
         timeout_seconds=60,
+        max_attempts=3,
     )
     group = Group([Sample(index=6 + i, prompt="Q") for i in range(samples)], feed_index="sample_0_3")
     await generator.generate(group)
@@ -94,7 +95,7 @@ async def test_a_failed_attempt_leaves_no_segment_behind() -> None:
                 said(await agent.ask(url, USER))
                 if len(attempts) == 1:
                     said(await agent.ask(url, OTHER))
-                    raise OSError("no tools")
+                    raise KeyError("no tools")
             return sample
 
         with pytest.raises(Exception, match="no tools"):

@@ -20,7 +20,7 @@ import structlog
 
 from miles_async.adapters.environments.server import KEY_VARIABLE, MAX_LINE_BYTES
 from miles_async.config.schema import Data
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 
 SERVER = Path(__file__).with_name("server.py")
 STOP_SECONDS = 10.0
@@ -29,7 +29,7 @@ STOP_SECONDS = 10.0
 log = structlog.get_logger(__name__)
 
 
-class EnvironmentFailedError(TrajectoryError):
+class EnvironmentFailedError(InfrastructureError):
     """A sandbox, a tool server or the process of the environment failed. Another attempt may succeed."""
 
 
