@@ -124,6 +124,14 @@ def test_a_group_is_trained_without_the_sample_whose_reward_server_never_answers
     assert len(world.trace.of(SampleDiscarded)) >= len(generated)
 
 
+def test_tokens_of_a_sample_that_cannot_be_scored_are_wasted_once() -> None:
+    world = JudgedWorld(config=config(num_rollout=5, max_attempts=2), agents=AgentModel(failure_rate=0.0)).run()
+    failed = [event for event in world.trace.of(GroupMoved) if event.reason == DropReason.FAILED]
+    assert failed
+    assert all(event.discarded_tokens for event in failed)
+    assert world.trace.of(SampleDiscarded) == []
+
+
 def test_an_agent_that_starts_again_at_each_deadline_uses_up_its_attempts() -> None:
     """Its samples are aborted with as many tokens as before, so the group would block the window for ever."""
     slow = AgentModel(failure_rate=0.0, mean_tokens=5_000, sigma=0.0)

@@ -218,6 +218,13 @@ async def test_a_reward_function_that_raises_names_the_sample_that_has_to_be_gen
     assert [id(sample) for sample in raised.value.samples] == [id(group[2])]
 
 
+async def test_a_reward_that_is_no_number_names_its_sample() -> None:
+    group = three()
+    with pytest.raises(TrajectoryError, match="returned nan") as raised:
+        await rewarder(lambda args, sample: float("nan") if sample.index == 1 else 1.0).score(group)
+    assert [sample.index for sample in raised.value.samples] == [1]
+
+
 def test_a_reset_puts_the_samples_back_that_a_group_was_trained_without() -> None:
     group = three()
     failed = group[1]
