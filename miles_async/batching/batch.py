@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,27 +133,28 @@ def policy_steps(
     in the same step.
 
     Raises TrajectoryError if a sample has no numeric reward, inconsistent columns or no sampling mask although another
-    one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or the trajectories
-    cannot be divided into equal steps.
+    one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or there are fewer
+    trajectories than steps.
     """
     steps = steps_per_rollout(config)
     max_response_len = config.rollout.rollout_max_response_len
     scored = score_samples(groups, config.algorithm, max_response_len)
     _check_masks(scored)
     trajectories = [list(segments) for _, segments in groupby(scored, key=lambda one: one.trajectory)]
-    if len(trajectories) % steps:
-        raise ValueError(f"{len(trajectories)} samples do not divide into num_steps_per_rollout={steps} equal steps")
+    if len(trajectories) < steps:
+        raise ValueError(f"{len(trajectories)} samples are fewer than num_steps_per_rollout={steps}")
     # Groups may arrive in the order in which they finished, short ones first. In the order of their index the lengths
     # are mixed, so no step trains on one class of lengths.
     trajectories.sort(key=lambda segments: -1 if (index := segments[0].sample.index) is None else index)
-    step_size = len(trajectories) // steps
+    # Steps differ by at most one trajectory: groups may have been trained without samples that failed.
+    bounds = [len(trajectories) * step // steps for step in range(steps + 1)]
     crossover = _crossover(config.model) if ranks > 1 else float("inf")
     skips = not computes_all and skips_zero_advantages(config) and not balances_experts_by_bias(config.model)
     shares = share_prefixes and shares_prefixes(config.learner)
     packed_steps = []
-    for start in range(0, len(trajectories), step_size):
+    for start, end in pairwise(bounds):
         # The weights depend on the trajectories and tokens of the whole step, so they come before the split.
-        step_samples = list(chain.from_iterable(trajectories[start : start + step_size]))
+        step_samples = list(chain.from_iterable(trajectories[start:end]))
         weighted = weight_samples(step_samples, config.algorithm, max_response_len)
         computed, skipped = _split_by_gradient(weighted) if skips else (weighted, [])
         packed_steps.append(_pack_step(computed, skipped, config.learner, ranks, crossover, share_prefixes=shares))

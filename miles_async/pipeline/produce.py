@@ -391,13 +391,15 @@ class Producer:
         failures = 0
         while True:
             try:
-                return await self._rewarder.score(group)
+                await self._rewarder.score(group)
+                return
             except InfrastructureError as error:
                 failures += 1
                 if failures == self._max_attempts or self._stopping:
+                    self._leave_out(group, error)
                     for sample in error.samples:
                         self._run_state.discard(group, sample, DropReason.FAILED, str(error))
-                    return self._leave_out(group, error)
+                    return
             await self._run_state.clock.sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
 
     def _leave_out(self, group: Group, error: InfrastructureError) -> None:

@@ -215,7 +215,9 @@ class Rewarder:
                 f"reward {self._name} returned a dictionary: set reward_key to one of {', '.join(map(str, reward))}"
             )
         if key not in reward:
-            raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)")
+            raise TrajectoryError(
+                f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)", [sample]
+            )
         # Other entries may be numbers of NumPy, which checkpoints cannot express.
         return {**json_value(reward), key: self._number(sample, reward[key])}, key
 
@@ -223,10 +225,10 @@ class Rewarder:
         if not isinstance(reward, Real):
             kind = type(reward).__name__
             raise TrajectoryError(
-                f"sample {sample.index}: reward {self._name} returned {reward!r}, a {kind}, not a number"
+                f"sample {sample.index}: reward {self._name} returned {reward!r}, a {kind}, not a number", [sample]
             )
         if not math.isfinite(reward):
-            raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned {reward}")
+            raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned {reward}", [sample])
         return float(reward)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import chain
 from typing import Any
 
@@ -218,6 +218,9 @@ class FunctionGenerator:
         version = self._live_version()
         try:
             result = await self._call(sample, sampling)
+        except BaseException:
+            _join_responses(sample, self._turns.segments(sample))
+            raise
         finally:
             aborted, recorded = self._engines_abort or self._turns.aborted(sample), self._turns.segments(sample)
             self._turns.forget(sample)
@@ -244,9 +247,7 @@ class FunctionGenerator:
             return segments
         for segment in segments:
             if segment.status is SampleStatus.FAILED and segment.reward is None:
-                # The responses of all segments count as discarded.
-                responses = [one.tokens[one.prompt_length :] for one in segments]
-                sample.tokens = [*sample.tokens[: sample.prompt_length], *chain.from_iterable(responses)]
+                _join_responses(sample, segments)
                 error = segment.metadata.get("error", "the generate function returned status FAILED without a reward")
                 raise InfrastructureError(f"sample {sample.index}: {error}")
             check_sample(segment, self._limits, None)
@@ -277,6 +278,12 @@ class FunctionGenerator:
             # A user's code may raise anything; only this sample failed.
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: the generate function raised {error!r}") from error
+
+
+def _join_responses(sample: Sample, segments: Sequence[Sample]) -> None:
+    """Append the responses of all segments to a failed sample, so that all of them are counted as discarded."""
+    responses = [one.tokens[one.prompt_length :] for one in segments]
+    sample.tokens = [*sample.tokens[: sample.prompt_length], *chain.from_iterable(responses)]
 
 
 def _reason(failure: BaseException, *, stopped: bool) -> DropReason:

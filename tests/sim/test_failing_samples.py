@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from miles_async.config.schema import RunConfig
+from miles_async.errors import InfrastructureError
 from miles_async.events import GroupGenerated, GroupMoved, SampleDiscarded
 from miles_async.observability.diagnosis.verdict import Bottleneck, Verdicts
 from miles_async.observability.diagnosis.waste import WastedTokens
-from miles_async.types import DropReason
+from miles_async.pipeline.run_ports import Ports
+from miles_async.types import DropReason, Group
 from tests.configuration import run_config
 from tests.sim.agents import AgentModel, AgentWorld
 from tests.sim.engines import EngineModel
+from tests.sim.virtual_time import VirtualClock
+from tests.sim.world import Judge
 
 
 def config(**settings: Any) -> RunConfig:
@@ -82,6 +87,49 @@ def test_the_verdict_names_the_failures_if_they_keep_the_learner_waiting() -> No
     assert verdicts.overall is Bottleneck.WASTE
     assert verdicts.waste.main_reason == DropReason.FAILED
     assert verdicts.waste.share > 0.4
+
+
+class BusyJudge(Judge):
+    """A reward server that does not answer for the first sample of a group, `failures` times."""
+
+    failures = 2
+
+    async def score(self, group: Group) -> None:
+        await super().score(group)
+        asked = group[0].metadata["asked"] = group[0].metadata.get("asked", 0) + 1
+        if asked <= self.failures:
+            group[0].reward = None
+            raise InfrastructureError("the reward server is down", [group[0]])
+
+
+class JudgedWorld(AgentWorld):
+    def _ports(self, clock: VirtualClock) -> Ports:
+        return replace(super()._ports(clock), rewarder=BusyJudge(clock, 0.1))
+
+
+def test_a_sample_whose_reward_server_fails_is_scored_again_and_keeps_its_tokens() -> None:
+    world = JudgedWorld(config=config(num_rollout=5), agents=AgentModel(failure_rate=0.0)).run()
+    assert world.trace.of(SampleDiscarded) == []
+    assert not any(event.reason == DropReason.FAILED for event in world.trace.of(GroupMoved))
+    assert world.audit.violations == []
+
+
+def test_a_group_is_trained_without_the_sample_whose_reward_server_never_answers() -> None:
+    world = JudgedWorld(
+        config=config(num_rollout=5, max_attempts=2, min_samples_per_group=7), agents=AgentModel(failure_rate=0.0)
+    ).run()
+    generated = world.trace.of(GroupGenerated)
+    assert generated
+    assert all(event.missing == 1 for event in generated)
+    assert len(world.trace.of(SampleDiscarded)) >= len(generated)
+
+
+def test_tokens_of_a_sample_that_cannot_be_scored_are_wasted_once() -> None:
+    world = JudgedWorld(config=config(num_rollout=5, max_attempts=2), agents=AgentModel(failure_rate=0.0)).run()
+    failed = [event for event in world.trace.of(GroupMoved) if event.reason == DropReason.FAILED]
+    assert failed
+    assert all(event.discarded_tokens for event in failed)
+    assert world.trace.of(SampleDiscarded) == []
 
 
 def test_an_agent_that_starts_again_at_each_deadline_uses_up_its_attempts() -> None:

@@ -95,7 +95,7 @@ async def test_a_failed_attempt_leaves_no_segment_behind() -> None:
                 said(await agent.ask(url, USER))
                 if len(attempts) == 1:
                     said(await agent.ask(url, OTHER))
-                    raise OSError("no tools")
+                    raise KeyError("no tools")
             return sample
 
         with pytest.raises(Exception, match="no tools"):

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from miles_async.batching.batch import policy_steps
 from miles_async.errors import EngineLostError, InfrastructureError, TrajectoryError, is_infrastructure
 from miles_async.rewards.rewarder import Rewarder
-from miles_async.types import DropReason, Group, Sample, SampleStatus
+from miles_async.types import DropReason, Group, Sample, SampleStatus, VersionSpan
+from tests.configuration import run_config
 from tests.unit.test_config_checks import refusal
 from tests.unit.test_generate_functions import generating_with
 
@@ -216,6 +218,13 @@ async def test_a_reward_function_that_raises_names_the_sample_that_has_to_be_gen
     assert [id(sample) for sample in raised.value.samples] == [id(group[2])]
 
 
+async def test_a_reward_that_is_no_number_names_its_sample() -> None:
+    group = three()
+    with pytest.raises(TrajectoryError, match="returned nan") as raised:
+        await rewarder(lambda args, sample: float("nan") if sample.index == 1 else 1.0).score(group)
+    assert [sample.index for sample in raised.value.samples] == [1]
+
+
 def test_a_reset_puts_the_samples_back_that_a_group_was_trained_without() -> None:
     group = three()
     failed = group[1]
@@ -229,3 +238,50 @@ def test_a_reset_puts_the_samples_back_that_a_group_was_trained_without() -> Non
 def test_a_group_cannot_need_more_samples_than_it_has() -> None:
     said = refusal(n_samples_per_prompt=4, min_samples_per_group=5)
     assert "min_samples_per_group 5 is more than n_samples_per_prompt 4" in said
+
+
+def trained(index: int, reward: float) -> Sample:
+    return Sample(
+        index=index,
+        tokens=[1, 2, 50 + index],
+        response_length=1,
+        rollout_log_probs=[-0.5],
+        spans=[VersionSpan(0, 0, 1)],
+        reward=reward,
+        status=SampleStatus.COMPLETED,
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"use_dynamic_batch_size": False},
+        {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 4},
+        {"share_prefixes": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_without_some_samples_are_trained_with_advantages_over_those_that_are_left(
+    layout: dict[str, Any], ranks: int
+) -> None:
+    groups = [Group(trained(4 * number + i, float(i % 2)) for i in range(4)) for number in range(4)]
+    groups[1].leave_out(groups[1][:1])
+    groups[2].leave_out([groups[2][0], groups[2][3]])
+    config = run_config(
+        num_steps_per_rollout=2, n_samples_per_prompt=4, grpo_std_normalization=False, max_tokens_per_gpu=64, **layout
+    )
+    steps = policy_steps(groups, config, ranks=ranks, share_prefixes=True, computes_all=True)
+    advantages = {
+        int(batch.tokens[target]) - 50: round(float(advantage), 4)
+        for rank in steps
+        for step in rank
+        for batch in step.micro_batches
+        for target, advantage in zip(batch.targets, batch.advantages, strict=True)
+    }
+    missing = {4, 8, 11}
+    assert set(advantages) == set(range(16)) - missing
+    assert [advantages[i] for i in range(4)] == [-0.5, 0.5, -0.5, 0.5]
+    assert [advantages[i] for i in (5, 6, 7)] == [0.3333, -0.6667, 0.3333]
+    assert [advantages[i] for i in (9, 10)] == [0.5, -0.5]

@@ -101,9 +101,14 @@ def test_samples_go_to_the_steps_in_the_order_of_their_index() -> None:
     assert {102, 103} <= set(second.micro_batches[0].tokens.tolist())
 
 
-def test_samples_that_do_not_divide_into_steps_are_refused() -> None:
+def test_steps_of_samples_that_do_not_divide_differ_by_one_sample() -> None:
+    [steps] = steps_of(Group([sample(0, 1.0), sample(1, 0.0), sample(2, 1.0)]), steps=2)
+    assert sorted(len(batch.lengths) for step in steps for batch in step.micro_batches) == [1, 2]
+
+
+def test_fewer_samples_than_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="num_steps_per_rollout=2"):
-        steps_of(Group([sample(0), sample(1), sample(2)]), steps=2)
+        steps_of(Group([sample(0)]), steps=2)
 
 
 def test_a_sample_without_a_numeric_reward_is_reported() -> None:
