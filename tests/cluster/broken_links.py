@@ -110,7 +110,7 @@ def run_series(results: Path, only: str) -> int:
             cluster.up()
             folder = Path(tempfile.mkdtemp(prefix="miles-broken-link-"))
             outcome = play(cut, folder)
-            entry = {"case": str(cut), **asdict(outcome), "folder": str(folder)}
+            entry = {"case": str(cut), **asdict(outcome)}
             with results.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
             print(outcome)
