@@ -31,6 +31,7 @@ class FakeEnvironment:
         yield
 
     async def tasks(self, limit: int) -> list[dict[str, Any]]:
+        await asyncio.sleep(0.01)
         count = 0 if self._name == "empty" else 3
         return [{"prompt": f"task {i}", "label": str(i), "task": {"number": i}} for i in range(count)][:limit]
 

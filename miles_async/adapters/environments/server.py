@@ -330,6 +330,9 @@ async def serve(environment: Environment, lines: asyncio.StreamReader, write: Ca
         if request["method"] == "cancel":
             if (task := running.get(request["run"])) is not None:
                 task.cancel()
+        elif request["method"] == "tasks":
+            # The input may end with this request.
+            await answer(request)
         else:
             task = running[request["id"]] = asyncio.create_task(answer(request))
             task.add_done_callback(partial(_forget, running, request["id"]))
