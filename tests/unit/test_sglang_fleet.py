@@ -16,7 +16,7 @@ from miles_async.errors import EngineLostError, UserError
 
 
 class Server:
-    """Answers each `"METHOD /path"` as `answers` defines, an exception with status 503. Never answers other requests."""
+    """Answers each `"METHOD /path"` as `answers` defines, an exception with status 503; answers nothing else."""
 
     def __init__(self, answers: dict[str, object]) -> None:
         self.answers = answers
