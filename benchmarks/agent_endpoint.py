@@ -5,10 +5,10 @@
 The endpoint runs with the real recorder, tokenizer, chat template and parser process. Agents in another process hold
 sessions of 10 turns: a third each uses chat completions, responses and Anthropic messages. In each turn the model
 calls a tool with 256 tokens, and the agent sends a result of 400 characters. A session ends with about 8,000 tokens and
-is posted for training. There are two measurements:
+is posted for training. The measurements are:
 
 - the capacity, with 128 sessions and an engine that answers after 50 ms;
-- CPU time per turn and event-loop lag with 2,000 sessions, at 70 % of this capacity.
+- CPU time per turn and event-loop lag with 2,000 sessions, at 30, 50 and 70 % of this capacity.
 
 Prints a table and writes benchmarks/results/agent_endpoint.json.
 """
@@ -43,7 +43,7 @@ from miles_async.events import RequestEnded
 from miles_async.types import Group, Sample
 
 SESSIONS = 2000
-LOAD = 0.7
+SHARES = (0.3, 0.5, 0.7)
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "the capital of France"}}\n</tool_call>'
 ANSWER = CALL.rjust(255, ".")
 TEMPLATE = """\
@@ -166,9 +166,12 @@ async def _take_forever(buffer: TrajectoryBuffer) -> None:
 async def play(engine: str, checkpoint: str, seconds: float) -> dict[str, Load]:
     await wait_until_healthy(engine)
     capacity = await measure(engine, checkpoint, 128, 0.05, seconds, turns_per_second=None)
-    at_70 = LOAD * capacity.turns_per_second
-    many = await measure(engine, checkpoint, SESSIONS, SESSIONS / at_70, seconds, turns_per_second=at_70)
-    return {"128 sessions, 50 ms engine": capacity, f"{SESSIONS:,} sessions, 70% of that": many}
+    loads = {"128 sessions, 50 ms engine": capacity}
+    for share in SHARES:
+        rate = share * capacity.turns_per_second
+        name = f"{SESSIONS:,} sessions, {share:.0%} of that"
+        loads[name] = await measure(engine, checkpoint, SESSIONS, SESSIONS / rate, seconds, turns_per_second=rate)
+    return loads
 
 
 def save_checkpoint(folder: str) -> None:
