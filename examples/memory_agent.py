@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 
+from examples.openai_agent import model_client
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.types import Sample
 
@@ -23,19 +24,9 @@ TERMS_PER_PART = 2
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Let the agent solve the prompt in one session, which stores the tokens of all segments."""
-    async with (
-        args.agents.session(sample, sampling_params) as base_url,
-        # The endpoint uses plain HTTP on this machine. Loading certificates would take longer than a conversation.
-        openai.DefaultAsyncHttpxClient(verify=False, trust_env=False) as http,
-        openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0, http_client=http) as client,
-    ):
+    async with model_client(args, sample, sampling_params) as client:
         sample.metadata["answer"] = await solve(client, str(sample.prompt))
     return sample
-
-
-def reward(args: Any, sample: Sample) -> float:
-    """Return 1 if the answer of the agent equals the label, and 0 otherwise."""
-    return float(sample.metadata["answer"].strip() == str(sample.label).strip())
 
 
 async def solve(client: openai.AsyncOpenAI, question: str) -> str:

@@ -9,6 +9,8 @@ function `solve` is the agent; nothing in it depends on the training.
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -30,6 +32,14 @@ CALCULATOR: Any = {
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Let the agent solve the prompt; the session stores the sampled tokens in the sample."""
+    async with model_client(args, sample, sampling_params) as client:
+        sample.metadata["answer"] = await solve(client, str(sample.prompt))
+    return sample
+
+
+@asynccontextmanager
+async def model_client(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Open a session that records what the model samples, and yield a client for it."""
     async with (
         args.agents.session(sample, sampling_params) as base_url,
         # The endpoint uses plain HTTP on this machine. Loading certificates would take longer than a short
@@ -37,8 +47,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         openai.DefaultAsyncHttpxClient(verify=False, trust_env=False) as http,
         openai.AsyncOpenAI(base_url=base_url, api_key=args.agents.api_key, max_retries=0, http_client=http) as client,
     ):
-        sample.metadata["answer"] = await solve(client, str(sample.prompt))
-    return sample
+        yield client
 
 
 def reward(args: Any, sample: Sample) -> float:

@@ -10,10 +10,11 @@ Anthropic. A function that sends requests to the router itself must fill the sam
 get the weight version that was live when their generation began; missing log-probabilities are computed by the engines
 afterwards.
 
-A sample whose infrastructure failed is generated again at once, while the other samples of its group go on. The
-function reports such a failure with an `InfrastructureError`, an error of a connection (`errors.is_infrastructure`) or
-a sample of status FAILED without a reward. Any other error may depend on the response, so the sample is not left out:
-its group ends its attempt, and the next attempt generates only the samples that failed.
+A sample that fails for reasons of infrastructure, such as a tool server that is down, is generated again at once, while
+the other samples of its group go on. The function reports such a failure with an `InfrastructureError`, an error of a
+connection (`errors.is_infrastructure`) or a sample of status FAILED without a reward. Any other error may depend on the
+response, so the sample is not left out: its group ends its attempt, and the next attempt generates only the samples
+that failed.
 """
 
 from __future__ import annotations

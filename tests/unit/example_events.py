@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_async.events import RunStarted
+from miles_async.events import GroupMoved, RunStarted
 
 RUN = RunStarted(
     time=100.0,
@@ -15,3 +15,20 @@ RUN = RunStarted(
     window=3,
     slots=8,
 )
+
+
+def moved(
+    sequence: int, before: str | None, after: str, reason: str | None = None, *, time: float = 101.0, tokens: int = 0
+) -> GroupMoved:
+    """A group changes its state; `tokens` of it are discarded."""
+    return GroupMoved(
+        time=time,
+        sequence=sequence,
+        feed_index=f"sample_0_{sequence}",
+        attempt=0,
+        before=before,
+        after=after,
+        reason=reason,
+        counts=dict.fromkeys(("fed", "in_flight", "finished", "queued", "leased", "trained"), 0),
+        discarded_tokens=tokens,
+    )

@@ -8,7 +8,6 @@ from miles_async.events import (
     EngineChanged,
     Evaluated,
     GroupFiltered,
-    GroupMoved,
     ProcessSilent,
     PublishEnded,
     Pulse,
@@ -24,27 +23,11 @@ from miles_async.events import (
 from miles_async.observability.page.charts import Charts
 from miles_async.observability.page.status import SLOTS_SHOWN, RunStatus
 from miles_async.observability.timeline import Timeline
-from tests.unit.example_events import RUN
+from tests.unit.example_events import RUN, moved
 
 
 def means(timeline: Timeline, name: str) -> list[float | None]:
     return timeline.figures()["series"][name]["mean"]
-
-
-def moved(
-    sequence: int, before: str | None, after: str, reason: str | None = None, *, time: float = 101.0
-) -> GroupMoved:
-    counts = dict.fromkeys(("fed", "in_flight", "finished", "queued", "leased", "trained"), 0)
-    return GroupMoved(
-        time=time,
-        sequence=sequence,
-        feed_index=f"sample_0_{sequence}",
-        attempt=0,
-        before=before,
-        after=after,
-        reason=reason,
-        counts=counts,
-    )
 
 
 def verdict(time: float, name: str) -> VerdictChanged:
