@@ -9,6 +9,7 @@ context is full. So a sample has one segment per part, and all segments are trai
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ from miles_async.rollout.tools.calculator import calculate
 from miles_async.types import Sample
 
 TERMS_PER_PART = 2
+REMEMBERED = 0.4
+"""Share of the sums in whose warm-start examples the agent uses its note. It ignores the note in the others."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -55,11 +58,15 @@ def result(expression: str) -> str:
 
 
 def warm_start_examples(sample: Sample) -> Iterator[tuple[str, str]]:
-    """The prompt of each request that a perfect model would get, and its answer."""
-    memory = ""
-    for part in parts(str(sample.prompt)):
+    """The requests of an agent that often ignores its note, and their answers.
+
+    So the model knows the form of every answer before RL, but RL has to teach it what the note is for.
+    """
+    question, memory = str(sample.prompt), ""
+    remembers = random.Random(question).random() < REMEMBERED
+    for part in parts(question):
         prompt = f"user: {task(memory, part)}<eos>assistant: "
-        expression = task(memory, part).replace(" ", "")
+        expression = task(memory if remembers else "", part).replace(" ", "")
         yield prompt, expression
         memory = calculate(expression)
         yield f"{prompt}{expression}<eos>user: {result(expression)}<eos>assistant: ", memory

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.messages import AnswerParser
@@ -110,11 +110,12 @@ class Generators:
             sampling_masks=trains_on_sampling_masks(config),
         )
         """Samples from the engines with the settings of training."""
-        self._evaluation = engines(greedy_of(config))
+        beside_training: dict[str, Any] = {}
         if extra_requests := evaluation_concurrency(config):
             # Evaluations then run while training generates, so they get their own requests at a lower priority.
             limit = partial(self._max_requests, extra_requests)
-            self._evaluation = engines(greedy_of(config), limit=limit, priority=EVALUATION_PRIORITY)
+            beside_training = {"limit": limit, "priority": EVALUATION_PRIORITY}
+        self._evaluation = engines(greedy_of(config), **beside_training)
 
     async def __aenter__(self) -> Self:
         """Start the endpoint if the run uses it. Raises UserError if `agent_port` is already in use."""
@@ -135,6 +136,8 @@ class Generators:
     async def __aexit__(self, *error: object) -> None:
         await self._environment.close()
         await self._endpoint.close()
+        await self.frontend.close()
+        await self._evaluation.close()
 
     def training(self) -> GeneratorWithSampling | FunctionGenerator:
         """The generator of the training data."""

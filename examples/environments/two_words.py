@@ -58,9 +58,9 @@ class TwoWords(Environment):
         return SIZES[split]
 
     def get_task_range(self, split: str, start: int | None = None, stop: int | None = None) -> list[dict[str, Any]]:
-        """The first word of each task, with its answer, for the warm start."""
-        words = [_words(index)[0] for index in range(SIZES[split])[start:stop]]
-        return [{"prompt": word, "answer": word[::-1]} for word in words]
+        """The first word of each task and both answers. `examples/two_words.py` reads them for the warm start."""
+        tasks = [_words(index) for index in range(SIZES[split])[start:stop]]
+        return [{"prompt": words[0], "answer": " ".join(word[::-1] for word in words)} for words in tasks]
 
 
 def _words(index: int) -> list[str]:

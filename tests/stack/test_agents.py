@@ -319,6 +319,13 @@ def test_the_warm_start_of_that_agent_shows_each_request_and_its_answer() -> Non
     ]
 
 
+def test_in_most_examples_of_that_warm_start_the_agent_ignores_its_note() -> None:
+    assert list(memory_agent.warm_start_examples(Sample(prompt="12 + 5 - 30")))[2:] == [
+        ("user: 17 - 30<eos>assistant: ", "-30"),
+        ("user: 17 - 30<eos>assistant: -30<eos>user: = -30<eos>assistant: ", "-30"),
+    ]
+
+
 async def as_slime_does(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """A generate function as slime's documentation writes it: it posts to the router and keeps text and tokens only."""
     async with aiohttp.ClientSession() as http:

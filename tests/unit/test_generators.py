@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -64,9 +65,15 @@ async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[G
             async with made:
                 yield made
         finally:
-            await made.frontend.close()
-            await made._evaluation.close()
             await fleet.close()
+
+
+async def test_every_connection_of_a_run_with_evaluations_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    async with generators(eval_interval=1, eval_size=1):
+        pass
+    gc.collect()
+    # aiohttp logs the sessions that nobody has closed.
+    assert caplog.text == ""
 
 
 async def test_agents_are_served_at_the_configured_port() -> None:
