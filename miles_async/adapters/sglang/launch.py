@@ -217,8 +217,10 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
             "attention-backend": "torch_native",
             "dtype": "float32",
             "disable-overlap-schedule": True,
-            "mem-fraction-static": 0.1,
             "max-total-tokens": _kv_tokens(spec),
+            # SGLang counts what other processes allocate while it loads the model as its weights, and refuses to start if
+            # these take more than this share of the free memory. `max-total-tokens` already limits the cache.
+            "mem-fraction-static": 0.9,
         }
     arguments |= {key.replace("_", "-"): value for key, value in spec.server_args.items()}
     return [word for key, value in arguments.items() for word in _flag(key, value)]
