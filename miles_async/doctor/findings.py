@@ -29,8 +29,8 @@ DEFAULTS = RunConfig()
 FILES_OF_A_PROCESS = 256
 """Open files of a process without requests. A learner rank of `make run` has 145, Ray's own processes have 60."""
 FILES_PER_ENGINE = 2 * (DEFAULTS.engine.sglang_server_concurrency + DEFAULTS.engine.sglang_server_concurrency // 4)
-"""Each request is a socket of the rollout worker and two of the router. An engine runs `sglang_server_concurrency`
-samples and a quarter as many of an evaluation (`config.derived.evaluation_concurrency`)."""
+"""The router has two sockets per request. An engine runs up to `sglang_server_concurrency` requests, and a quarter as
+many of an evaluation (`config.derived.evaluation_concurrency`)."""
 PROCESSES = 2048
 """Processes and threads. `make run` has about 500 on two cores; torch and Ray start more per core."""
 PROCESSES_PER_CORE = 64
@@ -46,7 +46,7 @@ MEMORY_OF_MAKE_RUN = 6 * GIB
 CACHE_OF_MAKE_RUN = GIB
 """The converted model and its draft, see `adapters/storage/gguf.py`."""
 RAY_DISK_SHARE = 0.95
-"""Ray starts no actors if the disk of its temporary folder is used beyond this share (local_fs_capacity_threshold)."""
+"""Ray writes no objects to a disk that is used beyond this share (its setting local_fs_capacity_threshold)."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,8 +226,8 @@ def _disks(machine: Machine) -> Iterator[Finding]:
             "free space, or ARGS='--cache-dir FOLDER'",
         )
     if (used := _used(temporary)) is not None and used > RAY_DISK_SHARE:
-        yield _problem(
-            f"the disk of {temporary.path} is {used:.0%} full, and Ray starts nothing above {RAY_DISK_SHARE:.0%}",
+        yield _warning(
+            f"the disk of {temporary.path} is {used:.0%} full, and Ray writes no objects above {RAY_DISK_SHARE:.0%}",
             "free space, or set RAY_TMPDIR to a folder on another disk",
         )
     if runs.is_network:

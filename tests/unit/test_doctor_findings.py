@@ -243,7 +243,7 @@ def test_other_systems_than_linux_are_not_supported() -> None:
             "end other programs",
         ),
         (changed(LAPTOP, cache_folder=space("/cache", 0.5)), "problem", "/cache has 512 MiB free"),
-        (changed(LAPTOP, temporary_folder=space("/tmp", 40)), "problem", "the disk of /tmp is 96% full"),
+        (changed(LAPTOP, temporary_folder=space("/tmp", 40)), "warning", "the disk of /tmp is 96% full"),
         (changed(LAPTOP, run_folder=space("runs", is_network=True)), "warning", "--store-dir FOLDER, on a local disk"),
         (
             changed(LAPTOP, limits=changed(LAPTOP.limits, open_files=Limit(soft=256, hard=256))),
