@@ -1,4 +1,7 @@
-"""Which weight transports, attention back-ends and precisions work on a machine. Pure functions."""
+"""Which weight transports, attention back-ends and precisions work on a machine, as far as their requirements go.
+
+Pure functions. What has been run on GPUs is in the README.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +92,7 @@ def attention(machine: Machine) -> Iterator[Option]:
     oldest = min(gpu.capability for gpu in visible_gpus(machine))
     level = f"compute capability {oldest[0]}.{oldest[1]}"
     has_flashinfer = machine.packages.get("flashinfer-python") is not None
-    default = (
-        "fa3" if oldest[0] == 9 else "trtllm_mha" if oldest[0] == 10 else "flashinfer" if has_flashinfer else "triton"
-    )
+    default = {9: "fa3", 10: "trtllm_mha"}.get(oldest[0], "flashinfer" if has_flashinfer else "triton")
     for name, works, needs in (
         ("fa3", oldest[0] in (8, 9), "8.0 to 9.0"),
         ("trtllm_mha", oldest[0] == 10, "10.0 or 10.3"),

@@ -102,8 +102,8 @@ def test_numbers_with_an_exponent_are_numbers_everywhere(config_file: ConfigFile
 
 def test_other_sglang_flags_are_collected_for_the_server() -> None:
     arguments = load(
-        "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache", "--sglang-cuda-graph-bs-decode", "1", "2",
-        "--sglang-server-concurrency", "9",
+        "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache",
+        "--sglang-cuda-graph-bs-decode", "1", "2", "--sglang-server-concurrency", "9",
     ).engine  # fmt: skip
     assert arguments.sglang_server_concurrency == 9
     assert arguments.sglang_server_args == {

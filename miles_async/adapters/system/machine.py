@@ -297,7 +297,13 @@ def space(folder: Path) -> Space:
 
 
 def writes_other_processes() -> bool:
-    """Whether this process may call process_vm_writev, which sandboxes and seccomp filters may forbid."""
+    """Whether this process may call process_vm_writev, which sandboxes, seccomp filters and Yama may forbid.
+
+    Engines lift the limits of Yama's `ptrace_scope` 1 (`engine_weights.allow_writes_by_other_processes`), but not of 2.
+    """
+    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if yama.exists() and int(yama.read_text()) > (2 if os.geteuid() == 0 else 1):
+        return False
     libc = ctypes.CDLL(None, use_errno=True)
     pointer, length = ctypes.c_void_p, ctypes.c_ulong
     libc.process_vm_writev.argtypes = [ctypes.c_int, pointer, length, pointer, length, length]
