@@ -40,7 +40,7 @@ setup-openenv: .venv-openenv/ready ## Create .venv-openenv, in which environment
 	@.venv-$*/bin/python -m pip install -qq --no-deps --require-hashes --requirement requirements/$*.lock
 	@touch $@
 
-# It works without .venv too, and installs nothing, if `python3` has the packages.
+# It installs nothing. Without .venv it works if `python3` has the packages, as in an image.
 doctor: ## Show what this machine has, what works on it, and what to set (ARGS=--json for bug reports)
 	@python=$(PYTHON); [ -x $$python ] || python=python3; \
 	    $$python -c 'import msgspec, psutil, pydantic, pynvml' 2>/dev/null || { echo "miles_async is not installed: run make setup"; exit 1; }; \

@@ -1,7 +1,4 @@
-"""Shows what this machine has, what works on it, and what to set. Ends with 1 if `make run` cannot work.
-
-python -m workers.doctor [--json]
-"""
+"""`make doctor`: shows what this machine has, what works on it, and what to set."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from miles_async.observability.console.logging import fit_to_terminal
 
 
 def main(argv: Sequence[str]) -> int:
+    """Return the exit code: 1 if `make run` cannot work on this machine."""
     parser = argparse.ArgumentParser(
         prog="doctor", description="Show what this machine has, what works on it, and what to set."
     )

@@ -205,7 +205,7 @@ def test_a_small_container_gets_the_options_of_docker_that_help() -> None:
     diagnosis = diagnose(machine)
     assert diagnosis.run_works
     text = "\n".join(sentence for _, sentence in said(diagnosis))
-    assert "ulimit -n 2048 (docker run --ulimit nofile=65536:65536 …), or --sglang-server-concurrency 307" in text
+    assert "ulimit -n 2048 (docker run --ulimit nofile=65536:65536 …), or --sglang-server-concurrency 204" in text
     assert "--pids-limit" in text
     assert "/dev/shm has 64 MiB free, so Ray keeps batches in /tmp, which is slower | docker run --shm-size=10g" in text
     assert "taskset -c 0-1 make run, or --learner-threads 2" in text
