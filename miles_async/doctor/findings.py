@@ -198,7 +198,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     if total is not None and total < MEMORY_OF_MAKE_RUN:
         yield _problem(
             f"make run needs {needed} of memory, and this machine or its control group has {size(total)}",
-            "docker run --memory=8g …, or make run-tiny",
+            "use a larger machine (docker run --memory=8g …)",
         )
     elif available is not None and available < MEMORY_OF_MAKE_RUN:
         yield _warning(f"make run needs {needed} of memory, and {size(available)} are available", "end other programs")

@@ -66,13 +66,13 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
 
 def _processor(processor: Processor) -> str:
     features = processor.features if isinstance(processor.features, Unknown) else " ".join(processor.features)
-    quota = "" if processor.quota is None else f", control groups allow {_text(processor.quota)}"
+    quota = "" if processor.quota is None else f", limit of control groups: {_text(processor.quota)}"
     cores = f"{_text(processor.cores)} cores, {_text(processor.usable_cores)} usable{quota}"
     return f"{_text(processor.name)} ({processor.architecture}), {cores}; {_text(features)}"
 
 
 def _memory(memory: Memory) -> str:
-    limit = "" if memory.limit is None else f", control groups allow {_bytes(memory.limit)}"
+    limit = "" if memory.limit is None else f", limit of control groups: {_bytes(memory.limit)}"
     return f"{_bytes(memory.total)}, {_bytes(memory.available)} available{limit}"
 
 

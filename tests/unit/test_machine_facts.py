@@ -102,7 +102,10 @@ def test_ports_of_network_cards_are_read_without_tools(tmp_path: Path) -> None:
     write(tmp_path, {f"mlx5_0/ports/1/{name}": text for name, text in files.items()})
     (port,) = machine.rdma_ports(tmp_path)
     assert (port.device, port.port, port.state, port.rate) == ("mlx5_0", 1, "ACTIVE", "400 Gb/sec (4X NDR)")
-    assert machine.rdma_ports(tmp_path / "nothing") == ()
+    assert machine.rdma_ports(tmp_path / "no-cards") == ()
+    assert fact(lambda: machine.rdma_ports(tmp_path / "no-sys" / "infiniband")) == Unknown(
+        f"there is no {tmp_path / 'no-sys'}"
+    )
 
 
 @pytest.fixture

@@ -253,7 +253,9 @@ def torch_cuda() -> str | None:
 
 
 def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[RdmaPort, ...]:
-    """All ports of InfiniBand and RoCE cards."""
+    """All ports of InfiniBand and RoCE cards. Raises LookupError if the kernel does not show its devices."""
+    if not root.parent.is_dir():
+        raise LookupError(f"there is no {root.parent}")
     return tuple(
         RdmaPort(
             device=port.parents[1].name,
