@@ -12,7 +12,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
+.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -39,6 +39,12 @@ setup-openenv: .venv-openenv/ready ## Create .venv-openenv, in which environment
 	@$(PYTHON) -m venv --clear .venv-$*
 	@.venv-$*/bin/python -m pip install -qq --no-deps --require-hashes --requirement requirements/$*.lock
 	@touch $@
+
+# It installs nothing. Without .venv it works if `python3` has the packages, as in an image.
+doctor: ## Show what this machine has, what works on it, and what to set (ARGS=--json for bug reports)
+	@python=$(PYTHON); [ -x $$python ] || python=python3; \
+	    $$python -c 'import msgspec, psutil, pydantic, pynvml' 2>/dev/null || { echo "miles_async is not installed: run make setup"; exit 1; }; \
+	    $$python -m workers.doctor $(ARGS)
 
 run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a few minutes
 	@$(PYTHON) train_async.py --config configs/smollm2-cpu.yaml $(ARGS)

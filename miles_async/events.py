@@ -49,6 +49,8 @@ class RunStarted(Event, frozen=True):
     """Name of the model, for people; empty in event logs of earlier versions."""
     configuration: str = ""
     """Identifies the configuration without its seeds and names (`observability/page/earlier.py`)."""
+    untested: tuple[str, ...] = ()
+    """Flags of SGLang that were never tried and that the user has allowed."""
 
     @property
     def longest_group(self) -> int:

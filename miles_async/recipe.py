@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,8 +34,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Self
 
+from miles_async.adapters.system.machine import fact, read_gpus
 from miles_async.config.fields import SETTINGS, nearest
 from miles_async.config.load import load_config
+from miles_async.doctor.facts import Unknown
 from miles_async.errors import FatalError, UserError
 
 COMMAND = (sys.executable, "-m", "miles_async.workers.main", "train")
@@ -314,11 +315,9 @@ class TrainConfig:
 
 def require_gpu(gpu_type: str) -> None:
     """Raise UserError if this machine has no GPU whose name contains `gpu_type`."""
-    found = "no GPU"
-    if shutil.which("nvidia-smi") is not None:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")
-        found = " and ".join(sorted({name.strip() for name in names if name.strip()})) or found
+    gpus = fact(read_gpus)
+    names = () if isinstance(gpus, Unknown) else {gpu.name for gpu in gpus}
+    found = " and ".join(sorted(names)) or "no GPU"
     if gpu_type.lower() not in found.lower():
         raise UserError(
             f"gpu_type {gpu_type} is not available, because this machine has {found}: set gpu_type to None to train on "

@@ -21,6 +21,7 @@ from miles_async.adapters.environments.tasks import with_environment_tasks
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
+from miles_async.config.checks.untested import untested_arguments
 from miles_async.config.derived import bounds_of, engines, model_name, schedule_of, table
 from miles_async.config.load import load_config
 from miles_async.config.redaction import redact_text
@@ -117,7 +118,10 @@ async def _drive(
         details.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
         if checked.continues is not None:
             subscribers.replay(read_events(folder.events))
-        subscribers.emit(run_started(config, folder, entry, model))
+        started = run_started(config, folder, entry, model)
+        if started.untested:
+            log.warning(f"this run uses arguments of SGLang that were never tried: {' '.join(started.untested)}")
+        subscribers.emit(started)
         reason = "done"
         try:
             async with Cluster(config, folder, entry, subscribers.emit, received) as cluster:
@@ -314,4 +318,5 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) ->
         longest_response=config.rollout.rollout_max_response_len,
         model=model,
         configuration=configuration_id(config, entry),
+        untested=tuple(flag for flags in untested_arguments(config).values() for flag in flags),
     )

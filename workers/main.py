@@ -49,6 +49,13 @@ def inspect(argv: Sequence[str]) -> int:
     return main(list(argv))
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """Show what this machine has, what works on it, and what to set."""
+    from .doctor import main
+
+    return main(argv)
+
+
 def recordings(argv: Sequence[str]) -> int:
     """List or remove recordings that --skip-rollout-enable or --skip-async-rollout-enable made."""
     from miles_async.skip.__main__ import main
@@ -57,7 +64,7 @@ def recordings(argv: Sequence[str]) -> int:
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    command.__name__: command for command in (train, report, groups, inspect, recordings)
+    command.__name__: command for command in (train, report, groups, inspect, recordings, doctor)
 }
 
 

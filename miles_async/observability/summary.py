@@ -268,6 +268,7 @@ class RunSummary:
             "knob": KNOBS[verdict] if verdict is not None else None,
             "verdict_seconds": {kind: round(seconds, 3) for kind, seconds in self._verdicts.seconds.items()},
             "configuration": self._run.configuration if self._run is not None else "",
+            "untested": list(self._run.untested) if self._run is not None else [],
             "batches_per_reward": round(rewards["width"]),
             "rewards": rewards["series"].get("reward", {"mean": []})["mean"],
         }
@@ -318,6 +319,8 @@ class RunSummary:
         if (unwritten := self._unwritten) is not None and unwritten.letters:
             prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
             lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"
+        if self._run is not None and self._run.untested:
+            lines["untested"] = " ".join(self._run.untested)
         if (collapse := self._collapse) is not None:
             lines["collapse"] = f"announced after rollout {collapse.rollout}: {collapse.why}; {collapse.knob}"
         return "\n".join(f"{name:<{width}}  {line}" for name, line in lines.items())

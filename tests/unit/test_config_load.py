@@ -102,14 +102,14 @@ def test_numbers_with_an_exponent_are_numbers_everywhere(config_file: ConfigFile
 
 def test_other_sglang_flags_are_collected_for_the_server() -> None:
     arguments = load(
-        "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache", "--sglang-lora-paths", "1", "2",
-        "--sglang-server-concurrency", "9",
+        "--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache",
+        "--sglang-cuda-graph-bs-decode", "1", "2", "--sglang-server-concurrency", "9",
     ).engine  # fmt: skip
     assert arguments.sglang_server_concurrency == 9
     assert arguments.sglang_server_args == {
         "mem_fraction_static": 0.8,
         "disable_radix_cache": True,
-        "lora_paths": [1, 2],
+        "cuda_graph_bs_decode": [1, 2],
     }
 
 
@@ -192,7 +192,7 @@ def test_an_empty_section_or_file_sets_nothing(config_file: ConfigFile) -> None:
 
 def test_the_written_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     config = load(
-        "--rollout-stop", "END", "1", "--lr", "1e-7", "--engine-cpus", "0", "--sglang-load-format", "x: y",
+        "--rollout-stop", "END", "1", "--lr", "1e-7", "--engine-cpus", "0", "--sglang-chat-template", "x: y",
         "--prompt-template", "{q} é",
     )  # fmt: skip
     write_config(config, tmp_path / "config.yaml")

@@ -342,6 +342,10 @@ NAMED: dict[str, str] = {
     # faults
     "inject_faults": f"{FAULTS}::test_another_seed_of_the_faults_lets_them_happen_at_another_call",
     "fault_seed": f"{FAULTS}::test_another_seed_of_the_faults_lets_them_happen_at_another_call",
+    # SGLang
+    "allow_untested": (
+        "unit/test_untested_arguments.py::test_an_untested_argument_is_refused_with_the_flag_that_allows_it"
+    ),
     # the rollout worker
     "max_restarts": LOST_WORKER,
     "resume": "stack/test_chaos.py::test_a_run_that_is_started_again_continues_in_its_folder",

@@ -51,6 +51,10 @@ class Engine(Section):
     sglang_server_args: dict[str, Any] = {}
     """Any other argument of the SGLang server, under SGLang's own name. The flag `--sglang-mem-fraction-static 0.8`
     sets a single argument."""
+    allow_untested: list[str] = []
+    """Names of groups of SGLang arguments that were never tried with this project and that the run uses all the same,
+    such as quantization or lora. A refusal prints the names that a run needs. Without them, engines might sample from
+    another policy than the one that trains, unnoticed."""
     engine_env_vars: dict[str, str] = {}
     """Environment variables of the engine processes. They override the variables that the run sets itself."""
     sglang_router_policy: Literal[

@@ -213,8 +213,17 @@ class RunStatus:
             "silent": dict(self._silent),
             "scores": {name: [_score(event) for event in events] for name, events in self._scores.items()},
             "slots": self._window(now),
-            "notices": [{"at": notice.time - began, "text": notice.text} for notice in self._notices][::-1],
+            "notices": [
+                *({"at": notice.time - began, "text": notice.text} for notice in reversed(self._notices)),
+                *self._untested(),
+            ],
         }
+
+    def _untested(self) -> list[dict[str, Any]]:
+        """The oldest notice: arguments that were never tried."""
+        if self.run is None or not self.run.untested:
+            return []
+        return [{"at": 0.0, "text": f"SGLang's arguments {' '.join(self.run.untested)} were never tried"}]
 
     def until(self, now: float) -> float:
         """Return `now`, or the time at which the run ended if it has ended."""
