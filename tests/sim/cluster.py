@@ -8,21 +8,65 @@ pass while nothing else runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from miles_async.config.schema import Observability, Rollout, RunConfig
 from miles_async.events import Event, LoopLag, StepEnded, StepStarted
 from miles_async.types import Group, SendOutcome, StepReport
-from tests.sim.cluster_model import Cluster, Costs, Demand, demand_of
+from tests.sim.cluster_model import LONGEST, MODELS, Cluster, Costs, Demand, Prediction, demand_of
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.latency import log_normal
 from tests.sim.virtual_time import VirtualTimeLoop
 from tests.sim.world import Trainer, World
 
-WARM_UP = 3
-"""Batches until the run is steady."""
+SCALES = {
+    f"{model}, {gpus:,} GPUs": Cluster(gpus=gpus, model=size)
+    for model, size in MODELS.items()
+    for gpus in (8, 64, 512, 4096)
+    if Cluster(gpus=gpus, model=size).ranks >= size.replica_ranks
+}
+"""The reference job on every cluster that it fits on."""
+_MEDIUM, _LARGE = Cluster(gpus=512), Cluster(gpus=4096)
+SENSITIVITIES = {
+    "512 GPUs, 4B, 8,192 tokens, groups of 16": _MEDIUM,
+    "512 tokens": replace(_MEDIUM, response=512),
+    "2,048 tokens": replace(_MEDIUM, response=2048),
+    "32,768 tokens": replace(_MEDIUM, response=32_768),
+    "groups of 4": replace(_MEDIUM, group=4),
+    "groups of 64": replace(_MEDIUM, group=64),
+    "agents of 10 turns": replace(_MEDIUM, turns=10),
+    "agents of 50 turns": replace(_MEDIUM, turns=50),
+    "batches of 512 groups, staleness 30": replace(_MEDIUM, batch_groups=512, staleness=30),
+    "health checks every 10 s": replace(_MEDIUM, health_interval=10.0),
+    "2 rollout workers": replace(_MEDIUM, workers=2),
+    "8 rollout workers": replace(_MEDIUM, workers=8),
+}
+"""One change each of the job on 512 GPUs."""
+_CHECKED = replace(_LARGE, health_interval=10.0)
+_WIDE = replace(_CHECKED, streams=512, model=replace(MODELS["4B"], engine_gpus=4))
+KNOBS = {
+    "4,096 GPUs, 4B": _LARGE,
+    "health checks every 10 s": _CHECKED,
+    "and engines of 4 GPUs": _WIDE,
+    "and 8 rollout workers": replace(_WIDE, workers=8),
+    "and 32 rollout workers": replace(_WIDE, workers=32),
+}
+"""One change after the other on 4,096 GPUs."""
+CHECKS = {
+    "8 GPUs": Cluster(gpus=8),
+    "8 GPUs, staleness 2": Cluster(gpus=8, staleness=2),
+    "64 GPUs": Cluster(gpus=64),
+    "64 GPUs, half of them generate": Cluster(gpus=64, engine_share=0.5),
+    "64 GPUs, agents of 50 turns": Cluster(gpus=64, turns=50),
+}
+"""Runs that the simulator plays; another part limits each of them, except the third."""
+BATCHES, WARM_UP = 9, 3
+"""Batches of a simulated run, and of these until it is steady."""
+TOLERANCE = 0.15
+"""Of groups per second, relative. The model is optimistic, most of all where slots limit a run: all slots of a batch
+become free at once, and the engines then have a burst of work."""
 CHECK_SECONDS = 1.0
 
 
@@ -35,6 +79,7 @@ class Simulated:
     learner_waits: float
     staleness: float
     loop_lag: float
+    """How late a callback that is due at any moment runs, on average."""
     violations: int
 
 
@@ -56,9 +101,9 @@ class Tally:
     """Folds the events of the batches after the warm-up."""
 
     loop: EventLoop
-    loop_seconds: float = 0.0
-    """Seconds that messages took before the warm-up ended."""
     ends: list[float] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+    """Seconds that messages had taken at the end of each step."""
     worked: float = 0.0
     ages: list[int] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
@@ -72,8 +117,7 @@ class Tally:
             case StepEnded():
                 self.worked += event.seconds if self.is_steady else 0.0
                 self.ends.append(event.time)
-                if len(self.ends) == WARM_UP:
-                    self.loop_seconds = self.loop.seconds
+                self.spent.append(self.loop.seconds)
             case StepStarted() if self.is_steady:
                 self.ages += event.staleness
             case LoopLag() if self.is_steady:
@@ -82,10 +126,11 @@ class Tally:
                 pass
 
 
-def simulate(cluster: Cluster, costs: Costs, *, batches: int, seed: int = 0) -> Simulated:
+def simulate(cluster: Cluster, costs: Costs, *, batches: int = BATCHES, seed: int = 0) -> Simulated:
     """Train `batches` batches and measure those after the first `WARM_UP`."""
     demand, loop = demand_of(cluster, costs), EventLoop()
     tally = Tally(loop)
+    length = log_normal(cluster.sample_seconds, cluster.spread)
     world = World(
         config=RunConfig(
             rollout=Rollout(
@@ -98,7 +143,7 @@ def simulate(cluster: Cluster, costs: Costs, *, batches: int, seed: int = 0) -> 
             ),
             observability=Observability(no_progress_abort_seconds=1e9),
         ),
-        latency=log_normal(cluster.sample_seconds, cluster.spread),
+        latency=lambda group, rng: min(LONGEST * cluster.sample_seconds, length(group, rng)),
         engines=EngineModel(
             requests_per_group=cluster.group,
             concurrency=cluster.engines * cluster.streams,
@@ -116,12 +161,24 @@ def simulate(cluster: Cluster, costs: Costs, *, batches: int, seed: int = 0) -> 
     seconds, steady = ended - began, batches - WARM_UP
     return Simulated(
         groups_per_second=steady * cluster.batch / seconds,
-        rollout_worker=(loop.seconds - tally.loop_seconds) / seconds,
+        rollout_worker=(tally.spent[-1] - tally.spent[WARM_UP - 1]) / seconds,
         learner_waits=1 - (tally.worked + steady * demand.stage) / seconds,
         staleness=fmean(tally.ages),
-        loop_lag=fmean(tally.lags),
+        loop_lag=sum(lag**2 for lag in tally.lags) / (2 * seconds),
         violations=len(world.audit.violations),
     )
+
+
+def disagreements(pairs: Mapping[str, tuple[Prediction, Simulated]]) -> list[str]:
+    """Sentences about runs in which the model and the simulator differ by more than `TOLERANCE`."""
+    sentences = []
+    for name, (predicted, simulated) in pairs.items():
+        ratio = simulated.groups_per_second / predicted.groups_per_second
+        if abs(ratio - 1) > TOLERANCE:
+            sentences.append(f"{name}: the simulator makes {ratio:.2f} times the groups per second of the model")
+        if simulated.violations:
+            sentences.append(f"{name}: the audit found {simulated.violations} violations")
+    return sentences
 
 
 def _engines(demand: Demand, loop: EventLoop) -> type[Engines]:

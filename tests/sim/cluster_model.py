@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from benchmarks.records import recorded
@@ -41,8 +41,13 @@ REQUESTS_PER_CHECK = 2
 """Requests of the rollout worker to each engine at every `engine_health_interval_seconds`."""
 TURN_TOKENS = 256
 """Tokens per turn of `benchmarks.agent_endpoint`."""
+LONGEST = 4.0
+"""Assumption: the token limit of a response, as a multiple of the mean."""
 SURPLUS = 1.1
 """Groups in flight over those that the engines can decode at once."""
+BUSY = 0.7
+"""Load of the event loop up to which `benchmarks.rollout_worker` measured a lag of milliseconds."""
+MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +167,7 @@ class Cluster:
     def longest_of(self, samples: int) -> float:
         """Length of the longest of some samples over the mean: Blom's approximation of a normal order statistic."""
         quantile = NormalDist().inv_cdf((samples - 0.375) / (samples + 0.25))
-        return math.exp(self.spread * quantile - self.spread**2 / 2)
+        return min(LONGEST, math.exp(self.spread * quantile - self.spread**2 / 2))
 
     @property
     def sample_seconds(self) -> float:
@@ -295,6 +300,8 @@ class Prediction:
     """Of each part; above 1 only for the driver, which no batch waits for."""
     first: str
     """The part that limits the run."""
+    of_gpus: float
+    """Throughput as a share of what engines and learner could do if nothing else took time."""
     learner_waits: float
     """Share of the time."""
     staleness: float
@@ -307,40 +314,37 @@ class Prediction:
 
 def predict(cluster: Cluster, costs: Costs) -> Prediction:
     demand = demand_of(cluster, costs)
-    loop = cluster.batch * demand.per_group + demand.control + demand.distribute
-    # Batches per second that each station could do if no other one limited the run.
+    # Seconds per batch of each station that batches wait for.
+    stations = {
+        "engines": demand.generate,
+        "training loop": demand.distribute + demand.train + demand.stage,
+        "slots": demand.slots,
+        "rollout worker": cluster.batch * demand.per_group + demand.control + demand.distribute,
+        "store": demand.store,
+        "router": demand.router,
+        "connections": demand.connections,
+        "publishing": demand.stage + demand.pause,
+    }
+    background = {"rollout worker": demand.background, "driver": demand.driver_background}
     capacity = {
-        "engines": 1 / demand.generate,
-        "learner": 1 / (demand.distribute + demand.train + demand.stage),
-        "slots": 1 / demand.slots,
-        "rollout worker": max(0.0, 1 - demand.background) / loop,
-        "store": 1 / demand.store,
-        "router": 1 / demand.router,
-        "connections": 1 / demand.connections,
-        "publishing": 1 / (demand.stage + demand.pause),
+        part: max(0.0, 1 - background.get(part, 0.0)) / seconds for part, seconds in stations.items() if seconds
     }
     first = min(capacity, key=lambda part: capacity[part])
     rate = capacity[first]
-    if first == "learner" and demand.distribute > demand.train + demand.stage:
-        first = "batch distribution"
-    utilisation = {
-        "engines": rate * demand.generate,
-        "learner": rate * (demand.train + demand.stage),
-        "batch distribution": rate * demand.distribute,
-        "slots": rate * demand.slots,
-        "rollout worker": demand.background + rate * loop,
-        "store": rate * demand.store,
-        "router": rate * demand.router,
-        "connections": rate * demand.connections,
-        "publishing": rate * (demand.stage + demand.pause),
-        "driver": demand.driver_background + rate * demand.driver,
+    # Two parts of the training loop, and the driver, which nothing waits for.
+    others = {
+        "learner": demand.train + demand.stage,
+        "batch distribution": demand.distribute,
+        "driver": demand.driver,
     }
+    utilisation = {part: background.get(part, 0.0) + rate * seconds for part, seconds in (stations | others).items()}
     groups_per_second = rate * cluster.batch
     return Prediction(
         groups_per_second=groups_per_second,
         tokens_per_second=groups_per_second * cluster.group * cluster.response,
         utilisation=utilisation,
         first=first,
+        of_gpus=rate * max(demand.generate - demand.pause, demand.train),
         learner_waits=1 - utilisation["learner"],
         staleness=_staleness(cluster, demand, rate, first),
         pause=demand.pause,
@@ -353,14 +357,13 @@ def _staleness(cluster: Cluster, demand: Demand, rate: float, first: str) -> flo
     # A backlog before the learner takes all slots; those of the batch that is trained and published do not wait.
     step = demand.distribute + demand.train + demand.stage
     backlog = cluster.slots / cluster.batch - rate * (step + demand.pause)
-    if first in ("learner", "batch distribution", "slots", "publishing"):
+    if first in ("training loop", "slots", "publishing"):
         return backlog
-    # Otherwise groups wait for the rest of their batch, half of it on average. If the engines do not limit the run,
-    # finished groups wait before the part that does, and all groups in flight are there or at the engines.
-    at_engines = (
-        rate * (cluster.group_seconds + demand.pause) if first == "engines" else cluster.in_flight / cluster.batch
-    )
-    return min(at_engines + 0.5, backlog)
+    if first == "engines":
+        # Groups are generated, and then wait for the rest of their batch: for half of it on average.
+        return min(rate * (cluster.group_seconds + demand.pause) + 0.5, backlog)
+    # Groups in flight wait before another part: N of them, of which P pass per version.
+    return min(cluster.in_flight / cluster.batch, backlog)
 
 
 def _lag(cluster: Cluster, demand: Demand, rate: float, utilisation: float) -> float:
@@ -368,3 +371,12 @@ def _lag(cluster: Cluster, demand: Demand, rate: float, utilisation: float) -> f
         return math.inf
     squares = cluster.batch * demand.per_group**2 + demand.distribute**2 + demand.control**2
     return rate * squares / (2 * (1 - utilisation))
+
+
+def workers_needed(cluster: Cluster, costs: Costs) -> int:
+    """The smallest number of rollout workers of which none is busier than `BUSY`; `MOST_WORKERS` at most."""
+    for workers in range(1, MOST_WORKERS):
+        prediction = predict(replace(cluster, workers=workers), costs)
+        if prediction.utilisation["rollout worker"] <= BUSY:
+            return workers
+    return MOST_WORKERS
