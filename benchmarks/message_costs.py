@@ -3,7 +3,7 @@
     python -m benchmarks.message_costs [--seconds 4]
 
     rollout worker   CPU time per group, per sample and per token, from three sizes of groups and a fake engine; per
-                     request to an engine; per call of a Ray actor; per token of a batch that is packed and sent
+                     request to an engine; per call of a Ray actor; per token and byte of a batch for the learner
     store            CPU time of the writing thread per sample and per token
     driver           CPU time per group: reading its events and passing them to all subscribers
     router           CPU time of sglang-router per request and per token
@@ -181,27 +181,28 @@ def measure_packing() -> dict[str, float]:
 
 
 async def measure_ray() -> dict[str, float]:
-    """CPU seconds of the calling thread per call, and per byte of a batch; also the seconds that calls take."""
+    """CPU seconds per call, of the calling thread and of all threads, and elapsed seconds per byte of an argument."""
     ray.init(**ray_arguments(RunConfig()))
     try:
         actors: list[Any] = [ray.remote(EmptyActor).remote() for _ in range(2)]
         await asyncio.gather(*(actor.send.remote(0, "engine", "p2p") for actor in actors))
-        cpu, wall, whole = time.thread_time(), time.perf_counter(), cpu_seconds()
+        thread, process = time.thread_time(), cpu_seconds()
         await asyncio.gather(*(actors[i % 2].send.remote(i, "engine-0", "p2p") for i in range(REQUESTS)))
-        cpu, wall, whole = time.thread_time() - cpu, time.perf_counter() - wall, cpu_seconds() - whole
+        thread, process = time.thread_time() - thread, cpu_seconds() - process
         batch = np.ones(SENT_BYTES, dtype=np.uint8)
         await actors[0].train.remote(batch)
-        sending = time.perf_counter()
-        calls = [actors[0].train.remote(batch) for _ in range(3)]
-        sending = time.perf_counter() - sending
-        await asyncio.gather(*calls)
+        sending = []
+        for _ in range(5):
+            began = time.perf_counter()
+            call = actors[0].train.remote(batch)
+            sending.append(time.perf_counter() - began)
+            await call
     finally:
         ray.shutdown()
     return {
-        "ray_per_call": cpu / REQUESTS,
-        "ray_per_call_all_threads": whole / REQUESTS,
-        "ray_per_call_elapsed": wall / REQUESTS,
-        "ray_per_byte": sending / (3 * SENT_BYTES),
+        "ray_per_call": thread / REQUESTS,
+        "ray_per_call_all_threads": process / REQUESTS,
+        "ray_per_byte": min(sending) / SENT_BYTES,
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import NormalDist
 
 from benchmarks.records import recorded
@@ -72,7 +72,9 @@ class Costs:
     bytes_per_token: float
     """Bytes of a packed batch."""
     ray_per_call: float
+    """Of the thread that calls; Ray's own threads take as much again on other cores."""
     ray_per_byte: float
+    """Elapsed seconds."""
     stop: float
     """Elapsed seconds until an engine has stopped for a publish."""
     round_trip: float
@@ -82,16 +84,15 @@ class Costs:
 
     @staticmethod
     def measured() -> Costs:
-        """Read `benchmarks/results/`. The first file of each line below is where its figures come from."""
+        """Read the results of the benchmarks of this repository."""
         costs = recorded("message-costs")
         per_turn = recorded("agent_endpoint")["128 sessions, 50 ms engine"]["cpu_ms_per_turn"] / 1e3
         store = recorded("run-store")
         transfer = recorded("weight-transfer")["100 MB"]
         with_store, without = (store[f"greatest_groups_per_second{name}"] for name in ("", "_without_store"))
         p2p = next(row for row in transfer["pause"] if row["transport"] == "p2p")
-        measured = ("load_before", "ray_per_call_all_threads", "ray_per_call_elapsed")
         return Costs(
-            **{name: value for name, value in costs.items() if name not in measured},
+            **{one.name: costs[one.name] for one in fields(Costs) if one.name in costs},
             worker_per_turn=per_turn,
             store_on_loop=(1 / with_store - 1 / without) / (store["writer_cpu_seconds_per_1000_groups"] / 1000),
             stop=p2p["stop"] / 1e3,

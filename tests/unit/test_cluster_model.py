@@ -5,7 +5,17 @@ from dataclasses import fields, replace
 import pytest
 
 from tests.sim.cluster import CHECKS, KNOBS, SCALES, SENSITIVITIES
-from tests.sim.cluster_model import LONGEST, MODELS, Cluster, Costs, demand_of, predict, workers_needed
+from tests.sim.cluster_model import (
+    LONGEST,
+    MODELS,
+    PARALLEL_SENDS,
+    Cluster,
+    Costs,
+    demand_of,
+    predict,
+    workers_needed,
+)
+from workers.learner import MAX_PARALLEL_SENDS
 
 FREE = Costs(**{one.name: 0.0 for one in fields(Costs)})
 SMALL, LARGE = Cluster(gpus=64), Cluster(gpus=512)
@@ -13,6 +23,10 @@ SMALL, LARGE = Cluster(gpus=64), Cluster(gpus=512)
 
 def test_the_measured_costs_are_positive() -> None:
     assert all(getattr(Costs.measured(), one.name) > 0 for one in fields(Costs))
+
+
+def test_a_rank_of_the_model_sends_to_as_many_engines_at_once_as_a_real_one() -> None:
+    assert PARALLEL_SENDS == MAX_PARALLEL_SENDS
 
 
 @pytest.mark.parametrize("name", [*SCALES, *SENSITIVITIES, *KNOBS, *CHECKS])
