@@ -88,6 +88,7 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(PYTHON) -m benchmarks.jsonl_start
 	@$(PYTHON) -m benchmarks.run_store
 	@$(PYTHON) -m benchmarks.rollout_worker
+	@$(PYTHON) -m benchmarks.message_costs
 	@$(PYTHON) -m benchmarks.agent_endpoint
 	@$(PYTHON) -m benchmarks.page
 	@$(PYTHON) -m benchmarks.engine_attention

@@ -2,16 +2,17 @@
 
     python -m benchmarks.fake_engine --port 32000 --latency 0.05
 
-Answers `/generate` like SGLang 0.5 after `latency` seconds. Each sample has 256 tokens with log-probabilities and a
-weight version. With `--text TEXT`, an answer is that text with one token per byte, and the end-of-sequence token of
-tiny models. `/abort_request` ends all waiting requests. The latency can be changed at any time: after
-`POST /latency {"seconds": 0.2, "spread": 0.5}`, requests take between 0.5 and 1.5 times 0.2 seconds.
+Answers `/generate` like SGLang 0.5 after `latency` seconds. Each sample has 256 tokens (`--tokens`) with
+log-probabilities and a weight version. With `--text TEXT`, an answer is that text with one token per byte, and the
+end-of-sequence token of tiny models. `/abort_request` ends all waiting requests. The latency can be changed at any
+time: after `POST /latency {"seconds": 0.2, "spread": 0.5}`, requests take between 0.5 and 1.5 times 0.2 seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import random
 from typing import Any
 
@@ -51,12 +52,12 @@ def _saying(text: str) -> dict[str, Any]:
 
 
 class FakeEngine:
-    def __init__(self, latency: float, text: str | None = None) -> None:
+    def __init__(self, latency: float, tokens: int = TOKENS, text: str | None = None) -> None:
         self._latency, self._spread = latency, 0.0
         self._random = random.Random(1)
         self._aborted = asyncio.Event()
         # The responses are serialised only once, so that this process is not the bottleneck of the measurement.
-        self._completed = orjson.dumps(answer("fake", 64, TOKENS) if text is None else _saying(text))
+        self._completed = orjson.dumps(answer("fake", 64, tokens) if text is None else _saying(text))
         self._truncated = orjson.dumps(answer("fake", 64, 0, "abort"))
 
     async def generate(self, http: web.Request) -> web.Response:
@@ -95,8 +96,10 @@ class FakeEngine:
         return app
 
 
-async def serve(port: int, latency: float, text: str | None) -> None:
-    runner = web.AppRunner(FakeEngine(latency, text).app(), access_log=None)
+async def serve(port: int, latency: float, tokens: int, text: str | None) -> None:
+    # The router probes engines with HTTP/2 first, which aiohttp would log as an error.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    runner = web.AppRunner(FakeEngine(latency, tokens, text).app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
     await asyncio.Event().wait()
@@ -106,9 +109,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
     parser.add_argument("--latency", type=float, default=0.05, help="seconds per request (default: 0.05)")
-    parser.add_argument("--text", help="text of each answer (default: 256 times the same token)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens per sample (default: {TOKENS})")
+    parser.add_argument("--text", help="text of each answer (default: the same token again and again)")
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.latency, arguments.text))
+    uvloop.run(serve(arguments.port, arguments.latency, arguments.tokens, arguments.text))
 
 
 if __name__ == "__main__":

@@ -69,9 +69,11 @@ class FixedTokenizer:
 
 
 class EndlessPrompts:
-    """A data source that never ends."""
+    """A data source that never ends. `answer` is the right answer to every prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: int, answer: str) -> None:
+        self._group = group
+        self._answer = answer
         self._fed = 0
         self._returned: list[Group] = []
         self.metadata: dict[str, Any] = {}
@@ -84,7 +86,8 @@ class EndlessPrompts:
 
     def _next(self) -> Group:
         self._fed += 1
-        samples = [Sample(index=self._fed * GROUP + i, prompt="7", label="7" * TOKENS) for i in range(GROUP)]
+        first = self._fed * self._group
+        samples = [Sample(index=first + i, prompt="7", label=self._answer) for i in range(self._group)]
         return Group(samples, feed_index=f"sample_0_{self._fed}")
 
     def position(self) -> dict[str, Any]:
@@ -182,26 +185,29 @@ async def measure(
     spread: float,
     seconds: float,
     *,
+    group: int = GROUP,
+    tokens: int = TOKENS,
     outbox: EventOutbox | None = None,
     store: RunStore | None = None,
 ) -> Load:
     """Measure for `seconds` with `in_flight` samples at the engine, after a warm-up of one second and two latencies.
 
-    `latency` is the mean response time in seconds. Response times vary by up to `spread` times `latency`.
+    `latency` is the mean response time in seconds. Response times vary by up to `spread` times `latency`. `group` is
+    the number of samples of a group. The engine at `url` must answer with `tokens` tokens per sample.
     """
     rollout = Rollout(
         rollout_function_path=FULLY_ASYNC_FUNCTION,
         num_rollout=10**6,
         rollout_batch_size=BATCH,
-        n_samples_per_prompt=GROUP,
-        over_sampling_batch_size=in_flight // GROUP,
-        rollout_max_response_len=TOKENS,
+        n_samples_per_prompt=group,
+        over_sampling_batch_size=in_flight // group,
+        rollout_max_response_len=tokens,
     )
     config = RunConfig(rollout=rollout)
     client = JsonClient()
     await client.post(f"{url}/latency", {"seconds": latency, "spread": spread}, within=10)
     await client.close()
-    sampling = SamplingParams(max_new_tokens=TOKENS)
+    sampling = SamplingParams(max_new_tokens=tokens)
     generator = SGLangGenerator(
         url, FixedTokenizer(), sampling, limit=lambda: in_flight, engines=lambda: [EngineInfo("stand-in", url, 0, 1)]
     )
@@ -210,7 +216,7 @@ async def measure(
     ports = Ports(
         clock=SystemClock(),
         journal=Journal(store or NullStore(), finished, SystemClock()),
-        data=EndlessPrompts(),
+        data=EndlessPrompts(group, "7" * tokens),
         generator=generator,
         evaluator=generator,
         rewarder=Rewarder(exact, None, name="exact", timeout_seconds=60),
@@ -238,7 +244,7 @@ async def measure(
     await generator.close()
     lags.sort()
     return Load(
-        groups / wall, 1e3 * cpu / (groups * GROUP), 1e3 * lags[int(0.99 * len(lags))], round(mean(in_flight_counts))
+        groups / wall, 1e3 * cpu / (groups * group), 1e3 * lags[int(0.99 * len(lags))], round(mean(in_flight_counts))
     )
 
 

@@ -9,6 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from tests.sim.bias import Bias
+from tests.sim.cluster_model import Cluster, Costs, predict
 from tests.sim.scenario import Row
 
 mpl.rcParams["svg.hashsalt"] = "miles_async"  # the same figures give the same file
@@ -27,6 +28,28 @@ def draw_bias(rows: Sequence[Bias], folder: Path) -> None:
     price.bar(names, [row.fill / rows[0].fill for row in rows], color=PALE)
     price.set(title="time to fill the batch", xlabel="windowed_fifo_ratio", ylabel="multiple of greedy")
     _save(figure, folder, "bias")
+
+
+def draw_scale(costs: Costs, folder: Path) -> None:
+    """Plots utilisation by the number of GPUs, and throughput with several rollout workers."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    parts, throughput = figure.subplots(1, 2)
+    gpus = [8 * 2**i for i in range(10)]
+    predictions = [predict(Cluster(gpus=count), costs) for count in gpus]
+    for part in ("engines", "learner", "batch distribution", "rollout worker", "publishing", "driver"):
+        parts.plot(gpus, [prediction.utilisation[part] for prediction in predictions], marker=".", label=part)
+    parts.axhline(1, color="black", linestyle="--", linewidth=1)
+    parts.set(title="utilisation, 4B", xlabel="GPUs", xscale="log", yscale="log", ylim=(1e-3, 1.5))
+    parts.legend(frameon=False, fontsize="small")
+    for workers in (1, 2, 8, 32):
+        shares = [predict(Cluster(gpus=count, workers=workers), costs).of_gpus for count in gpus]
+        throughput.plot(gpus, shares, marker=".", label=f"{workers} rollout worker{'s' * (workers > 1)}")
+    throughput.set(title="throughput, as a share of what the GPUs could do", xlabel="GPUs", xscale="log", ylim=(0, 1))
+    throughput.legend(frameon=False, fontsize="small")
+    for axes in (parts, throughput):
+        axes.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4,096"])
+        axes.minorticks_off()
+    _save(figure, folder, "scale")
 
 
 def draw_rows(name: str, rows: Mapping[str, Row], folder: Path) -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.sim.run [scenario ...] [--quick] [--processes 2] [--figures docs/explanation]
 
-Without names it plays all of them, after the over-sampling experiment. The exit code is 1 if a claim does not hold.
+Without names it plays all of them, after the over-sampling experiment and the model of a cluster. The exit code is 1 if
+a claim does not hold.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from math import isinf
 from pathlib import Path
 
 from benchmarks.records import record
 from tests.sim.bias import experiment
-from tests.sim.figures import draw_bias, draw_rows
+from tests.sim.cluster import CHECKS, KNOBS, SCALES, SENSITIVITIES, disagreements, simulate
+from tests.sim.cluster_model import Cluster, Costs, Prediction, predict, workers_needed
+from tests.sim.figures import draw_bias, draw_rows, draw_scale
 from tests.sim.scenario import SCENARIOS, Row, Scenario, broken, combine, jobs, play
 
 BIAS, BIAS_SEEDS = "bias", 200
+CLUSTER = "cluster"
 
 
 def main() -> int:
@@ -30,7 +35,9 @@ def main() -> int:
     if BIAS in options.scenarios:
         _run_bias(options.figures)
     with ProcessPoolExecutor(options.processes) as pool:
-        for name in (name for name in options.scenarios if name != BIAS):
+        if CLUSTER in options.scenarios:
+            failed += _run_cluster(pool, options.figures, quick=options.quick)
+        for name in (name for name in options.scenarios if name not in (BIAS, CLUSTER)):
             scenario = Scenario.load(SCENARIOS / f"{name}.yaml", quick=options.quick)
             failed += _run(scenario, pool, options.figures)
     for sentence in failed:
@@ -39,7 +46,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    names = [BIAS, *sorted(path.stem for path in SCENARIOS.glob("*.yaml"))]
+    names = [BIAS, CLUSTER, *sorted(path.stem for path in SCENARIOS.glob("*.yaml"))]
     parser = argparse.ArgumentParser(prog="python -m tests.sim.run", description="Play scenarios in virtual time.")
     parser.add_argument("scenarios", nargs="*", metavar="scenario", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="the size the tests use")
@@ -97,7 +104,54 @@ def _run_bias(figures: Path | None) -> None:
         draw_bias(rows, figures)
 
 
-def print_table(rows: Mapping[str, Mapping[str, float]]) -> None:
+def _run_cluster(pool: ProcessPoolExecutor, figures: Path | None, *, quick: bool) -> list[str]:
+    """Print and write where runs of 8 to 4,096 GPUs saturate; returns where simulator and formulas disagree."""
+    costs = Costs.measured()
+    tables: dict[str, dict[str, dict[str, float | str]]] = {}
+    for title, clusters in (("scales", SCALES), ("one change", SENSITIVITIES), ("one change after the other", KNOBS)):
+        tables[title] = {name: _columns(cluster, costs, predict(cluster, costs)) for name, cluster in clusters.items()}
+        print(f"\nWhere a run saturates: {title}\n({CLUSTER})")
+        print_table(tables[title])
+    names = list(CHECKS)[: 1 if quick else None]
+    played = pool.map(simulate, [CHECKS[name] for name in names], [costs] * len(names))
+    pairs = {name: (predict(CHECKS[name], costs), run) for name, run in zip(names, played, strict=True)}
+    compared: dict[str, dict[str, float | str]] = {}
+    for name, (prediction, run) in pairs.items():
+        compared[f"{name}: model"] = {
+            "groups/s": prediction.groups_per_second,
+            "rollout worker": prediction.utilisation["rollout worker"],
+            "learner waits": prediction.learner_waits,
+            "staleness": prediction.staleness,
+            "loop lag, s": "saturated" if isinf(prediction.loop_lag) else prediction.loop_lag,
+        }
+        values = (run.groups_per_second, run.rollout_worker, run.learner_waits, run.staleness, run.loop_lag)
+        compared[f"{name}: simulated"] = dict(zip(compared[f"{name}: model"], values, strict=True))
+    print(f"\nThe model beside the simulator\n({CLUSTER})")
+    print_table(compared)
+    failed = disagreements(pairs)
+    if not quick:
+        record(f"sim-{CLUSTER}", {"costs": asdict(costs), **tables, "model and simulator": compared, "broken": failed})
+    if figures is not None:
+        draw_scale(costs, figures)
+    return failed
+
+
+def _columns(cluster: Cluster, costs: Costs, prediction: Prediction) -> dict[str, float | str]:
+    parts = {name: round(share, 4) for name, share in prediction.utilisation.items() if name != "training loop"}
+    return {
+        "first": prediction.first,
+        "groups/s": prediction.groups_per_second,
+        "tokens/s": prediction.tokens_per_second,
+        "of GPUs": prediction.of_gpus,
+        "learner waits": prediction.learner_waits,
+        "staleness": prediction.staleness,
+        "pause, s": prediction.pause,
+        "workers": workers_needed(cluster, costs),
+        **parts,
+    }
+
+
+def print_table(rows: Mapping[str, Mapping[str, float | str]]) -> None:
     columns: Sequence[str] = list(next(iter(rows.values())))
     width = max(len(name) for name in rows)
     print(" " * width, *(f"{column:>16}" for column in columns))
@@ -105,7 +159,9 @@ def print_table(rows: Mapping[str, Mapping[str, float]]) -> None:
         print(f"{name:<{width}}", *(f"{_figure(row[column]):>16}" for column in columns))
 
 
-def _figure(value: float) -> str:
+def _figure(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
