@@ -218,8 +218,8 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
             "dtype": "float32",
             "disable-overlap-schedule": True,
             "max-total-tokens": _kv_tokens(spec),
-            # SGLang counts what other processes allocate while it loads the model as its weights, and refuses to start if
-            # these take more than this share of the free memory. `max-total-tokens` already limits the cache.
+            # SGLang counts what other processes allocate while it loads the model as its weights, and refuses to start
+            # if these take more than this share of the free memory. `max-total-tokens` already limits the cache.
             "mem-fraction-static": 0.9,
         }
     arguments |= {key.replace("_", "-"): value for key, value in spec.server_args.items()}
