@@ -70,15 +70,23 @@ def test_a_lost_rollout_worker_is_replaced_until_no_batch_is_trained_between_two
 
 async def _generate(url: str, key_file: Path, acknowledged: list[str], ended: threading.Event) -> None:
     """Play and post groups until the run has ended; keep the names of those that were acknowledged."""
-    async with aiohttp.ClientSession() as http:
-        endpoint = Endpoint(http, url, key_file)
-        while not ended.is_set():
-            try:
-                async with asyncio.timeout(PATIENCE_SECONDS):
-                    samples = await asyncio.gather(*(play(endpoint, "1+1=", "2") for _ in range(4)))
-                    acknowledged.append(await endpoint.post_group(samples))
-            except (aiohttp.ClientError, OSError):
-                await asyncio.sleep(0.2)
+
+    async def play_groups() -> None:
+        async with aiohttp.ClientSession() as http:
+            endpoint = Endpoint(http, url, key_file)
+            while True:
+                try:
+                    async with asyncio.timeout(PATIENCE_SECONDS):
+                        samples = await asyncio.gather(*(play(endpoint, "1+1=", "2") for _ in range(4)))
+                        acknowledged.append(await endpoint.post_group(samples))
+                except (aiohttp.ClientError, OSError):
+                    await asyncio.sleep(0.2)
+
+    # A group that nobody acknowledges is posted again and again, also after the end of the run.
+    playing = asyncio.create_task(play_groups())
+    await asyncio.to_thread(ended.wait)
+    playing.cancel()
+    await asyncio.wait([playing])
 
 
 @dataclass
