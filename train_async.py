@@ -16,6 +16,6 @@ if __name__ == "__main__":
     # The number of engines cannot change yet, see SIGHUP in docs/how-to/cluster.md.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Import the heavy modules only after the configuration has been checked.
-    from workers.driver import drive
+    from workers.driver import drive, leave
 
-    sys.exit(drive(config, sys.argv[1:], entry="train_async.py"))
+    leave(drive(config, sys.argv[1:], entry="train_async.py"))

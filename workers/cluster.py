@@ -62,6 +62,8 @@ LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
 SHUTDOWN_SECONDS = 5.0
 """Time limit for servers to stop, and again for processes to end; then processes are killed."""
+EXIT_SECONDS = 2.0
+"""An actor that has not answered by then is busy or gone."""
 RAY_CHECK_SECONDS = 2.0
 """Interval between checks of Ray's head node, and time limit of a check."""
 OWN_RAY_LOST_SECONDS, JOINED_RAY_LOST_SECONDS = 10.0, 40.0
@@ -102,6 +104,8 @@ class Cluster:
         self._ray_is_lost = False
         self.probes: dict[str, Probe] = {}
         """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
+        self._actors: list[ActorHandle[Any]] = []
+        """All actors that were created, also those that were lost."""
         self._placements: list[Placement] = []
         """The placement of the run, and one for each engine that was added later."""
         self._engine_devices: dict[str, EngineDevices] = {}
@@ -158,13 +162,29 @@ class Cluster:
                 async with asyncio.timeout(SHUTDOWN_SECONDS):
                     await asyncio.gather(*(server.stop.remote() for server in servers), return_exceptions=True)
         finally:  # a second Ctrl-C interrupts only the orderly shutdown of the servers
-            # A lost head node would block the release until Ray's native code ends this process.
-            if not self._ray_is_lost and _head_node_answers():
-                for placement in self._placements:
-                    placement.release()
-            _disconnect()
-            # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
-            self._reaper.close(SHUTDOWN_SECONDS)
+            try:
+                await self._end_processes()
+            finally:
+                # A lost head node would block these calls until Ray's native code ends this process.
+                if ray_answers := not self._ray_is_lost and _head_node_answers():
+                    for actor in self._actors:
+                        ray.kill(actor)  # Ray would start the actor of a server again
+                    for placement in self._placements:
+                        placement.release()
+                _disconnect(ray_answers)
+                # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
+                self._reaper.close(SHUTDOWN_SECONDS)
+
+    async def _end_processes(self) -> None:
+        """Ask the processes of all actors to exit.
+
+        The call needs neither the raylet of their node nor the head node, which may be stopped. Ray would then end the
+        actors only when these continue.
+        """
+        calls = [actor.__ray_call__.remote(_exit_soon) for actor in self._actors]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_SECONDS):
+                await asyncio.gather(*calls, return_exceptions=True)
 
     async def start(self, checked: Checked) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
@@ -358,7 +378,9 @@ class Cluster:
 
     def _actor(self, kind: type[Any], name: str, *arguments: Any, **options: Any) -> ActorHandle[Any]:
         """Create an actor. `options` are those of Ray, for example from `Placement.actor_options`."""
-        return ray.remote(kind).options(name=name, **options).remote(*arguments)
+        actor: ActorHandle[Any] = ray.remote(kind).options(name=name, **options).remote(*arguments)
+        self._actors.append(actor)
+        return actor
 
     def _server(self, kind: type[Any], name: str, spec: Any, options: Mapping[str, Any]) -> ActorHandle[Any]:
         """Create an actor that owns a server.
@@ -445,17 +467,25 @@ def _head_node_answers() -> bool:
     return False
 
 
-def _disconnect() -> None:
+def _exit_soon(actor: object) -> None:
+    """End the process of an actor after this call was answered."""
+    threading.Timer(0.1, os._exit, [0]).start()
+
+
+def _disconnect(ray_answers: bool) -> None:
     """Disconnect from Ray. Gives up after `SHUTDOWN_SECONDS`.
 
-    Without an answer of the raylet, for example if it is stopped (SIGSTOP), `ray.shutdown` would block forever.
+    Without an answer of the raylet, for example if it is stopped (SIGSTOP), `ray.shutdown` would block forever. Without
+    an answer of the head node, it may crash.
     """
-    disconnecting = threading.Thread(target=ray.shutdown, name="disconnect-from-ray", daemon=True)
-    disconnecting.start()
-    disconnecting.join(SHUTDOWN_SECONDS)
-    if disconnecting.is_alive():
-        log.warning("Ray does not answer, so the run ends without disconnecting from it")
-        atexit.unregister(ray.shutdown)
+    if ray_answers:
+        disconnecting = threading.Thread(target=ray.shutdown, name="disconnect-from-ray", daemon=True)
+        disconnecting.start()
+        disconnecting.join(SHUTDOWN_SECONDS)
+        if not disconnecting.is_alive():
+            return
+    log.warning("Ray does not answer, so the run ends without disconnecting from it")
+    atexit.unregister(ray.shutdown)
 
 
 def _token_hint() -> str:

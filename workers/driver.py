@@ -7,6 +7,7 @@ worker hangs.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -92,6 +93,19 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         # Messages of libraries may have several lines; the user gets one.
         print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
+
+
+def leave(code: int) -> NoReturn:
+    """Exit the process with the exit code of `drive`.
+
+    If Ray did not answer at the end of the run, its native code would wait, or crash and change the exit code, at the
+    exit of the interpreter.
+    """
+    if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 async def _drive(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import miles_async
 
 
-def train(argv: Sequence[str]) -> int:
+def train(argv: Sequence[str]) -> NoReturn:
     """Train asynchronously, with the flags of train_async.py."""
     from miles_async.config.cli import parse_or_exit
 
@@ -23,9 +24,9 @@ def train(argv: Sequence[str]) -> int:
     # The number of engines cannot change yet, see SIGHUP in docs/how-to/cluster.md.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Heavy packages such as torch and Ray are imported only after the configuration has been checked.
-    from .driver import drive
+    from .driver import drive, leave
 
-    return drive(config, argv, entry="train_async.py")
+    leave(drive(config, argv, entry="train_async.py"))
 
 
 def report(argv: Sequence[str]) -> int:

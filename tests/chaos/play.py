@@ -201,7 +201,7 @@ class _Playing:
                 outcome.hangs += 1
                 outcome.violations.append(f"part {outcome.parts - 1} hangs: {_last_line(running.out)}")
             elif left := _left(running, self.ray):
-                outcome.left += left.values()
+                outcome.left += [line.strip() for line in left.values()]
                 outcome.violations.append(f"part {outcome.parts - 1}: {len(left)} processes are left")
         if injected:
             _read_faults(self._run / "faults.jsonl", at_points)

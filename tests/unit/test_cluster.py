@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 from structlog.testing import capture_logs
 
 from miles_async.config.device_plan import Bundle
@@ -158,10 +159,35 @@ def test_a_run_ends_although_ray_does_not_answer_when_it_disconnects(monkeypatch
     monkeypatch.setattr(ray, "shutdown", answered.wait)
     monkeypatch.setattr(module, "SHUTDOWN_SECONDS", 0.1)
     with capture_logs() as logs:
-        module._disconnect()
+        module._disconnect(ray_answers=True)
     [line] = logs
     assert "does not answer" in line["event"]
     answered.set()
+
+
+def test_a_run_does_not_disconnect_from_a_head_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's native code might crash, before the run has said why it ends."""
+    calls: list[str] = []
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    module._disconnect(ray_answers=False)
+    assert calls == []
+
+
+def test_the_processes_of_actors_are_asked_to_exit_although_ray_does_not_answer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    async def call(function: Any) -> None:
+        asked.append(function)
+
+    async def gone(function: Any) -> None:
+        raise RayActorError
+
+    handles: Any = cluster
+    handles._actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote)) for remote in (gone, call)]
+    asyncio.run(cluster._end_processes())
+    assert asked == [module._exit_soon]
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,3 +111,17 @@ async def test_subscribers_are_updated_while_the_run_starts(monkeypatch: pytest.
 
     subscribers: Any = EventSubscribers()
     await driver._guard(updated.wait(), driver._tick(subscribers))
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_process_that_cannot_disconnect_from_ray_exits_without_its_native_code(
+    monkeypatch: pytest.MonkeyPatch, is_connected: bool
+) -> None:
+    def exit_at_once(code: int) -> None:
+        raise SystemExit(f"at once with {code}")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: is_connected))
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+    with pytest.raises(SystemExit) as ended:
+        driver.leave(3)
+    assert ended.value.code == ("at once with 3" if is_connected else 3)
