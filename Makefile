@@ -97,9 +97,9 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(PYTHON) -m benchmarks.learner_step
 	@$(PYTHON) -m benchmarks.peers
 
-# On a GPU machine, packages often come with its image, and `make setup` would install others.
-gpu-check: ## Check what works on this machine's GPUs, in minutes (ARGS="--device cpu", PYTHON=python3 for another one)
-	@$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+# As `doctor`: it installs nothing, and without .venv it uses the packages of `python3`.
+gpu-check: ## Check what works on this machine's GPUs, in minutes (ARGS="--only attention", ARGS="--device cpu")
+	@python=$(PYTHON); [ -x $$python ] || python=python3; $$python -m benchmarks.gpu_check $(ARGS)
 
 bench-peers: $(PEERS) ## Compare with TRL, in .venv-peers, and with checkouts (SLIME=folder MILES=folder ARGS="step")
 	@$(PYTHON) -m benchmarks.peers $(if $(SLIME),--slime $(SLIME)) $(if $(MILES),--miles $(MILES)) $(ARGS)

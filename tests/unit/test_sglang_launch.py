@@ -61,13 +61,17 @@ def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> 
     assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
 
 
-def test_mooncake_uses_rdma_only_on_a_gpu_node_with_an_rdma_device(
+def test_mooncake_uses_rdma_only_on_a_gpu_node_with_an_active_port(
     spec: EngineSpec, cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
     monkeypatch.setattr(launch, "RDMA_DEVICES", tmp_path / "infiniband")
     assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == "tcp"
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("1: DOWN\n")
+    assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == "tcp"
+    (port / "state").write_text("4: ACTIVE\n")
     assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == ("rdma" if cuda else "tcp")
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
     assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == "rdma"

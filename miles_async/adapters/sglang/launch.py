@@ -269,10 +269,14 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 def mooncake_protocol() -> str:
     """Return how Mooncake transfers weights, in learner and engines: `MOONCAKE_PROTOCOL`, or else what this node can.
 
-    Mooncake's default is rdma, with which it does not start on a node without an RDMA device.
+    What Mooncake does with the protocol rdma on a node without RDMA depends on its version.
     """
-    has_rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
-    return os.environ.get("MOONCAKE_PROTOCOL", "rdma" if has_rdma and has_cuda() else "tcp")
+    return os.environ.get("MOONCAKE_PROTOCOL", "rdma" if has_rdma() and has_cuda() else "tcp")
+
+
+def has_rdma() -> bool:
+    """Return whether a port of an RDMA device is active."""
+    return any("ACTIVE" in state.read_text() for state in RDMA_DEVICES.glob("*/ports/*/state"))
 
 
 @cache
