@@ -12,7 +12,7 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
+.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -96,6 +96,10 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(PYTHON) -m benchmarks.frozen
 	@$(PYTHON) -m benchmarks.learner_step
 	@$(PYTHON) -m benchmarks.peers
+
+# As `doctor`: it installs nothing, and without .venv it uses the packages of `python3`.
+gpu-check: ## Check what works on this machine's GPUs, in minutes (ARGS="--only attention", ARGS="--device cpu")
+	@python=$(PYTHON); [ -x $$python ] || python=python3; $$python -m benchmarks.gpu_check $(ARGS)
 
 bench-peers: $(PEERS) ## Compare with TRL, in .venv-peers, and with checkouts (SLIME=folder MILES=folder ARGS="step")
 	@$(PYTHON) -m benchmarks.peers $(if $(SLIME),--slime $(SLIME)) $(if $(MILES),--miles $(MILES)) $(ARGS)

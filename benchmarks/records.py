@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +44,8 @@ def machine_load() -> float:
 
 
 def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

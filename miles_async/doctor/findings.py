@@ -116,8 +116,8 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
             f"update the NVIDIA driver to one for CUDA {torch.split('.')[0]}",
         )
     if machine.packages.get("transformer-engine") is None:
-        yield _problem(
-            "Transformer Engine is not installed, of which the learner builds its layers on GPUs",
+        yield _warning(
+            "Transformer Engine is not installed, so the learner uses local layers, which nobody has run on a GPU",
             "python -m pip install --no-build-isolation 'transformer-engine[pytorch]'",
         )
     if not any(machine.packages.get(name) for name in ("sglang-kernel", "sgl-kernel")):

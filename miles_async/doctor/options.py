@@ -70,7 +70,6 @@ def _p2p(machine: Machine, on_gpus: bool) -> Option:
         return Option(name="p2p", works=False, why=why, setting="make setup-gpu")
     if has_active_rdma(machine):
         return Option(name="p2p", works=True, why="over RDMA", setting=setting)
-    # Mooncake 0.3.13 with the protocol `rdma` and no card installs its TCP transport.
     why = "over TCP through main memory, because no InfiniBand or RoCE port is active; broadcast may be faster"
     return Option(name="p2p", works=True, why=why, setting=setting)
 
@@ -105,6 +104,12 @@ def attention(machine: Machine) -> Iterator[Option]:
     has_engine = machine.packages.get("transformer-engine") is not None
     why = f"{level}; its fast kernels need 8.0" if has_engine else "Transformer Engine is not installed"
     yield Option(name="learner: Transformer Engine", works=has_engine and oldest >= (8, 0), why=why)
+    yield Option(
+        name="learner: local layers",
+        works=None,
+        why="PyTorch's attention and norms; nobody has run them on a GPU",
+        setting="--transformer-impl local",
+    )
     yield Option(
         name="learner: FlexAttention",
         works=None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import silu
 
-from miles_async.adapters.megatron.model import cpu_layers
+from miles_async.adapters.megatron.model import local_layers
 
 
 class Linear(torch.nn.Linear):
@@ -33,7 +33,7 @@ def gradients(mlp: Any, output: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
 
 def test_output_and_gradients_are_those_of_the_plain_composition(mlp: Any) -> None:
     hidden = torch.randn(5, 1, 8, requires_grad=True)
-    output, bias = cpu_layers._forward_swiglu(mlp, pytest.fail, hidden)
+    output, bias = local_layers._forward_swiglu(mlp, pytest.fail, hidden)
     gate, up = mlp.linear_fc1(hidden)[0].chunk(2, -1)
     expected = mlp.linear_fc2(silu(gate) * up)[0]
     assert bias is None
@@ -53,6 +53,6 @@ def test_the_input_of_the_second_layer_is_not_kept_for_the_backward_pass(
         return compute(x)
 
     monkeypatch.setattr(mlp.linear_fc2, "forward", remember)
-    output, _ = cpu_layers._forward_swiglu(mlp, pytest.fail, torch.randn(5, 1, 8, requires_grad=True))
+    output, _ = local_layers._forward_swiglu(mlp, pytest.fail, torch.randn(5, 1, 8, requires_grad=True))
     assert kept[0].expired()
     assert output.requires_grad

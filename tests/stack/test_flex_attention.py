@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from miles_async.adapters.megatron.model import flex_attention
-from miles_async.adapters.megatron.model.cpu_layers import CpuAttention
 from miles_async.adapters.megatron.model.flex_attention import FlexAttention, is_plain_attention, prefix_mask
+from miles_async.adapters.megatron.model.local_layers import LocalAttention
 from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
 from miles_async.adapters.system.network_ports import free_port
@@ -59,13 +59,14 @@ def attention(module: type, pack: Pack) -> list[Tensor]:
     tokens = len(pack.computed)
     inputs = [torch.randn(tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     positions = torch.from_numpy(pack.positions[pack.computed])
-    out = module(config())(*inputs, None, packed_seq_params=packed_params(pack, torch.device("cpu"), positions))
+    params = packed_params(pack, torch.device("cpu"), positions, local=True)
+    out = module(config())(*inputs, None, packed_seq_params=params)
     return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
 
 
 @pytest.mark.parametrize("name", PACKS)
 def test_results_and_gradients_are_those_of_the_cpus_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = attention(CpuAttention, PACKS[name])
+    expected = attention(LocalAttention, PACKS[name])
     monkeypatch.setattr(flex_attention, "has_gradients", lambda: True)
     # torch refuses to compute gradients on CPUs, because it compiles no kernel for them. Without a kernel it can.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)

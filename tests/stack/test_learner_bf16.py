@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training import offloading
 from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.megatron.training.optimizer import model_tensors
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.types import Group, Sample
@@ -156,6 +158,30 @@ def test_a_run_resumes_in_another_precision_from_its_float32_weights(
         learner.load_state(str(tmp_path / "state"))
         assert same(float32_weights(learner), stopped)
         train(learner, run, [2])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_learner_whose_memory_was_freed_for_an_engine_continues_as_if_it_had_not(
+    tiny: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(precision=precision, use_kl_loss=True)
+    with learning(tiny, run) as learner:
+        train(learner, run, range(3))
+        expected = list(weights_of(learner).values()), masters(learner)
+    monkeypatch.setattr(offloading, "on_cpu", lambda: False)
+    with learning(tiny, run) as learner:
+        train(learner, run, [0])
+        for rollout in (1, 2):
+            learner.offload()
+            learner.offload()
+            tensors = list(model_tensors(learner._model))
+            assert learner._reference is not None
+            tensors += [parameter for chunk in learner._reference.chunks for parameter in chunk.parameters()]
+            assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
+            learner.onload()
+            train(learner, run, [rollout])
+        assert same(list(weights_of(learner).values()), expected[0])
+        assert same(masters(learner), expected[1])
 
 
 def float32_weights(learner: MegatronLearner) -> list[torch.Tensor]:

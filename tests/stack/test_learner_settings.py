@@ -19,7 +19,9 @@ from megatron.core.tensor_parallel.random import CheckpointFunction
 
 from miles_async.adapters.megatron.model import factory as model
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
+from miles_async.adapters.megatron.model.process_groups import destroy_process_groups
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.megatron.training.warm_start import warm_start
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
@@ -198,6 +200,17 @@ def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, m
         "reference": {tuple(reference)},
     }
     assert variables() == policy
+
+
+def test_transformer_engine_is_refused_where_it_cannot_run(tiny: Path) -> None:
+    refused = run_config(transformer_impl="transformer_engine")
+    try:
+        with pytest.raises(UserError, match="Transformer Engine needs a GPU: set transformer_impl to local"):
+            MegatronLearner(refused, str(tiny), 0, 1, "127.0.0.1", free_port())
+    finally:
+        destroy_process_groups()
+    with learning(tiny, run_config(transformer_impl="local")) as learner:
+        assert learner.logprobs([[1, 2, 3]])
 
 
 def test_transformer_engine_is_notified_of_changed_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,6 +457,7 @@ NAMED: dict[str, str] = {
     "checkpoint_checksums": "unit/test_checkpoint_folder.py::test_without_checksums_only_sizes_are_compared",
     "load": "unit/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
+    "transformer_impl": f"{LEARNER}::test_transformer_engine_is_refused_where_it_cannot_run",
     "expert_tensor_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
     "use_distributed_optimizer": f"{PARALLEL}::test_the_distributed_optimizer_shards_its_moments_over_the_ranks",
     "learner_cpus": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",

@@ -172,6 +172,12 @@ def test_engines_with_speculative_decoding_return_no_masks() -> None:
     assert request.return_sampling_mask is None
 
 
+def test_engines_of_older_versions_are_not_asked_for_masks() -> None:
+    request = Request({"top_k": 20})
+    request_sampling_masks(SimpleNamespace(server_args=SimpleNamespace()), request)
+    assert request.return_sampling_mask is None
+
+
 # --- which samples are refused ---------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,22 @@ def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> 
     assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
 
 
+def test_mooncake_uses_rdma_only_on_a_gpu_node_with_an_active_port(
+    spec: EngineSpec, cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
+    monkeypatch.setattr(launch, "RDMA_DEVICES", tmp_path / "infiniband")
+    assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == "tcp"
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("1: DOWN\n")
+    assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == "tcp"
+    (port / "state").write_text("4: ACTIVE\n")
+    assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == ("rdma" if cuda else "tcp")
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == "rdma"
+
+
 def test_cores_are_divided_among_the_ranks(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: False)
     values = launch.environment(spec)
@@ -95,9 +111,12 @@ def test_the_servers_of_an_engine_that_spans_nodes_connect_to_the_first_node_and
     assert launch.environment(second)["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
-def test_an_engine_that_shares_its_gpus_can_release_its_memory(spec: EngineSpec, cuda: bool) -> None:
-    assert ("--enable-memory-saver" in launch.command(replace(spec, colocated=True), 1, ALONE)) is cuda
-    assert "--enable-memory-saver" not in launch.command(spec, 1, ALONE)
+@pytest.mark.parametrize("flag", ["--enable-memory-saver", "--enable-weights-cpu-backup"])
+def test_an_engine_that_shares_its_gpus_can_release_its_memory_and_keep_its_weights(
+    spec: EngineSpec, cuda: bool, flag: str
+) -> None:
+    assert (flag in launch.command(replace(spec, colocated=True), 1, ALONE)) is cuda
+    assert flag not in launch.command(spec, 1, ALONE)
 
 
 def test_a_server_continues_without_its_log_if_the_disk_is_full(tmp_path: Path) -> None:

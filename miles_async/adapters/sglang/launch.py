@@ -32,6 +32,8 @@ compiler.
 """
 ARGUMENTS_THAT_CHOOSE_MODELS = ("speculative-", "model-impl", "json-model-override-args")
 """Starts of the arguments of SGLang that let an engine use models other than that of its checkpoint's architecture."""
+RDMA_DEVICES = Path("/sys/class/infiniband")
+"""The kernel lists RDMA devices here."""
 ENGINE_MODULE = "miles_async.adapters.sglang.engine_process"
 
 
@@ -211,6 +213,9 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
         arguments["engine-info-bootstrap-port"] = rendezvous.bootstrap_port
     if spec.colocated and has_cuda():
         arguments["enable-memory-saver"] = True
+        # Without a copy in host memory, an engine that resumes has no weights until the next publish. No version is due
+        # after a batch without gradients, or between two publishes with update_weights_interval.
+        arguments["enable-weights-cpu-backup"] = True
     if not has_cuda():
         arguments |= {
             "device": "cpu",
@@ -242,6 +247,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
         "PYTHONUNBUFFERED": "1",
+        "MOONCAKE_PROTOCOL": mooncake_protocol(),
         **interface_variables(spec.host),
     }
     if spec.devices:
@@ -250,7 +256,6 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         cores, ranks = spec.cpus or tuple(sorted(os.sched_getaffinity(0))), spec.tp // spec.nodes
         values |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "MOONCAKE_PROTOCOL": "tcp",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
             # More OpenMP threads than free cores spin against each other and the learner: up to 50 times slower.
             "OMP_NUM_THREADS": str(max(1, len(cores) // ranks // (1 if spec.cpus else 2))),
@@ -259,6 +264,19 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_models(spec)),
         }
     return {**values, **spec.env_vars}
+
+
+def mooncake_protocol() -> str:
+    """Return how Mooncake transfers weights, in learner and engines: `MOONCAKE_PROTOCOL`, or else what this node can.
+
+    What Mooncake does with the protocol rdma on a node without RDMA depends on its version.
+    """
+    return os.environ.get("MOONCAKE_PROTOCOL", "rdma" if has_rdma() and has_cuda() else "tcp")
+
+
+def has_rdma() -> bool:
+    """Return whether a port of an RDMA device is active."""
+    return any("ACTIVE" in state.read_text() for state in RDMA_DEVICES.glob("*/ports/*/state"))
 
 
 @cache

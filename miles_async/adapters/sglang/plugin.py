@@ -119,6 +119,8 @@ def request_sampling_masks(tokenizer_manager: Any, request: Any, *_: Any, **__: 
     answered without masks.
     """
     arguments, given = tokenizer_manager.server_args, request.sampling_params
+    if not hasattr(arguments, "sampling_mask_max_tokens"):
+        return  # SGLang up to 0.5.17 lacks the argument, and is not asked for masks
     params = given if isinstance(given, list) else [given or {}]
     top_ks = range(2, arguments.sampling_mask_max_tokens + 1)
     if arguments.speculative_algorithm is None and all(one.get("top_k") in top_ks for one in params):

@@ -59,8 +59,8 @@ class Learner(Section):
     assigned to the ranks in turn."""
     share_prefixes: bool | None = None
     """Compute a common prefix of samples, such as the prompt of a group, only once. Gradients are the same up to
-    rounding. By default this is on for CPUs. On GPUs it replaces Transformer Engine's attention by PyTorch's
-    FlexAttention, which has not been run there yet, so it is off unless it is set."""
+    rounding. By default this is on for CPUs. On GPUs it replaces the layers' attention by PyTorch's FlexAttention,
+    which has not been run there yet, so it is off unless it is set."""
     use_dynamic_batching_in_train: bool = False
     """Train on samples that are sorted by length and padded to equal length within a micro-batch (ROLL's dynamic
     batching), instead of packing samples end to end."""
@@ -91,6 +91,10 @@ class Learner(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the learner. With bf16, weights and activations are bfloat16, while the optimizer's master weights,
     the gradients and the loss stay float32; weights are published and exported as bfloat16."""
+    transformer_impl: Literal["transformer_engine", "local"] | None = None
+    """Layers of the learner: transformer_engine uses NVIDIA's Transformer Engine, which needs a GPU, and local uses
+    Megatron's own layers with PyTorch's attention and norms. If unset, it is transformer_engine on GPUs where it is
+    installed, else local."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Number of ranks that each layer is split across (tensor parallelism)."""
     pipeline_model_parallel_size: int = Field(1, ge=1)

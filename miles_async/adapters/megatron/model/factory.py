@@ -23,9 +23,9 @@ from transformers import AutoConfig
 
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.cpu_layers import cpu_layer_spec, replace_swiglu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import WeightConverter, load_weights
+from miles_async.adapters.megatron.model.local_layers import local_layer_spec, replace_swiglu, uses_local_layers
 from miles_async.adapters.megatron.model.output_layer import OutputLayer
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.value_head import attach_value_head
@@ -46,9 +46,8 @@ _CPU_MODEL = {
     "persist_layer_norm": False,
 }
 _CPU_EXPERTS = {
-    # The all-to-all dispatcher needs CUDA streams, and grouped matrix products need CUDA kernels.
+    # The all-to-all dispatcher needs CUDA streams.
     "moe_token_dispatcher_type": "allgather",
-    "moe_grouped_gemm": False,
     # Megatron refuses variable lengths together with the all-gather dispatcher, which cannot gather unequal parts.
     # `_transformer_config` sets it after that check; `model_inputs` makes the parts equal.
     "variable_seq_lengths": False,
@@ -73,31 +72,6 @@ class MegatronModel:
     """Computes the logits of chosen tokens; None for critics and on ranks that are not on the last pipeline stage."""
     by_position: bool
     """Whether the model takes the position of each token, which common prefixes of sequences need."""
-
-    def offload(self) -> None:
-        """Move parameters and optimizer state to host memory and free the GPU for an engine (`--colocate`).
-
-        Gradients are dropped; the next step clears them anyway. Does nothing on a CPU.
-        """
-        if on_cpu():
-            return
-        for chunk in self.chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                buffer.offload_to_cpu()
-        self.optimizer.offload_to_cpu()
-        torch.cuda.synchronize()
-        # Return the freed blocks from torch's cache to the device, where the engine's process can allocate them.
-        torch.cuda.empty_cache()
-
-    def onload(self) -> None:
-        """Move parameters and optimizer state back to the GPU."""
-        if on_cpu():
-            return
-        for chunk in self.chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                buffer.reload_from_cpu()
-        self.optimizer.restore_from_cpu()
-        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +140,7 @@ def _load_chunks(
     # Megatron sets these variables while it builds a model, and asserts that they have no other value. Transformer
     # Engine reads them later, in forward passes, where the user's values apply again.
     with environment(dict.fromkeys(ATTENTION)):
-        chunks = _build_chunks(plugin, hf_config, config, padded)
+        chunks = _build_chunks(plugin, hf_config, config, padded, local=uses_local_layers(settings))
     load_weights(converter, chunks, hf_checkpoint)
     return config, converter, chunks
 
@@ -185,7 +159,7 @@ def _read_checkpoint(hf_checkpoint: str) -> tuple[ModelPlugin, HfConfig]:
 
 
 def _build_chunks(
-    plugin: ModelPlugin, hf_config: HfConfig, config: TransformerConfig, padded_vocabulary: int
+    plugin: ModelPlugin, hf_config: HfConfig, config: TransformerConfig, padded_vocabulary: int, *, local: bool
 ) -> list[torch.nn.Module]:
     """Build this rank's layers with random weights: one chunk per virtual pipeline stage, else one."""
     stages = config.virtual_pipeline_model_parallel_size
@@ -194,8 +168,8 @@ def _build_chunks(
     chunks = []
     for stage in range(stages or 1):
         vp_stage = None if stages is None else stage
-        if on_cpu():
-            spec = cpu_layer_spec(config, vp_stage)
+        if local:
+            spec = local_layer_spec(config, vp_stage)
         else:
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         with plugin_errors(plugin, "change the layer spec"):
@@ -216,9 +190,9 @@ def _build_chunks(
         chunk.model_type = ModelType.encoder_or_decoder
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if on_cpu():
+        if local:
             replace_swiglu(chunk)
-        else:
+        if not on_cpu():
             chunk.cuda(torch.cuda.current_device())
         if config.bf16:
             chunk = Float16Module(config, chunk)
@@ -320,6 +294,8 @@ def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Lear
     if "layernorm_epsilon" not in of_the_model:
         arguments["layernorm_epsilon"] = hf_config["rms_norm_eps"]
     arguments |= of_the_model
+    if shape.experts and uses_local_layers(settings):
+        arguments["moe_grouped_gemm"] = False
     if on_cpu():
         arguments |= _CPU_MODEL | (_CPU_EXPERTS if shape.experts else {})
     try:

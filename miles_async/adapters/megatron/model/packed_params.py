@@ -11,16 +11,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from miles_async.adapters.megatron.model import flex_attention
-from miles_async.adapters.megatron.model.cpu_layers import BucketedSeqParams, bucket_sequences
 from miles_async.adapters.megatron.model.flex_attention import FlexSeqParams
+from miles_async.adapters.megatron.model.local_layers import BucketedSeqParams, bucket_sequences
 from miles_async.batching.shared_prefixes import Pack
 
 
-def packed_params(pack: Pack, device: torch.device, positions: Tensor | None) -> PackedSeqParams:
+def packed_params(pack: Pack, device: torch.device, positions: Tensor | None, *, local: bool) -> PackedSeqParams:
     """Describe packed sequences for Megatron's `thd` attention.
 
     `positions` [t] of this rank's tokens are given if the model's rotary embedding is a `PositionRotary`; its attention
-    on GPUs is then `FlexAttention`.
+    on GPUs is then `FlexAttention`. `local` is true if the model has the layers of `local_layers.py`.
     """
     lengths = pack.lengths
     bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
@@ -39,12 +39,12 @@ def packed_params(pack: Pack, device: torch.device, positions: Tensor | None) ->
         layout |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
         if flex_attention.has_gradients():
             return FlexSeqParams(**layout, mask=flex_attention.prefix_mask(pack, device), positions=positions)
-    if device.type != "cpu":
+    if not local:
         # With context parallelism Transformer Engine asks for the padded bounds too. They are the same here: padding
         # is part of each sequence's length.
         padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if group.size() > 1 else {}
         return PackedSeqParams(**layout, **padded)
-    buckets, restore = bucket_sequences(pack, group.size(), group.rank())
+    buckets, restore = bucket_sequences(pack, device, group.size(), group.rank())
     return BucketedSeqParams(**layout, buckets=buckets, restore=restore, positions=positions)
 
 

@@ -36,6 +36,7 @@ from miles_async.adapters.megatron.model.process_groups import (
 from miles_async.adapters.megatron.training import inference
 from miles_async.adapters.megatron.training.critic import Critic, CriticOutput
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
+from miles_async.adapters.megatron.training.offloading import Offloaded, offload
 from miles_async.adapters.megatron.training.optimizer import (
     Gradients,
     Snapshot,
@@ -119,6 +120,7 @@ class MegatronLearner:
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
             with environment(config.learner.ref_env_vars):
                 self._reference = build_reference(config.learner, str(reference))
+        self._offloaded: Offloaded | None = None
         self._steps_taken = 0
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
@@ -404,12 +406,17 @@ class MegatronLearner:
         return copies
 
     def offload(self) -> None:
-        """Free the GPU's memory for an engine that shares the device, until `onload`."""
-        self._model.offload()
+        """Free the GPU memory of all models for an engine that shares the device, until `onload`."""
+        if self._offloaded is None:
+            critic = [] if self._critic is None else [self._critic.model]
+            reference = [] if self._reference is None else [self._reference]
+            self._offloaded = offload([self._model, *critic, *reference])
 
     def onload(self) -> None:
-        """Move the model back to the GPU."""
-        self._model.onload()
+        """Move the models back to the GPU."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     def load_state(self, folder: str) -> None:
         """Resume from a checkpoint of any parallel layout. Raises UserError if it is broken or of another model."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.local_layers import uses_local_layers
 from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.batching.batch import PackedBatch, pack_sequences
 from miles_async.batching.layout import Padding, context_parallel_indices
@@ -130,19 +131,21 @@ def model_inputs(
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         empty = pack_sequences([], [], Padding(unit=sequence_unit(learner)))
         batches = [*batches, *[empty] * (int(most) - len(batches))]
-    unit = pack_unit(learner)
+    unit, local = pack_unit(learner), uses_local_layers(learner)
     counts = [batch.computed_tokens if by_position else len(batch.tokens) for batch in batches]
     totals = torch.tensor([-(-count // unit) * unit for count in counts], device=device)
     if has_expert_parallelism and on_cpu():
         # The all-gather dispatcher, the only one that works on CPUs, needs equal sizes on all ranks.
         dist.all_reduce(totals, dist.ReduceOp.MAX, group=group)
     return [
-        _model_input(batch, total - count, device, by_position)
+        _model_input(batch, total - count, device, by_position, local=local)
         for batch, count, total in zip(batches, counts, totals.tolist(), strict=True)
     ]
 
 
-def _model_input(batch: PackedBatch, missing: int, device: torch.device, by_position: bool) -> ModelInput:
+def _model_input(
+    batch: PackedBatch, missing: int, device: torch.device, by_position: bool, *, local: bool
+) -> ModelInput:
     """This rank's part of a micro-batch that is padded by `missing` tokens."""
 
     def to_device(array: NDArray[np.integer[Any]]) -> Tensor:
@@ -170,7 +173,7 @@ def _model_input(batch: PackedBatch, missing: int, device: torch.device, by_posi
         batch=batch,
         tokens=to_device(tokens[own]),
         positions=positions,
-        params=packed_params(pack, device, positions if by_position else None),
+        params=packed_params(pack, device, positions if by_position else None, local=local),
         predictors=to_device(predictors[target_indices]),
         target_indices=to_device(target_indices),
         kept=None if mask is None else KeptTokens(to_device(mask.counts), to_device(mask.token_ids)),

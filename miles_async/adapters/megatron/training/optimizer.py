@@ -57,6 +57,15 @@ def apply_gradients(model: MegatronModel, *, lr: float, weight_decay: float) -> 
         model.optimizer.step()
 
 
+def model_tensors(model: MegatronModel) -> Iterator[Tensor]:
+    """Parameters, the optimizer's own copies (fp32 masters) and its state; the same tensor may appear twice."""
+    for chunk in model.chunks:
+        yield from chunk.module.parameters()
+    for group in model.optimizer.param_groups:
+        yield from group["params"]
+    yield from _state_tensors(model)
+
+
 class Snapshot:
     """Copy of weights and optimizer state in host memory.
 
@@ -66,7 +75,7 @@ class Snapshot:
 
     def __init__(self, model: MegatronModel) -> None:
         self._model = model
-        self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in _tensors(model)]
+        self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in model_tensors(model)]
         self._is_before_first_step = len(model.optimizer.state) == 0
 
     @torch.no_grad()
@@ -79,15 +88,6 @@ class Snapshot:
             # equivalent.
             for tensor in _state_tensors(self._model):
                 tensor.zero_()
-
-
-def _tensors(model: MegatronModel) -> Iterator[Tensor]:
-    """Parameters, the optimizer's own copies (fp32 masters) and its state; the same tensor may appear twice."""
-    for chunk in model.chunks:
-        yield from chunk.module.parameters()
-    for group in model.optimizer.param_groups:
-        yield from group["params"]
-    yield from _state_tensors(model)
 
 
 def _state_tensors(model: MegatronModel) -> Iterator[Tensor]:

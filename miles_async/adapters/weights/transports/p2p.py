@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 
-import torch
-
+from miles_async.adapters.sglang.launch import mooncake_protocol
 from miles_async.adapters.system.listeners import confined_listeners, local_address
 from miles_async.adapters.weights.engine import EngineMemory, call_engine
 from miles_async.adapters.weights.staging import Staging
@@ -19,8 +18,8 @@ from miles_async.errors import EngineLostError
 class P2PTransport:
     """Implements `Transport`.
 
-    `bucket` is the number of bytes per call of Mooncake, `timeout` is in seconds. The protocol is `MOONCAKE_PROTOCOL`,
-    which the engines read too. Raises ImportError if Mooncake cannot be loaded.
+    `bucket` is the number of bytes per call of Mooncake, `timeout` is in seconds. The protocol is
+    `mooncake_protocol()`, as in the engines. Raises ImportError if Mooncake cannot be loaded.
     """
 
     def __init__(self, *, bucket: int, timeout: float) -> None:
@@ -83,8 +82,7 @@ class P2PTransport:
         self._sessions = {}
 
     def _initialize(self, host: str) -> None:
-        # The default of SGLang with CUDA, and the value that engines get without CUDA (`launch.environment`).
-        protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma" if torch.cuda.is_available() else "tcp")
+        protocol = mooncake_protocol()
         with confined_listeners(host):
             status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         if status != 0:

@@ -1,7 +1,7 @@
-"""Transformer layers for machines without CUDA: Megatron's local layers with attention and norms from torch.
+"""Transformer layers without Transformer Engine: Megatron's local layers with attention and norms from torch.
 
-Megatron's attention for packed sequences needs Transformer Engine, which needs CUDA. On CPUs, packed sequences are
-sorted into buckets of similar length, and each bucket is one padded call of torch's SDPA.
+Megatron's attention for packed sequences needs Transformer Engine, which needs CUDA. Here, packed sequences are sorted
+into buckets of similar length, and each bucket is one padded call of torch's SDPA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
@@ -25,8 +25,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.batching.layout import context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
+from miles_async.config.schema import Learner
+from miles_async.errors import UserError
 
 _LONG = 256
 """Sequences of more tokens than this get their own call: padding them costs more than the call."""
@@ -61,7 +64,9 @@ class BucketedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """[t] position of each of this rank's tokens in its sequence, for `PositionRotary`."""
 
 
-def bucket_sequences(pack: Pack, ranks: int = 1, rank: int = 0) -> tuple[list[Bucket], Tensor | None]:
+def bucket_sequences(
+    pack: Pack, device: torch.device, ranks: int = 1, rank: int = 0
+) -> tuple[list[Bucket], Tensor | None]:
     """Sort packed sequences into buckets; returns them with the permutation back to the order of the computed tokens.
 
     The queries of a sequence are its computed tokens, and its keys are all its tokens, including a prefix that was
@@ -91,19 +96,19 @@ def bucket_sequences(pack: Pack, ranks: int = 1, rank: int = 0) -> tuple[list[Bu
         order.append(queries.reshape(-1)[kept])
         mask = None
         if ranks > 1 or pack.shared[chosen].any():
-            mask = torch.from_numpy(np.arange(keys.shape[1]) <= positions[queries][:, None, :, None])
+            mask = torch.from_numpy(np.arange(keys.shape[1]) <= positions[queries][:, None, :, None]).to(device)
         buckets.append(
             Bucket(
-                queries=torch.from_numpy(queries.reshape(-1)),
-                keys=torch.from_numpy(gathered[keys.reshape(-1)]),
+                queries=torch.from_numpy(queries.reshape(-1)).to(device),
+                keys=torch.from_numpy(gathered[keys.reshape(-1)]).to(device),
                 count=len(chosen),
-                kept=None if len(kept) == queries.size else torch.from_numpy(kept),
+                kept=None if len(kept) == queries.size else torch.from_numpy(kept).to(device),
                 mask=mask,
             )
         )
     restore = np.argsort(np.concatenate(order))
     in_order = bool((restore == np.arange(len(restore))).all())
-    return buckets, None if in_order else torch.from_numpy(restore)
+    return buckets, None if in_order else torch.from_numpy(restore).to(device)
 
 
 def _similar(queries: NDArray[np.int64], keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -129,7 +134,7 @@ def _padded_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple
     return rows, np.flatnonzero((cells < lengths[:, None]).reshape(-1))
 
 
-class CpuAttention(MegatronModule):  # type: ignore[misc]
+class LocalAttention(MegatronModule):  # type: ignore[misc]
     """Core attention of Megatron's layer spec: causal attention over packed sequences, bucket by bucket."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -173,7 +178,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
     return out if bucket.kept is None else out.index_select(0, bucket.kept)
 
 
-class CpuNorm(torch.nn.RMSNorm):
+class LocalNorm(torch.nn.RMSNorm):
     """RMS norm that works with sequence parallelism and with weights around 0, which Megatron's own local norm refuses.
 
     Each rank normalizes a part of the sequence. Megatron adds up the gradients of parameters with this attribute.
@@ -268,19 +273,32 @@ class _SwiGlu(torch.autograd.Function):
         return result
 
 
-def cpu_layer_spec(config: Any, vp_stage: int | None) -> Any:
-    """The layer spec of one pipeline stage, with attention and norms that need neither CUDA nor Transformer Engine."""
+def uses_local_layers(settings: Learner) -> bool:
+    """Whether the learner uses the layers of this module instead of Transformer Engine's.
+
+    Raises UserError if the settings ask for Transformer Engine and this process cannot use it.
+    """
+    if settings.transformer_impl is None:
+        return on_cpu() or not HAVE_TE
+    if settings.transformer_impl == "transformer_engine" and (on_cpu() or not HAVE_TE):
+        lack = "needs a GPU" if on_cpu() else "is not installed"
+        raise UserError(f"Transformer Engine {lack}: set transformer_impl to local, or unset it")
+    return settings.transformer_impl == "local"
+
+
+def local_layer_spec(config: Any, vp_stage: int | None) -> Any:
+    """The layer spec of one pipeline stage, with attention and norms that need no Transformer Engine."""
     # The router checks whether Transformer Engine's matrix product is None, but the name is only defined if Transformer
     # Engine is installed.
     vars(moe_utils).setdefault("te_general_gemm", None)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-    block.layer_norm = CpuNorm
+    block.layer_norm = LocalNorm
     for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = CpuNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = CpuAttention
+        attention.core_attention = LocalAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = CpuNorm
+            attention.q_layernorm = attention.k_layernorm = LocalNorm
     return block
 
 

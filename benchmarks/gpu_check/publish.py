@@ -1,0 +1,151 @@
+"""Weights from a learner into a running engine by each transport: bandwidth, and the engine's tokens recomputed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.gpu_check.report import NotPossibleError, Report
+from benchmarks.gpu_check.surroundings import (
+    DEVICE,
+    LARGE,
+    ON_GPU,
+    SMALL,
+    TOLERANCE,
+    Precision,
+    Surroundings,
+    can_import,
+    generate,
+    has_distribution,
+    largest_gap,
+    prompts,
+    require_gpu,
+    require_rdma,
+)
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights.source import WeightSource
+from miles_async.batching.batch import rank_batches
+from miles_async.config.schema import RunConfig
+from tests.configuration import run_config
+from tests.stack.learning import learning, uneven_groups
+
+TRANSPORTS = ("disk", "disk_delta", "memory", "p2p", "broadcast")
+"""`broadcast` is the last one: if NCCL fails, the engine may not recover."""
+ROUNDS = 3
+SEND_SECONDS = 120.0
+LEARNING_RATE = 5e-5
+"""Large enough that one step changes most weights in bfloat16, too."""
+
+
+def check(report: Report, surroundings: Surroundings, precision: Precision) -> None:
+    _check(report, surroundings, precision, TRANSPORTS, protocol="tcp")
+
+
+def check_rdma(report: Report, surroundings: Surroundings) -> None:
+    with report.part("p2p over RDMA"):
+        require_gpu("a write into a GPU's memory")
+        require_rdma()
+        _check(report, surroundings, "bf16", ["p2p"], protocol="rdma")
+
+
+def _check(
+    report: Report, surroundings: Surroundings, precision: Precision, transports: Sequence[str], *, protocol: str
+) -> None:
+    checkpoint = surroundings.checkpoint(LARGE if ON_GPU else SMALL)
+    with surroundings.engine(checkpoint, precision, protocol=protocol) as engine:
+        compare(report, engine, checkpoint, surroundings.folder / "weights", precision, transports)
+
+
+def compare(
+    report: Report,
+    engine: EngineInfo,
+    checkpoint: Path,
+    folder: Path,
+    precision: Precision,
+    transports: Sequence[str] = TRANSPORTS,
+) -> None:
+    run = run_config(precision=precision, lr=LEARNING_RATE)
+    with learning(checkpoint, run) as learner:
+        named = [(name, tuple(tensor.shape)) for name, tensor in learner.weights()]
+        source = WeightSource(named, folder, timeout=SEND_SECONDS)
+        source.connect([engine], {})
+        try:
+            for version, transport in enumerate(transports, start=1):
+                with report.part(transport):
+                    require_transport(transport)
+                    bandwidth(report, learner, run, source, engine, transport, version)
+                    recompute(report, learner, engine, transport, version, precision)
+        finally:
+            source.close()
+
+
+def bandwidth(
+    report: Report,
+    learner: MegatronLearner,
+    run: RunConfig,
+    source: WeightSource,
+    engine: EngineInfo,
+    transport: str,
+    version: int,
+) -> None:
+    """Train and publish a few times; the seconds are those in which the engine would be paused."""
+    seconds = []
+    for _ in range(ROUNDS):
+        train(learner, run)
+        source.stage(version, learner.weights(), [transport])
+        outcome = source.send(version, engine.name, transport)
+        if outcome.error is not None:
+            if "not in main memory" in outcome.error:
+                raise NotPossibleError(outcome.error)
+            raise RuntimeError(outcome.error)
+        seconds.append(outcome.seconds)
+    staged = staged_bytes(source)
+    report.figure(f"{transport}: bandwidth", staged.numel() / median(seconds) / 1e9, "GB/s")
+    report.figure(f"{transport}: of a bare copy", copy_seconds(staged) / median(seconds), "fraction")
+
+
+def recompute(
+    report: Report, learner: MegatronLearner, engine: EngineInfo, part: str, version: int, precision: Precision
+) -> None:
+    """Sample from prompts that no earlier version has cached, and compare with the learner's log-probabilities."""
+    drawn = generate(engine, prompts(4, 40, first=200 + version), 32)
+    gap = largest_gap(drawn, learner.logprobs([one.tokens for one in drawn]))
+    report.figure(f"{part}: tokens recomputed by the learner", gap, "nats", at_most=TOLERANCE[precision])
+
+
+def train(learner: MegatronLearner, run: RunConfig) -> None:
+    [steps] = rank_batches(uneven_groups(0), run, 1)
+    if not learner.train(0, steps).finite:
+        raise RuntimeError("a loss or gradient is not finite")
+
+
+def staged_bytes(source: WeightSource) -> torch.Tensor:
+    assert source._staging is not None, "the source is connected"
+    return source._staging.buffer
+
+
+def copy_seconds(staged: torch.Tensor) -> float:
+    """Median time of a plain copy of the staged bytes to the kind of memory that holds the engine's weights."""
+    target = torch.empty_like(staged, device=DEVICE)
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        target.copy_(staged)
+        if ON_GPU:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def require_transport(transport: str) -> None:
+    if transport == "broadcast" and ON_GPU and torch.cuda.device_count() == 1:
+        raise NotPossibleError("one GPU cannot run NCCL between two ranks: the learner and the engine need one each")
+    if transport == "p2p" and not can_import("mooncake.engine"):
+        raise NotPossibleError("Mooncake cannot be imported; install mooncake-transfer-engine and libibverbs1")
+    if transport == "p2p" and ON_GPU and has_distribution("mooncake-transfer-engine-non-cuda"):
+        raise NotPossibleError("this build of Mooncake cannot write to a GPU; install mooncake-transfer-engine")

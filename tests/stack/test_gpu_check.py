@@ -1,0 +1,111 @@
+"""The checks of `make gpu-check` run without a GPU, too; test_colocated.py has the check of a whole job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import engine, learner, offload, publish
+from benchmarks.gpu_check.report import Report, Row
+from miles_async.adapters.weights.source import WeightSource
+from tests.stack.engine_stack import Stack
+from tests.stack.learning import learning
+from tests.waiting import START_SECONDS
+
+pytest_plugins = ["tests.stack.engine_fixtures"]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report("check", tmp_path / "check.jsonl")
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Callable[[], dict[str, str]]:
+    """The result of each part that was reported; none has failed."""
+
+    def read() -> dict[str, str]:
+        lines = map(json.loads, (tmp_path / "check.jsonl").read_text().splitlines())
+        rows = [Row(**line["row"]) for line in lines if "row" in line]
+        assert [row for row in rows if row.status == "fail"] == []
+        return {row.part: row.status for row in rows}
+
+    return read
+
+
+@pytest.fixture
+def restored(serving: Stack, tmp_path: Path) -> Iterator[Stack]:
+    """The engine, which has the weights of `serving.model` before and after the test."""
+    tensors = serving.named_tensors()
+    source = WeightSource([(name, tuple(tensor.shape)) for name, tensor in tensors], tmp_path / "restored")
+    source.connect([serving.engine], {})
+    source.stage(1, tensors, [])
+    assert source.send(1, serving.engine.name, "memory").error is None
+    yield serving
+    assert source.send(1, serving.engine.name, "memory").error is None
+    source.close()
+
+
+def test_an_engine_is_compared_with_transformers(
+    restored: Stack, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    engine.compare(report, restored.engine, restored.model, "fp32")
+    assert parts() == {"log-probabilities against transformers": "pass", "throughput": "pass"}
+
+
+def test_a_learner_in_bfloat16_is_compared_with_float32(
+    checkpoint: Path, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    learner.compare(report, checkpoint, lengths=(5, 17, 100))
+    assert list(parts().values()) == ["pass"] * 4 + ["not possible here"]
+
+
+def test_each_transport_is_compared_with_a_bare_copy(
+    restored: Stack, tmp_path: Path, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    publish.compare(report, restored.engine, restored.checkpoint, tmp_path / "weights", "fp32")
+    found = parts()
+    assert len(found) == 3 * len(publish.TRANSPORTS)
+    assert set(found.values()) == {"pass"}
+
+
+def test_an_engine_that_was_resumed_has_its_weights_and_takes_new_ones(
+    restored: Stack, tmp_path: Path, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    run = offload.settings("fp32")
+    with learning(restored.checkpoint, run) as taught:
+        offload.offload_learner(report, taught, run)
+        offload.release_and_resume(report, restored.engine, held=0)
+        offload.send_weights(report, restored.engine, taught, run, tmp_path / "weights")
+    assert parts() == {
+        "learner: memory freed": "not possible here",
+        "learner: log-probabilities changed by": "pass",
+        "engine: memory freed": "not possible here",
+        "engine: log-probabilities changed by": "pass",
+        "engine resumed, disk: tokens recomputed by the learner": "pass",
+        "engine resumed, p2p: tokens recomputed by the learner": "pass",
+    }
+
+
+def test_the_script_runs_a_check_and_prints_its_table(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--only", "attention"]
+    command += ["--folder", str(tmp_path / "logs"), "--limit", str(START_SECONDS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "packed, local layers, bf16: gradients" in done.stdout
+    result = json.loads((tmp_path / "logs" / "result.json").read_text())["result"]
+    assert result["versions"]["gpus"] == []
+    assert {row["status"] for row in result["rows"]} == {"pass", "not possible here"}
