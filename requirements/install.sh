@@ -15,10 +15,16 @@ locked_version() {
     [ -e "requirements/cpu-$version.lock" ] && echo "$version"
 }
 
+# Print the path of the interpreter for a new .venv.
 find_python() {
+    if ! locked_version "${PYTHON:-python3.11}" >/dev/null && command -v pyenv >/dev/null; then
+        # pyenv's command for a version that is not selected only prints an error.
+        PYENV_VERSION=$(pyenv versions --bare | sort --reverse --version-sort | paste --serial --delimiters=:)
+        export PYENV_VERSION
+    fi
     for name in ${PYTHON:-python3.11 python3.12 python3}; do
         if locked_version "$name" >/dev/null; then
-            echo "$name"
+            "$name" -c 'import sys; print(sys.executable)'
             return
         fi
     done
