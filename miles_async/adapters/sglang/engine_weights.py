@@ -26,24 +26,24 @@ Model = Any
 """The `torch.nn.Module` that SGLang runs."""
 
 
-def handle_check(
-    original: Callable[..., Any], checker: Any, action: str, allow_quant_error: bool = False
-) -> dict[str, Any] | None:
+def handle_check(original: Callable[..., Any], checker: Any, action: str, **options: Any) -> dict[str, Any] | None:
     """Wrap SGLang's `WeightChecker.handle`: answer the actions of this module, pass all others on."""
+    # Since SGLang 0.5.21 the caller also says whether it asks about the model or about a draft model.
+    role = {name: value for name, value in options.items() if name == "role"}
     if action == REGIONS:
         allow_writes_by_other_processes()
         answer = {"parameters": regions(checker._get_model()), "pid": os.getpid(), "machine": machine_id()}
     elif action.startswith(CHECKSUMS):
-        windows = json.loads(action.removeprefix(CHECKSUMS))[checker._parallelism_info().tp_rank]
+        windows = json.loads(action.removeprefix(CHECKSUMS))[checker._parallelism_info(**role).tp_rank]
         answer = {"checksums": checksums(checker._get_model(), windows)}
     else:
-        native: dict[str, Any] | None = original(checker, action, allow_quant_error)
+        native: dict[str, Any] | None = original(checker, action, **options)
         return native
     # SGLang accepts only this form: one string per name under `checksums`.
     return {
         "checksums": {name: json.dumps(value) for name, value in answer.items()},
         "per_gpu_checksum": "",
-        "parallelism_info": checker._parallelism_info().model_dump(),
+        "parallelism_info": checker._parallelism_info(**role).model_dump(),
     }
 
 

@@ -17,10 +17,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -100,8 +100,8 @@ def copy_to_host(shards: dict[str, ShardedBase], notes: dict[str, Any], folder: 
     return StateCopy(folder, strategy.writer, strategy.metadata)
 
 
-class _CopyStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's `TorchDistSaveShardedStrategy`, except that tensors are copied and nothing is written yet."""
+class _CopyStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's strategy, except that tensors are copied and nothing is written yet."""
 
     writer: _CopyWriter
     metadata: Metadata | None
@@ -109,11 +109,7 @@ class _CopyStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(_BACKEND, _VERSION)
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str, *_: Any) -> AsyncRequest:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         self.writer = _CopyWriter(checkpoint_dir)
         planner = _CopyPlanner(dedup_replicated_tensors=False, flatten_state_dict=False)

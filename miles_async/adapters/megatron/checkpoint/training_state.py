@@ -43,6 +43,7 @@ _LOADING_ERRORS = (
     KeyError,
     EOFError,
     pickle.PickleError,
+    AttributeError,  # Megatron 0.16 raises it for a checkpoint of Megatron 0.19, which has no common.pt
 )
 
 
@@ -65,8 +66,8 @@ def load_state(model: MegatronModel, folder: Path) -> int:
 
     Raises UserError if files are missing or broken, or belong to another model.
     """
-    if not (folder / "common.pt").is_file():
-        raise UserError(f"{folder} is not a Megatron distributed checkpoint: common.pt is missing; load another one")
+    if not (folder / "metadata.json").is_file():
+        raise UserError(f"{folder} is not a Megatron distributed checkpoint: it has no metadata.json; load another one")
     with redirect_cuda_to_cpu(), without_dtensor_warnings():
         try:
             return _load(model, str(folder))

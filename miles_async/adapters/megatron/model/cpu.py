@@ -1,4 +1,4 @@
-"""Makes Megatron-core 0.16 run on machines without CUDA. Nothing in this module has an effect if CUDA is present.
+"""Makes Megatron-core run on machines without CUDA. Nothing in this module has an effect if CUDA is present.
 
 Megatron names CUDA devices in a few constructors and assertions even if it computes on the CPU. These calls are
 redirected while the model is built, while its schedules run and while the optimizer steps, at a cost of microseconds
@@ -38,6 +38,8 @@ def redirect_cuda_to_cpu() -> Iterator[None]:
     random._set_cuda_rng_state = _no_state
     # Pipeline stages synchronize after each exchange of activations.
     torch.cuda.synchronize = _do_not_wait
+    # Gradients are reduced after the work of the current stream, from Megatron 0.19 on.
+    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     if has_slow_mkl():
         _use_onednn()
     with _RedirectCuda():
