@@ -131,7 +131,8 @@ def precisions(machine: Machine) -> Iterator[Option]:
     else:
         oldest = min(gpu.capability for gpu in visible_gpus(machine))
         why = "SGLang serves a float32 checkpoint in float16 unless its dtype is set; nobody has run this on a GPU"
-        serve = "--sglang-dtype float32 --sglang-attention-backend triton"
+        # Triton multiplies float32 as TF32.
+        serve = "--sglang-dtype float32 --sglang-attention-backend torch_native"
         yield Option(name="fp32", works=None, why=why, setting=f"{fp32} {serve}")
         why = f"the oldest GPU has compute capability {oldest[0]}.{oldest[1]}, and bfloat16 needs 8.0"
         yield Option(name="bf16", works=oldest >= (8, 0), why=why, setting=bf16)
