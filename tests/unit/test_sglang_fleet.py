@@ -52,6 +52,7 @@ async def serving(answers: dict[str, object]) -> AsyncIterator[tuple[str, Server
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", server
     finally:
         listener.close()
+    await listener.wait_closed()  # from Python 3.12 on also for the connections, which the event loop would leave open
 
 
 async def test_an_engine_that_generates_no_token_is_lost_unless_it_is_paused() -> None:
