@@ -256,6 +256,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         cores, ranks = spec.cpus or tuple(sorted(os.sched_getaffinity(0))), spec.tp // spec.nodes
         values |= {
             "SGLANG_USE_CPU_ENGINE": "1",
+            # torch's CUDA build brings NCCL, which several ranks would use although there is no device.
+            "SGLANG_NCCL_SO_PATH": os.devnull,
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
             # More OpenMP threads than free cores spin against each other and the learner: up to 50 times slower.
             "OMP_NUM_THREADS": str(max(1, len(cores) // ranks // (1 if spec.cpus else 2))),
