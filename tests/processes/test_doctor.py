@@ -63,7 +63,7 @@ def test_the_exit_code_says_whether_make_run_can_work(
 def test_make_doctor_prints_text_and_a_limit_that_is_too_low_is_a_problem() -> None:
     limited = "ulimit -n 200; make --no-print-directory doctor"
     # `make test` with ARGS would pass these on.
-    environment = {**os.environ, "MAKEFLAGS": ""}
+    environment = {**os.environ, "MAKEFLAGS": "", "ARGS": ""}
     command = ["bash", "-c", limited]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode != 0

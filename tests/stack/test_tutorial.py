@@ -44,7 +44,7 @@ def clone(tmp_path: Path) -> Path:
 def test_the_commands_of_the_tutorial_work_in_their_order(clone: Path) -> None:
     # Python looks for modules beside the script, which is in another folder here because it is a link. `make test` with
     # ARGS would pass these on to the commands.
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{clone}", "MAKEFLAGS": ""}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{clone}", "MAKEFLAGS": "", "ARGS": ""}
     outputs = []
     for command in commands():
         done = subprocess.run(
