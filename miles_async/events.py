@@ -115,7 +115,7 @@ class GroupGenerated(Event, frozen=True):
     response_tokens: int
     """Sum over the samples."""
     reward: float
-    """Mean over the samples."""
+    """Mean over the trajectories with a finite reward; 0 if there are none."""
     truncated: int
     """Number of trajectories that reached the length limit, in any of their segments."""
     missing: int = 0
@@ -357,7 +357,7 @@ class Evaluated(Event, frozen=True):
     accuracy: float
     """Fraction of samples with the full reward."""
     reward: float
-    """Mean over the samples."""
+    """Mean over the trajectories with a finite reward; 0 if there are none."""
     problems: int
     """Number of samples, at least 1."""
     seconds: float

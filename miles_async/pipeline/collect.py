@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
 
 from miles_async.errors import UserError
 from miles_async.events import BatchDrained, GroupGenerated, QueueChanged
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, TakenGroup, sequence_of
+from miles_async.pipeline.training import mean_reward
 from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
@@ -182,7 +182,7 @@ class BatchCollector:
             reward_seconds=0.0,
             versions=(group.oldest_version, max(group.versions)),
             response_tokens=group.response_tokens,
-            reward=fmean(group.rewards),
+            reward=mean_reward([group]),
             truncated=sum(group.truncated),
             missing=len(trajectories_of(group.missing)),
             by_worker=True,

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from statistics import fmean
 
 import structlog
 
@@ -27,6 +26,7 @@ from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, sequence_of
 from miles_async.pipeline.sample_display import SampleDisplay
 from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.pipeline.training import mean_reward
 from miles_async.ports import DataSource, Generator, Rewarder
 from miles_async.sample_schema import SampleLimits, check_group
 from miles_async.scheduling.admission import Admission, Blocked
@@ -359,7 +359,7 @@ class Producer:
                 reward_seconds=clock.monotonic() - generated,
                 versions=(group.oldest_version, max(span.version for sample in group for span in sample.spans)),
                 response_tokens=group.response_tokens,
-                reward=fmean(group.rewards),
+                reward=mean_reward([group]),
                 truncated=sum(group.truncated),
                 missing=len(trajectories_of(group.missing)),
             )

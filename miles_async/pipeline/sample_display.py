@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 
 from miles_async.events import EventSink, SampleDisplayed, Segment
 from miles_async.ports import Clock
@@ -53,6 +54,8 @@ class SampleDisplay:
         """Offer a group that has its rewards."""
         if self._interval is None or (now := self._clock.monotonic()) < self._next:
             return
+        if not all(map(isfinite, group.rewards)):
+            return  # JSON, the format of stored events, cannot represent these rewards
         self._next = now + self._interval
         sample = group[0]
         versions = [span.version for span in sample.spans]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.events import StepEnded
+from miles_async.events import StepEnded, decode, encode
 from miles_async.pipeline.run_ports import Ports
 from miles_async.ports import RunStore
 from miles_async.stored_run import StoredRun
@@ -94,3 +94,11 @@ def test_rollout_workers_that_are_killed_under_slow_and_failing_calls_lose_no_gr
     world = FaultyLostWorkers(config=config, seed=seed, listed=tmp_path / "faults", longest_life=600, kills=6).run()
     check(world)
     assert world.lives > 1
+
+
+def test_the_event_log_of_a_run_with_rewards_that_are_not_finite_can_be_read(tmp_path: Path) -> None:
+    poison = {"kind": "poison", "point": "rewarder.score.after", "call": 3}
+    config = run_config(num_rollout=4, rollout_batch_size=4, n_samples_per_prompt=2, inject_faults=[poison])
+    world = FaultyWorld(config=config, listed=tmp_path / "faults.jsonl").run()
+    assert world.listed.exists(), "the fault happened"
+    assert [decode(encode(event)) for event in world.trace.events] == world.trace.events
