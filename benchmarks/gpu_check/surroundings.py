@@ -15,7 +15,8 @@ import torch
 from benchmarks.gpu_check.report import NotPossibleError
 from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
-from miles_async.adapters.sglang.launch import RDMA_DEVICES, EngineInfo, EngineServer, EngineSpec, has_rdma
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.system import rdma
 from miles_async.adapters.weights.engine import call_engine
 from miles_async.config.schema import TinyModel
 
@@ -129,8 +130,8 @@ def require_gpu(what: str) -> None:
 
 
 def require_rdma() -> None:
-    if not has_rdma():
-        raise NotPossibleError(f"this machine has no RDMA device with an active port (in {RDMA_DEVICES})")
+    if not rdma.has_active_port():
+        raise NotPossibleError(f"this machine has no RDMA device with an active port (in {rdma.DEVICES})")
 
 
 def prompts(count: int, length: int, first: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec, Rendezvous
 from miles_async.adapters.sglang.process import cause
 from miles_async.adapters.sglang.redacted_log import RedactedLog
+from miles_async.adapters.system import rdma
 from tests.waiting import PATIENCE_SECONDS
 
 ALONE = Rendezvous("127.0.0.1", 30002, 30001)
@@ -65,7 +66,7 @@ def test_mooncake_uses_rdma_only_on_a_gpu_node_with_an_active_port(
     spec: EngineSpec, cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
-    monkeypatch.setattr(launch, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(rdma, "DEVICES", tmp_path / "infiniband")
     assert launch.environment(spec)["MOONCAKE_PROTOCOL"] == "tcp"
     port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)

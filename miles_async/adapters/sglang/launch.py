@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
 from miles_async.adapters.sglang.server_key import new_key
+from miles_async.adapters.system import rdma
 from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
@@ -32,8 +33,6 @@ compiler.
 """
 ARGUMENTS_THAT_CHOOSE_MODELS = ("speculative-", "model-impl", "json-model-override-args")
 """Starts of the arguments of SGLang that let an engine use models other than that of its checkpoint's architecture."""
-RDMA_DEVICES = Path("/sys/class/infiniband")
-"""The kernel lists RDMA devices here."""
 ENGINE_MODULE = "miles_async.adapters.sglang.engine_process"
 
 
@@ -273,12 +272,7 @@ def mooncake_protocol() -> str:
 
     What Mooncake does with the protocol rdma on a node without RDMA depends on its version.
     """
-    return os.environ.get("MOONCAKE_PROTOCOL", "rdma" if has_rdma() and has_cuda() else "tcp")
-
-
-def has_rdma() -> bool:
-    """Return whether a port of an RDMA device is active."""
-    return any("ACTIVE" in state.read_text() for state in RDMA_DEVICES.glob("*/ports/*/state"))
+    return os.environ.get("MOONCAKE_PROTOCOL", "rdma" if rdma.has_active_port() and has_cuda() else "tcp")
 
 
 @cache

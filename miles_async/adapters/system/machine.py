@@ -19,6 +19,7 @@ from typing import TypeVar
 import psutil
 import pynvml
 
+from miles_async.adapters.system import rdma
 from miles_async.adapters.system.file_systems import file_system, is_network_file_system
 from miles_async.doctor.facts import (
     Cuda,
@@ -252,7 +253,7 @@ def torch_cuda() -> str | None:
     return None if declared == "None" else declared.strip("'\"")
 
 
-def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[RdmaPort, ...]:
+def rdma_ports(root: Path = rdma.DEVICES) -> tuple[RdmaPort, ...]:
     """All ports of InfiniBand and RoCE cards. Raises LookupError if the kernel does not show its devices."""
     if not root.parent.is_dir():
         raise LookupError(f"there is no {root.parent}")
