@@ -18,7 +18,8 @@ RESULTS = Path(__file__).parent / "results"
 def record(name: str, result: Any) -> None:
     """Write `results/NAME.json`, replacing the file of an earlier run.
 
-    The file holds `date` (UTC), `commit` (with `-dirty` if tracked files were changed), `machine` and `result`.
+    The file holds `date` (UTC), `commit`, `machine` and `result`. The commit ends in `-dirty` if tracked files other
+    than results were changed.
     """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
@@ -46,9 +47,15 @@ def machine_load() -> float:
 def _commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    # A series changes its own results while it runs.
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":(exclude){RESULTS}")
+    return f"{commit}{'-dirty' if changed else ''}" if commit else "unknown"
+
+
+def _git(*arguments: str) -> str:
+    root = RESULTS.parent.parent
+    return subprocess.run(("git", *arguments), cwd=root, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _machine() -> dict[str, Any]:
