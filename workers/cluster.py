@@ -48,7 +48,7 @@ from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
 
 from .engine import Engine
-from .heartbeats import Probe
+from .heartbeats import Heartbeats, Probe
 from .learner import LearnerRank
 from .learner_ranks import LearnerRanks
 from .placement import Placement, on_driver_node, reserve
@@ -62,6 +62,8 @@ LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
 SHUTDOWN_SECONDS = 5.0
 """Time limit for servers to stop, and again for processes to end; then processes are killed."""
+ADDRESS_SECONDS = 5.0
+"""The actor of an engine that has not answered by then is stopped, or its node is gone."""
 EXIT_SECONDS = 2.0
 """An actor that has not answered by then is busy or gone."""
 RAY_CHECK_SECONDS = 2.0
@@ -104,6 +106,7 @@ class Cluster:
         self._ray_is_lost = False
         self.probes: dict[str, Probe] = {}
         """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
+        self.heartbeats: Heartbeats
         self._actors: list[ActorHandle[Any]] = []
         """All actors that were created, also those that were lost."""
         self._placements: list[Placement] = []
@@ -140,6 +143,7 @@ class Cluster:
         # Ray keeps logs and sockets in one folder, and paths of sockets are limited to about 100 characters. Its folder
         # can therefore not be inside the run folder, which holds a link to the logs instead.
         session = ray.get_runtime_context()
+        self.heartbeats = Heartbeats(self.probes, session.get_node_id())
         (self.logs / "ray").symlink_to(Path(session.get_temp_dir()) / session.get_session_name() / "logs")
         details.info("ray is up", seconds=round(time.monotonic() - started, 1))
         return self
@@ -153,6 +157,8 @@ class Cluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # Neither the calls below nor Ray end a process that is stopped (SIGSTOP).
+        self.heartbeats.kill_stopped(silent=0.0, now=time.monotonic())
         try:
             # Servers are stopped before their actors: an actor that is killed takes its server with it, and the server
             # cannot shut down in an orderly way.
@@ -204,7 +210,7 @@ class Cluster:
             actor = self._actor(LearnerRank, name, self._config, rank, world_size, self._folder.path, **options)
             # Ray executes the calls to an actor in order: no need to wait.
             actor.log_to.remote(self.logs, name)
-            self.probes[f"learner-{rank}"] = actor.pid.remote
+            self.probes[f"learner-{rank}"] = actor.heartbeat.remote
             return actor
 
         first = placement.plan.learner[0] if placement.plan.learner else placement.plan.engines[0][0]
@@ -266,13 +272,6 @@ class Cluster:
             ) from None
         self.surroundings = replace(before, learner_ranks=self.learner.actors, learner_checkpoint=checkpoint)
 
-    def end_if_stopped(self, process: str) -> None:
-        """Kill a process that is stopped (SIGSTOP), so that another one takes its place."""
-        if process == "rollout":
-            self.rollout.end_if_stopped()
-        else:
-            self.learner.end_if_stopped(process)
-
     async def _current_surroundings(self) -> Surroundings:
         """The surroundings, with the engines that have a server now: some may have been added or restarted."""
         found = await _gather(*map(self._address_of, self._engine_actors))
@@ -280,16 +279,20 @@ class Cluster:
         return self.surroundings
 
     async def _address_of(self, engine: str) -> EngineInfo | None:
-        """The current address of an engine; None if it has no server now."""
+        """The current address of an engine, or its last one if its actor does not answer; None if it has no server."""
         with suppress(FatalError):
-            info: EngineInfo = await _call(self._engine_actors[engine][0].info)
-            return info
+            try:
+                async with asyncio.timeout(ADDRESS_SECONDS):
+                    info: EngineInfo = await _call(self._engine_actors[engine][0].info)
+                return info
+            except TimeoutError:
+                return next((last for last in self.surroundings.engines if last.name == engine), None)
         return None
 
     def _create_worker(self, name: str) -> ActorHandle[Any]:
         worker = self._actor(RolloutWorker, name, self._config, self._entry, self._folder, **on_driver_node())
         worker.log_to.remote(self.logs, name)
-        self.probes["rollout"] = worker.answers.remote
+        self.probes["rollout"] = worker.heartbeat.remote
         return worker
 
     async def watch_ray(self) -> NoReturn:
@@ -389,7 +392,7 @@ class Cluster:
         restarts the process of the actor if it dies.
         """
         server = self._actor(kind, name, spec, max_concurrency=4, max_restarts=-1, **options)
-        self.probes[name] = server.answers.remote
+        self.probes[name] = server.heartbeat.remote
         return server
 
     async def _start_learner(self, model: str, checkpoint: LoadedCheckpoint | None) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec, Rendezvous
+
+from .heartbeats import Heartbeat, heartbeat
 
 
 class Engine:
@@ -25,9 +25,8 @@ class Engine:
         """Stop the server if it still runs, then start it. Raises as `start`."""
         return self._server.restart(rendezvous)
 
-    def answers(self) -> str | Literal[False] | None:
-        """See `EngineServer.answers`."""
-        return self._server.answers()
+    def heartbeat(self) -> Heartbeat:
+        return heartbeat(self._server.answers())
 
     def info(self) -> EngineInfo:
         """Return the address of the server; only after `start`."""

@@ -8,11 +8,15 @@ probes are answered in a separate thread.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
+import ray
+
+from miles_async.adapters.system.run_processes import kill_if_stopped
 from miles_async.events import ProcessSilent
 
 PROBE_SECONDS = 1.0
@@ -22,13 +26,31 @@ SILENT_AFTER_SECONDS = 2.0
 STOPPED_AFTER_SECONDS = 10.0
 """A longer time between two looks means that this process itself was stopped."""
 
-Probe = Callable[[], Awaitable[Any]]
-"""Returns the `host:port` of the metrics of a process, None if it has none, or False if its server does not answer."""
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The answer of a process to a probe."""
+
+    node: str
+    """The id of its node in Ray."""
+    pid: int
+    """Its process id there."""
+    metrics: str | Literal[False] | None
+    """The `host:port` of its metrics, None if it has none, or False if its server does not answer."""
+
+
+def heartbeat(metrics: str | Literal[False] | None = None) -> Heartbeat:
+    """Return the heartbeat of this process."""
+    return Heartbeat(ray.get_runtime_context().get_node_id(), os.getpid(), metrics)
+
+
+Probe = Callable[[], Awaitable[Heartbeat]]
+"""Calls a process."""
 
 
 @dataclass(slots=True)
-class _Heartbeat:
-    """The state of one process; times are in seconds of the monotonic clock."""
+class _Process:
+    """What is known of one process; times are in seconds of the monotonic clock."""
 
     probe: Probe
     answered: float
@@ -39,16 +61,21 @@ class _Heartbeat:
     """Whether the process has been reported, as silent or not."""
     silent_at: float | None = None
     """Time of the last report of the current silence; None while the process is not reported as silent."""
-    pending: asyncio.Future[Any] | None = None
+    pending: asyncio.Future[Heartbeat] | None = None
+    last: Heartbeat | None = None
 
 
 class Heartbeats:
     """Probes processes and reports those that do not answer."""
 
-    def __init__(self, probes: Mapping[str, Probe]) -> None:
-        """`probes` maps process names to probes. It may change later, as processes are started and removed."""
+    def __init__(self, probes: Mapping[str, Probe], node: str) -> None:
+        """`probes` maps process names to probes. It may change later, as processes are started and removed.
+
+        `node` is the id of the node of this process in Ray.
+        """
         self._probes = probes
-        self._beats: dict[str, _Heartbeat] = {}
+        self._node = node
+        self._known: dict[str, _Process] = {}
         self._looked: float | None = None
         self.addresses: dict[str, str] = {}
         """`host:port` of the metrics of each process that has answered."""
@@ -62,67 +89,79 @@ class Heartbeats:
         self._looked = now
         if gap >= STOPPED_AFTER_SECONDS:
             # Answers may have arrived that this process could not read.
-            for beat in self._beats.values():
-                beat.answered += gap
+            for known in self._known.values():
+                known.answered += gap
         # A process that was replaced has another probe.
         gone = [
             self._forget(process)
-            for process, beat in list(self._beats.items())
-            if self._probes.get(process) is not beat.probe
+            for process, known in list(self._known.items())
+            if self._probes.get(process) is not known.probe
         ]
-        for process in self._probes.keys() - self._beats.keys():
-            self._beats[process] = _Heartbeat(self._probes[process], answered=now)
-        return gone + [silent for process in self._probes for silent in self._check(process, self._beats[process], now)]
+        for process in self._probes.keys() - self._known.keys():
+            self._known[process] = _Process(self._probes[process], answered=now)
+        return gone + [silent for process in self._probes for silent in self._check(process, self._known[process], now)]
 
     def silence(self, process: str, now: float) -> float:
         """Return for how many seconds the process has not answered; 0 below `SILENT_AFTER_SECONDS`."""
-        silence = now - self._beats[process].answered if process in self._beats else 0.0
+        silence = now - self._known[process].answered if process in self._known else 0.0
         return silence if silence >= SILENT_AFTER_SECONDS else 0.0
 
+    def kill_stopped(self, *, silent: float, now: float) -> None:
+        """Kill each process that is stopped (SIGSTOP) and has not answered for `silent` seconds.
+
+        Ray cannot end such a process. Processes of other nodes are left alone.
+        """
+        for process, known in self._known.items():
+            last = known.last
+            if last is not None and last.node == self._node and self.silence(process, now) >= silent:
+                kill_if_stopped(last.pid)
+
     def close(self) -> None:
-        for beat in self._beats.values():
-            if beat.pending is not None:
-                beat.pending.cancel()
+        for known in self._known.values():
+            if known.pending is not None:
+                known.pending.cancel()
 
     def _forget(self, process: str) -> ProcessSilent:
         """Stop watching a process that was removed from the run; the event ends any reported silence."""
-        beat = self._beats.pop(process)
-        if beat.pending is not None:
-            beat.pending.cancel()
+        known = self._known.pop(process)
+        if known.pending is not None:
+            known.pending.cancel()
         self.addresses.pop(process, None)
         return _report(process, 0.0)
 
-    def _check(self, process: str, beat: _Heartbeat, now: float) -> list[ProcessSilent]:
-        if beat.pending is not None and beat.pending.done():
-            self._take_answer(process, beat, now)
-        if beat.pending is None and (beat.probed is None or now - beat.probed >= PROBE_SECONDS):
-            beat.probed = now
-            beat.pending = asyncio.ensure_future(self._probe(process))
-        silence = now - beat.answered
+    def _check(self, process: str, known: _Process, now: float) -> list[ProcessSilent]:
+        if known.pending is not None and known.pending.done():
+            self._take_answer(process, known, now)
+        if known.pending is None and (known.probed is None or now - known.probed >= PROBE_SECONDS):
+            known.probed = now
+            known.pending = asyncio.ensure_future(self._probe(process))
+        silence = now - known.answered
         if silence < SILENT_AFTER_SECONDS:
             # Also reported once for a process that was never silent, so that every process of the run is known.
-            is_news = beat.silent_at is not None or not beat.is_known
-            beat.is_known, beat.silent_at = True, None
+            is_news = known.silent_at is not None or not known.is_known
+            known.is_known, known.silent_at = True, None
             return [_report(process, 0.0)] if is_news else []
-        if beat.silent_at is not None and now - beat.silent_at < PROBE_SECONDS:
+        if known.silent_at is not None and now - known.silent_at < PROBE_SECONDS:
             return []
-        beat.is_known, beat.silent_at = True, now
+        known.is_known, known.silent_at = True, now
         return [_report(process, silence)]
 
-    async def _probe(self, process: str) -> Any:
-        return await self._beats[process].probe()
+    async def _probe(self, process: str) -> Heartbeat:
+        return await self._known[process].probe()
 
-    def _take_answer(self, process: str, beat: _Heartbeat, now: float) -> None:
-        assert beat.pending is not None
-        failed = beat.pending.cancelled() or beat.pending.exception() is not None
-        answer = False if failed else beat.pending.result()
-        beat.pending = None
-        if answer is False:
+    def _take_answer(self, process: str, known: _Process, now: float) -> None:
+        assert known.pending is not None
+        failed = known.pending.cancelled() or known.pending.exception() is not None
+        answer = None if failed else known.pending.result()
+        known.pending = None
+        if answer is not None:
+            known.last = answer
+        if answer is None or answer.metrics is False:
             self.addresses.pop(process, None)
             return
-        beat.answered = now
-        if isinstance(answer, str):
-            self.addresses[process] = answer
+        known.answered = now
+        if answer.metrics is not None:
+            self.addresses[process] = answer.metrics
 
 
 def _report(process: str, seconds: float) -> ProcessSilent:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import ray
 import structlog
 
 from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
@@ -23,6 +22,8 @@ from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.config.schema import RunConfig
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
 from miles_async.types import LearnerProgress, SendOutcome, StepReport
+
+from .heartbeats import Heartbeat, heartbeat
 
 # Importing torch and Megatron takes ten seconds. The driver imports this module only to name the class, so the methods
 # that need them import them, inside the actor's process.
@@ -201,12 +202,8 @@ class LearnerRank:
             rollout=rollout, groups=(), report=None, version=version, staged=False, changed=changed
         )
 
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def location(self) -> tuple[str, int]:
-        """Return the id of the node in Ray, and the process id there."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+    async def heartbeat(self) -> Heartbeat:
+        return heartbeat()
 
     def _train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
         from miles_async.adapters.megatron.training.performance import profiled

@@ -17,7 +17,6 @@ from ray.exceptions import RayActorError
 
 from miles_async.adapters.ray.actor_errors import actor_result, describe_death
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint
-from miles_async.adapters.system.run_processes import kill_if_stopped
 from miles_async.config.derived import learner_ranks, save_folder
 from miles_async.config.schema import RunConfig
 
@@ -37,8 +36,6 @@ class LearnerRanks:
         self._create = create
         self._host = host
         self._starts = 0
-        self._local_pids: dict[str, int] = {}
-        """Process ids of the ranks on the node of this process, by name."""
         self._loaded: LoadedCheckpoint | None = None
         self.actors: Sequence[ActorHandle[Any]] = ()
 
@@ -59,9 +56,6 @@ class LearnerRanks:
             await self._on_all(lambda rank: rank.load_state.remote(folder))
             log.info("learner resumes", checkpoint=folder)
         self._loaded = checkpoint
-        node = ray.get_runtime_context().get_node_id()
-        locations = await self._on_all(lambda rank: rank.location.remote())
-        self._local_pids = {f"learner-{rank}": pid for rank, (at, pid) in enumerate(locations) if at == node}
 
     async def begin(self) -> None:
         """Begin to count batches and versions from what was loaded. Call it after the transports were measured."""
@@ -87,17 +81,12 @@ class LearnerRanks:
 
     async def death(self) -> str | None:
         """Describe the death of a rank in one sentence; None if all ranks are alive."""
-        calls: list[asyncio.Future[Any]] = [asyncio.ensure_future(actor.pid.remote()) for actor in self.actors]
+        calls: list[asyncio.Future[Any]] = [asyncio.ensure_future(actor.heartbeat.remote()) for actor in self.actors]
         if not calls:
             return None
         await asyncio.wait(calls, timeout=ANSWER_SECONDS)
         errors = [call.exception() for call in calls if call.done()]
         return next((describe_death(error) for error in errors if isinstance(error, RayActorError)), None)
-
-    def end_if_stopped(self, name: str) -> None:
-        """Kill the rank `learner-N` if its process is on this node and is stopped (SIGSTOP)."""
-        if (pid := self._local_pids.get(name)) is not None:
-            kill_if_stopped(pid)
 
     def _newest_checkpoint(self) -> LoadedCheckpoint | None:
         folder = save_folder(self._config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -66,6 +65,7 @@ from .batches import BatchPreparation, SavedBatches
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
 from .generators import Generators
+from .heartbeats import Heartbeat, heartbeat
 from .preflight import dynamic_filter, rollout_function
 from .specs import answer_parsers, eval_sampling_of, greedy_of, sample_limits, sampling_of, store_folder
 
@@ -403,11 +403,9 @@ class RolloutWorker:
         """Return the batches of events after number `received`; waits up to half a second for the first one."""
         return await self._outbox.take(received, 0.5)
 
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def answers(self) -> None:
-        """Answer a heartbeat, which shows that the event loop is responsive."""
+    async def heartbeat(self) -> Heartbeat:
+        """The heartbeat of this process, which shows that the event loop is responsive."""
+        return heartbeat()
 
     async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
         """Start another engine in the background. It receives requests once it holds the current weights."""

@@ -17,7 +17,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from miles_async.adapters.ray.actor_errors import actor_result, describe_death
-from miles_async.adapters.system.run_processes import kill_if_stopped
 from miles_async.errors import FatalError
 from miles_async.events import Event, EventsReceived, StepEnded, WarningRaised
 
@@ -46,7 +45,6 @@ class RolloutWorkers:
         self._max_restarts = max_restarts
         self.current: ActorHandle[Any]
         """The rollout worker that was started last."""
-        self._pid = 0
         self._started = 0
         self._restarts = 0
         """Restarts since a batch was trained."""
@@ -100,7 +98,6 @@ class RolloutWorkers:
         if self._asked_to_stop:
             self.current.stop.remote()
         try:
-            self._pid = await self.current.pid.remote()
             await running
         except RayTaskError:
             try:
@@ -135,7 +132,7 @@ class RolloutWorkers:
         if learner_is_lost:
             await replace_learner()
         with suppress(FatalError):  # `run` finds out that this one was lost, too
-            await actor_result(self.current.answers.remote())
+            await actor_result(self.current.heartbeat.remote())
             self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
 
     async def events(self) -> list[Event]:
@@ -173,10 +170,6 @@ class RolloutWorkers:
             self._hung = self.current
             self._warn(f"the rollout worker has not answered for {seconds:.0f} s and is killed")
             ray.kill(self.current)
-
-    def end_if_stopped(self) -> None:
-        """Kill the rollout worker if it is stopped (SIGSTOP): it will be replaced."""
-        kill_if_stopped(self._pid)
 
     def _warn(self, text: str) -> None:
         self._emit(WarningRaised(time=time.time(), text=text))

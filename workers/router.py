@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
+
+from .heartbeats import Heartbeat, heartbeat
 
 
 class Router:
@@ -24,9 +24,8 @@ class Router:
         """Start the router at `url`, its previous address, without engines. Raises FatalError with one sentence."""
         return self._server.restart(url)
 
-    def answers(self) -> str | Literal[False]:
-        """See `RouterServer.answers`."""
-        return self._server.answers()
+    def heartbeat(self) -> Heartbeat:
+        return heartbeat(self._server.answers())
 
     def metrics_url(self) -> str:
         """Return the URL of the router's metrics; only after `start`."""

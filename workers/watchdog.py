@@ -24,15 +24,13 @@ from miles_async.errors import FatalError
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.scheduling.stall import dumps_stacks
 
-from .heartbeats import Heartbeats
-
 if TYPE_CHECKING:
     from .cluster import Cluster
 
 SILENCE_SECONDS = 120.0
 """A rollout worker that has not answered for so long hangs, and is replaced."""
 STOPPED_SECONDS = 10.0
-"""A rollout worker or learner that is stopped (SIGSTOP) and has not answered for so long is replaced."""
+"""A process that is stopped (SIGSTOP) and has not answered for so long is killed, and another one takes its place."""
 PY_SPY_SECONDS = 10.0
 """Time limit for reading the stack of one process."""
 PY_SPY = Path(sys.executable).with_name("py-spy")
@@ -47,7 +45,7 @@ class Watchdog:
         self._cluster = cluster
         self._subscribers = subscribers
         self._settings = settings
-        self._heartbeats = Heartbeats(cluster.probes)
+        self._heartbeats = cluster.heartbeats
         self._dump: asyncio.Task[None] | None = None
         self._dumped_in_stall = False
 
@@ -76,9 +74,7 @@ class Watchdog:
         elif not self._dumped_in_stall and dumps_stacks(stalled, *self._limits):
             self._dumped_in_stall = True
             self._dump = asyncio.ensure_future(self._dump_stacks())
-        for process in self._cluster.probes:
-            if self._heartbeats.silence(process, now) >= STOPPED_SECONDS:
-                self._cluster.end_if_stopped(process)
+        self._heartbeats.kill_stopped(silent=STOPPED_SECONDS, now=now)
         silent = self._heartbeats.silence("rollout", now)
         if silent >= SILENCE_SECONDS:
             self._cluster.rollout.end_hung(silent)

@@ -115,7 +115,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         folder = RunFolder.create(config)
         subscribers = until_the_end.enter_context(EventSubscribers(config, folder))
         prometheus = until_the_end.enter_context(Prometheus(folder.path.parent, scrape_seconds=3))
-        heartbeats = Heartbeats(stack.cluster.probes)
+        heartbeats = Heartbeats(stack.cluster.probes, "this node")
         until_the_end.callback(heartbeats.close)
 
         def watch(event: Event) -> None:
@@ -178,7 +178,7 @@ def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_pat
 
 
 def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: Stack, tmp_path: Path) -> None:
-    learner = ray.get(stack.cluster.surroundings.learner_ranks[0].pid.remote())
+    learner = ray.get(stack.cluster.surroundings.learner_ranks[0].heartbeat.remote()).pid
     (engine,) = stack.cluster.surroundings.engines
     silences = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
     for process, verdict in (("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT)):
@@ -204,7 +204,7 @@ def test_a_learner_works_while_it_computes_and_a_stopped_one_does_not_answer(sta
     after = stack.do(learner.work_seconds())
     assert after > before
     assert stack.do(learner.work_seconds()) - after < MIN_WORK_SECONDS
-    stack.do(_asked_while_stopped(learner, ray.get(ranks[0].pid.remote())))
+    stack.do(_asked_while_stopped(learner, ray.get(ranks[0].heartbeat.remote()).pid))
 
 
 async def _asked_while_stopped(learner: RayLearner, pid: int) -> None:
@@ -220,7 +220,7 @@ async def _asked_while_stopped(learner: RayLearner, pid: int) -> None:
 
 async def _silences_while_stopped(stack: Stack, learner: int, engine: int, folder: Path) -> list[ProcessSilent]:
     """What heartbeats tell until two processes have been silent for long enough; they are stopped that long."""
-    heartbeats = Heartbeats(stack.cluster.probes)
+    heartbeats = Heartbeats(stack.cluster.probes, "this node")
     silences: list[ProcessSilent] = []
     try:
         os.killpg(engine, signal.SIGSTOP)

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayActorError
 from structlog.testing import capture_logs
 
+from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.config.device_plan import Bundle
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
@@ -22,6 +23,8 @@ from miles_async.observability.run_folder import RunFolder
 from tests.configuration import run_config
 from workers import cluster as module
 from workers.cluster import Cluster, EngineDevices
+from workers.heartbeats import Heartbeats
+from workers.rollout import Surroundings
 
 
 @dataclass
@@ -57,6 +60,7 @@ def started(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     handles: Any = made
     handles.rollout.current = Actor()
     handles.surroundings = SimpleNamespace(checkpoint="")
+    made.heartbeats = Heartbeats(made.probes, "this node")
     probes: Any = made.probes
     monkeypatch.setattr(made, "_server", lambda kind, name, *rest: probes.setdefault(name, Actor()))
     monkeypatch.setattr(module, "engine_spec", lambda *arguments, **settings: None)
@@ -152,6 +156,29 @@ def test_a_raylet_that_stays_stopped_ends_the_run_with_an_error_message(
     monkeypatch.setattr(module, "OWN_RAY_LOST_SECONDS", 0.1)
     with pytest.raises(FatalError, match=r"raylet of Ray has been stopped \(SIGSTOP\)"):
         asyncio.run(cluster.watch_ray())
+
+
+def test_the_last_address_of_an_engine_is_used_if_its_actor_does_not_answer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server may go on while the actor is stopped (SIGSTOP), and another rollout worker must not wait for it."""
+    last = EngineInfo("engine-0", "http://127.0.0.1:1", pid=1, tp=1)
+    monkeypatch.setattr(module, "ADDRESS_SECONDS", 0.01)
+    stopped: Any = SimpleNamespace(info=SimpleNamespace(remote=asyncio.Event().wait))
+    cluster._engine_actors["engine-0"] = [stopped]
+    cluster.surroundings = Surroundings(
+        checkpoint="",
+        router_url="",
+        router_key="",
+        engines=[last],
+        engine_actors={},
+        router_actor=None,
+        learner_ranks=[],
+        weight_transports=[],
+        began_with=None,
+        learner_checkpoint=None,
+    )
+    assert asyncio.run(cluster._current_surroundings()).engines == [last]
 
 
 def test_a_run_ends_although_ray_does_not_answer_when_it_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:

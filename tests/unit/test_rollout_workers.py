@@ -34,8 +34,7 @@ class Worker:
     def __init__(self, lives: list[Worker]) -> None:
         self._first = not lives
         self.received: list[int] = []
-        self.run, self.pid = Method(self._run), Method(self._pid)
-        self.answers, self.events = Method(self._answers), Method(self._events)
+        self.run, self.heartbeat, self.events = Method(self._run), Method(self._heartbeat), Method(self._events)
         lives.append(self)
 
     def _run(self, surroundings: Any, received: int) -> None:
@@ -43,10 +42,7 @@ class Worker:
         if self._first:
             raise RayActorError
 
-    def _pid(self) -> int:
-        return 1
-
-    def _answers(self) -> None: ...
+    def _heartbeat(self) -> None: ...
 
     def _events(self, received: int) -> Sequence[Any]:
         return [(20, [WarningRaised(time=0.0, text="an event that is not stored")])]

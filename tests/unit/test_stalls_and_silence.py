@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock, dumps_stacks
 from tests.configuration import run_config
-from workers.heartbeats import Heartbeats, Probe
+from workers.heartbeats import Heartbeat, Heartbeats, Probe
 from workers.learner import WorkTime
 
 READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
@@ -154,21 +154,21 @@ def test_a_rank_works_while_it_writes_a_checkpoint(monkeypatch: pytest.MonkeyPat
 
 
 class Process:
-    """Answers with `answer`, unless it is stopped."""
+    """Answers with a heartbeat that has these metrics, unless it is stopped."""
 
-    def __init__(self, answer: Any = None) -> None:
-        self.answer = answer
+    def __init__(self, metrics: str | Literal[False] | None = None) -> None:
+        self.heartbeat = Heartbeat("here", 0, metrics)
         self.running = asyncio.Event()
         self.running.set()
 
-    async def ask(self) -> Any:
+    async def ask(self) -> Heartbeat:
         await self.running.wait()
-        return self.answer
+        return self.heartbeat
 
 
 async def looks(process: Probe, *times: float) -> tuple[Heartbeats, list[tuple[float, float]]]:
     """The heartbeats after looking at these times, and the time and seconds of every reported silence."""
-    beats = Heartbeats({"p": process})
+    beats = Heartbeats({"p": process}, "here")
     silences: list[tuple[float, float]] = []
 
     for now in times:
@@ -187,12 +187,8 @@ async def test_a_process_that_answers_is_never_silent_and_reports_its_metrics_ad
 
 async def test_a_process_that_hangs_is_reported_every_second_until_it_answers_again() -> None:
     process = Process()
-
-    async def ask() -> None:
-        await process.ask()
-
     process.running.clear()
-    _, silences = await looks(ask, 100.0, 101.0, 102.0, 102.5, 103.0, 104.0)
+    _, silences = await looks(process.ask, 100.0, 101.0, 102.0, 102.5, 103.0, 104.0)
     assert silences == [(100.0, 0.0), (102.0, 2.0), (103.0, 3.0), (104.0, 4.0)]
 
 
@@ -212,7 +208,7 @@ async def test_a_process_that_hangs_is_found_although_the_driver_was_stopped_too
 
 async def test_a_removed_engine_is_not_reported_as_unresponsive() -> None:
     probes: dict[str, Probe] = {"engine-1": Process(False).ask}
-    beats = Heartbeats(probes)
+    beats = Heartbeats(probes, "here")
 
     silences = [silent.seconds for now in (100.0, 103.0) for silent in beats.look(now)]
     del probes["engine-1"]
@@ -221,7 +217,7 @@ async def test_a_removed_engine_is_not_reported_as_unresponsive() -> None:
 
 
 async def test_servers_that_return_errors_and_dead_actors_are_unresponsive() -> None:
-    async def died() -> None:
+    async def died() -> Heartbeat:
         raise OSError("gone")
 
     for process in (Process(False).ask, died):

@@ -49,10 +49,11 @@ def is_stopped(process: psutil.Process) -> bool:
 
 
 def kill_if_stopped(pid: int) -> None:
-    """Kill the process if it is stopped (SIGSTOP). Does nothing if it has ended."""
+    """Kill the process of a run if it is stopped (SIGSTOP). Does nothing if it has ended."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if is_stopped(process):
+        # Another process may have received the id of one that has ended.
+        if is_stopped(process) and run_process(process) is not None:
             process.kill()
 
 
