@@ -39,3 +39,10 @@ def test_a_process_that_the_run_ended_is_not_reported_as_crashed() -> None:
     assert describe_death(RayActorError(error_msg=text)) == (
         "rollout was ended by the run, see logs/rollout.log in the run folder"
     )
+
+
+def test_a_process_that_never_ran_has_no_log_to_look_at() -> None:
+    text = "The actor died unexpectedly.\n\tname: learner-0-2\nThe actor never ran - it was cancelled."
+    assert describe_death(RayActorError(error_msg=text)) == (
+        "learner-0-2 was never started: its node is gone or is shutting down; see `ray status`"
+    )

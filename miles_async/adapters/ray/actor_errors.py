@@ -58,6 +58,8 @@ def describe_death(error: RayActorError) -> str:
     if (node := _NODE_DEATH.search(text)) is not None:
         where = f" {address[1]}" if (address := _ADDRESS.search(text)) else ""
         return f"{name[1]} was lost with its node{where}: {node[1].rstrip('. ')}; check that machine and its network"
+    if "never ran" in cause:
+        return f"{name[1]} was never started: its node is gone or is shutting down; see `ray status`"
     log = f"logs/{name[1]}.log in the run folder"
     if "killed by `ray.kill`" in cause:
         return f"{name[1]} was ended by the run, see {log}"
