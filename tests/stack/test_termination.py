@@ -7,10 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
@@ -18,7 +15,7 @@ from miles_async.events import Event, Pulse, RunDrained, StepEnded, StepStarted
 from miles_async.observability.trace.event_log import read_events
 from miles_async.scheduling.ledger import GroupState
 from miles_async.stored_run import StoredRun
-from tests.stack.job import job
+from tests.stack.job import Job, job
 from tests.waiting import PATIENCE_SECONDS, START_SECONDS, wait_until
 
 LONG = ("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "500")
@@ -50,6 +47,13 @@ def stopped_in_step(folder: Path, learner: int) -> bool:
     return in_step
 
 
+def ended_quietly(run: Job) -> None:
+    """Check what a run has printed after SIGTERM."""
+    assert "send SIGTERM again to stop immediately" in run.err
+    assert "*** SIGTERM received" not in run.err, "native code printed its stack"
+    assert "Traceback" not in run.err
+
+
 def stored(folder: Path) -> StoredRun:
     run = (folder / "runs" / "latest").resolve()
     store = SqliteRunStore(run / "store", run.name, read_only=True)
@@ -61,20 +65,15 @@ def stored(folder: Path) -> StoredRun:
     return left
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its process group"])
-def test_sigterm_ends_the_run_with_summary_report_and_checkpoint_and_leaves_nothing_running(
-    tmp_path: Path, send: Callable[[int, int], None]
-) -> None:
+def test_sigterm_ends_the_run_with_summary_report_and_checkpoint_and_leaves_nothing_running(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     patient = ("--drain-seconds", str(PATIENCE_SECONDS))
     with job(tmp_path, *LONG, *patient, "--save", str(saved)) as running:
         running.says("Staleness stats", START_SECONDS)
-        send(running.pid, signal.SIGTERM)
+        os.kill(running.pid, signal.SIGTERM)
         assert running.ended(within=2 * PATIENCE_SECONDS) == 128 + signal.SIGTERM
         assert running.left_running() == {}
-    assert "send SIGTERM again to stop immediately" in running.err
-    assert "*** SIGTERM received" not in running.err, "native code printed its stack"
-    assert "Traceback" not in running.err
+    ended_quietly(running)
     assert "ended      interrupted" in running.out
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert summary["reason"] == "interrupted"
@@ -87,14 +86,15 @@ def test_sigterm_ends_the_run_with_summary_report_and_checkpoint_and_leaves_noth
     assert len(kept) == drain.kept > 0
 
 
-def test_sigterm_abandons_a_step_that_takes_too_long_and_keeps_its_groups(tmp_path: Path) -> None:
+def test_sigterm_to_the_process_group_abandons_a_step_that_takes_too_long_and_keeps_its_groups(tmp_path: Path) -> None:
     with job(tmp_path, *LONG, "--drain-seconds", "1") as running:
         running.says("Staleness stats", START_SECONDS)
         learner = running.process("ray::LearnerRank")
         wait_until(lambda: stopped_in_step(tmp_path, learner), "the learner is stopped in a step", within=START_SECONDS)
-        os.kill(running.pid, signal.SIGTERM)
+        os.killpg(running.pid, signal.SIGTERM)
         assert running.ended(within=PATIENCE_SECONDS) == 128 + signal.SIGTERM
         assert running.left_running() == {}
+    ended_quietly(running)
     assert "needed more than --drain-seconds" in running.err
     begun = [event for event in events_of(tmp_path) if isinstance(event, StepStarted)][-1]
     assert drained(tmp_path).abandoned == len(begun.groups)
