@@ -36,7 +36,7 @@ from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.adapters.storage.warm_starts import find_warm_start
-from miles_async.adapters.system.run_processes import has_ended, is_stopped, of_part
+from miles_async.adapters.system.run_processes import has_ended, is_stopped, kill_remaining, of_part, raylets_of
 from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
@@ -178,6 +178,8 @@ class Cluster:
                     for placement in self._placements:
                         placement.release()
                 _disconnect(ray_answers)
+                # A Ray that goes on may have lost the processes: its raylet may be stopped.
+                await asyncio.to_thread(kill_remaining, self.heartbeats.local_processes(), EXIT_SECONDS)
                 # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
                 self._reaper.close(SHUTDOWN_SECONDS)
 
@@ -302,11 +304,13 @@ class Cluster:
         """
         address = ray.get_runtime_context().gcs_address
         limit = OWN_RAY_LOST_SECONDS if self._config.cluster.ray_address is None else JOINED_RAY_LOST_SECONDS
-        # Only the raylet of a Ray that this run started is a child of this process.
+        # The raylet of a Ray that this run started is a child of this process. Another one is known when the first
+        # actor has answered.
         raylets = of_part("raylet", psutil.Process().children())
         answered = ran = time.monotonic()
         while (silence := time.monotonic() - answered) < limit:
             await asyncio.sleep(RAY_CHECK_SECONDS)
+            raylets = raylets or raylets_of(self.heartbeats.local_processes())
             if any(map(has_ended, raylets)):
                 self._ray_is_lost = True
                 raise FatalError(

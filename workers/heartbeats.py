@@ -11,9 +11,11 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
 import ray
 
 from miles_async.adapters.system.run_processes import kill_if_stopped
@@ -62,7 +64,8 @@ class _Process:
     silent_at: float | None = None
     """Time of the last report of the current silence; None while the process is not reported as silent."""
     pending: asyncio.Future[Heartbeat] | None = None
-    last: Heartbeat | None = None
+    local: psutil.Process | None = None
+    """The process that has answered last, if it is on this node."""
 
 
 class Heartbeats:
@@ -112,9 +115,12 @@ class Heartbeats:
         Ray cannot end such a process. Processes of other nodes are left alone.
         """
         for process, known in self._known.items():
-            last = known.last
-            if last is not None and last.node == self._node and self.silence(process, now) >= silent:
-                kill_if_stopped(last.pid)
+            if known.local is not None and self.silence(process, now) >= silent:
+                kill_if_stopped(known.local)
+
+    def local_processes(self) -> list[psutil.Process]:
+        """Return the processes on this node that have answered; some may have ended."""
+        return [known.local for known in self._known.values() if known.local is not None]
 
     def close(self) -> None:
         for known in self._known.values():
@@ -154,8 +160,9 @@ class Heartbeats:
         failed = known.pending.cancelled() or known.pending.exception() is not None
         answer = None if failed else known.pending.result()
         known.pending = None
-        if answer is not None:
-            known.last = answer
+        if answer is not None and answer.node == self._node and (known.local is None or known.local.pid != answer.pid):
+            with suppress(psutil.NoSuchProcess):
+                known.local = psutil.Process(answer.pid)
         if answer is None or answer.metrics is False:
             self.addresses.pop(process, None)
             return

@@ -12,19 +12,26 @@ from pathlib import Path
 
 import psutil
 
-from miles_async.adapters.system.run_processes import has_ended, is_stopped, of_part, run_process
+from miles_async.adapters.system.run_processes import (
+    has_ended,
+    is_stopped,
+    kill_remaining,
+    of_part,
+    raylets_of,
+    run_process,
+)
 from tests.waiting import wait_until
 from workers.heartbeats import Heartbeat, Heartbeats
 
 
 @contextmanager
-def raylet_process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def raylet_process(folder: Path, program: str = "/bin/sleep", *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like a raylet. It is killed at the end of the block."""
-    program = folder / "raylet" / "raylet"
-    program.parent.mkdir(exist_ok=True)
-    program.unlink(missing_ok=True)
-    program.symlink_to("/bin/sleep")
-    with subprocess.Popen([program, "600"]) as started:
+    raylet = folder / "raylet" / "raylet"
+    raylet.parent.mkdir(exist_ok=True)
+    raylet.unlink(missing_ok=True)
+    raylet.symlink_to(program)
+    with subprocess.Popen([raylet, *(arguments or ("600",))]) as started:
         try:
             yield started
         finally:
@@ -48,6 +55,25 @@ def test_a_raylet_is_found_among_the_children_of_the_driver_and_is_stopped_or_ha
     assert has_ended(raylet)
     assert not is_stopped(raylet)
     assert run_process(raylet) is None
+
+
+def test_the_raylet_that_has_started_an_actor_is_found(tmp_path: Path) -> None:
+    with raylet_process(tmp_path, "/bin/sh", "-c", "sleep 600 & wait") as started:
+        raylet = psutil.Process(started.pid)
+        wait_until(raylet.children, "the actor is started")
+        actors = raylet.children()
+        assert raylets_of(actors) == [raylet]
+        kill_remaining(actors, patience=0.0)
+        wait_until(lambda: raylets_of(actors) == [], "the actor has ended")
+
+
+def test_processes_that_remain_are_killed(tmp_path: Path) -> None:
+    with raylet_process(tmp_path) as ended, raylet_process(tmp_path) as remaining:
+        processes = [psutil.Process(process.pid) for process in (ended, remaining)]
+        ended.terminate()
+        kill_remaining(processes, patience=0.1)
+        assert ended.wait(60) != -signal.SIGKILL
+        assert remaining.wait(60) == -signal.SIGKILL
 
 
 async def look_twice(process: subprocess.Popen[bytes], node: str) -> Heartbeats:

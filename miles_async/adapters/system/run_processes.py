@@ -48,13 +48,28 @@ def is_stopped(process: psutil.Process) -> bool:
         return False
 
 
-def kill_if_stopped(pid: int) -> None:
-    """Kill the process of a run if it is stopped (SIGSTOP). Does nothing if it has ended."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        # Another process may have received the id of one that has ended.
-        if is_stopped(process) and run_process(process) is not None:
+def kill_if_stopped(process: psutil.Process) -> None:
+    """Kill a process if it is stopped (SIGSTOP). Does nothing if it has ended."""
+    if is_stopped(process):
+        with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def kill_remaining(processes: Iterable[psutil.Process], patience: float) -> None:
+    """Wait up to `patience` seconds until the processes have ended, then kill those that remain."""
+    _, remaining = psutil.wait_procs(processes, timeout=patience)
+    for process in remaining:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def raylets_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the raylets that have started these processes of actors."""
+    parents = set[psutil.Process]()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            parents |= {parent} if (parent := process.parent()) is not None else set()
+    return of_part("raylet", parents)
 
 
 def has_ended(process: psutil.Process) -> bool:
