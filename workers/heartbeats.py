@@ -80,6 +80,8 @@ class Heartbeats:
         self._node = node
         self._known: dict[str, _Process] = {}
         self._looked: float | None = None
+        self._on_this_node: set[psutil.Process] = set()
+        """Also processes that are not watched any more: Ray may not have ended them yet."""
         self.addresses: dict[str, str] = {}
         """`host:port` of the metrics of each process that has answered."""
 
@@ -119,8 +121,8 @@ class Heartbeats:
                 kill_if_stopped(known.local)
 
     def local_processes(self) -> list[psutil.Process]:
-        """Return the processes on this node that have answered; some may have ended."""
-        return [known.local for known in self._known.values() if known.local is not None]
+        """Return all processes on this node that have ever answered; some may have ended."""
+        return list(self._on_this_node)
 
     def close(self) -> None:
         for known in self._known.values():
@@ -163,6 +165,7 @@ class Heartbeats:
         if answer is not None and answer.node == self._node and (known.local is None or known.local.pid != answer.pid):
             with suppress(psutil.NoSuchProcess):
                 known.local = psutil.Process(answer.pid)
+                self._on_this_node.add(known.local)
         if answer is None or answer.metrics is False:
             self.addresses.pop(process, None)
             return

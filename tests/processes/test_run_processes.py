@@ -21,7 +21,7 @@ from miles_async.adapters.system.run_processes import (
     run_process,
 )
 from tests.waiting import wait_until
-from workers.heartbeats import Heartbeat, Heartbeats
+from workers.heartbeats import Heartbeat, Heartbeats, Probe
 
 
 @contextmanager
@@ -76,13 +76,18 @@ def test_processes_that_remain_are_killed(tmp_path: Path) -> None:
         assert remaining.wait(60) == -signal.SIGKILL
 
 
-async def look_twice(process: subprocess.Popen[bytes], node: str) -> Heartbeats:
-    """The heartbeats of a process that answered at 100 s."""
+def answers(process: subprocess.Popen[bytes], node: str = "this node") -> dict[str, Probe]:
+    """The probe of a process that answers."""
 
     async def probe() -> Heartbeat:
         return Heartbeat(node, process.pid, None)
 
-    heartbeats = Heartbeats({"engine-0": probe}, "this node")
+    return {"engine-0": probe}
+
+
+async def look_twice(probes: dict[str, Probe]) -> Heartbeats:
+    """The heartbeats of processes that answered at 100 s."""
+    heartbeats = Heartbeats(probes, "this node")
     for now in (99.0, 100.0):
         heartbeats.look(now)
         await asyncio.sleep(0)
@@ -96,9 +101,9 @@ async def test_a_process_that_is_stopped_and_silent_is_killed_so_that_another_on
 ) -> None:
     with raylet_process(tmp_path) as stopped, raylet_process(tmp_path) as running, raylet_process(tmp_path) as distant:
         all_heartbeats = [
-            await look_twice(stopped, "this node"),
-            await look_twice(running, "this node"),
-            await look_twice(distant, "another node"),
+            await look_twice(answers(stopped)),
+            await look_twice(answers(running)),
+            await look_twice(answers(distant, "another node")),
         ]
         for process in (stopped, distant):
             process.send_signal(signal.SIGSTOP)
@@ -110,3 +115,12 @@ async def test_a_process_that_is_stopped_and_silent_is_killed_so_that_another_on
             heartbeats.kill_stopped(silent=10.0, now=111.0)
         assert stopped.wait(60) == -signal.SIGKILL
         assert [process.poll() for process in (running, distant)] == [None] * 2
+
+
+async def test_a_process_that_was_replaced_is_remembered_until_the_end_of_the_run(tmp_path: Path) -> None:
+    with raylet_process(tmp_path) as replaced:
+        probes = answers(replaced)
+        heartbeats = await look_twice(probes)
+        probes.clear()
+        heartbeats.look(101.0)
+        assert heartbeats.local_processes() == [psutil.Process(replaced.pid)]
