@@ -86,6 +86,8 @@ def play_chunk(seed: int, numbers: range) -> list[tuple[Counter[str], str | None
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     # The tasks of a worker that is killed do not end in an orderly way.
     warnings.simplefilter("ignore", RuntimeWarning)
+    # `play` collects what a run leaves behind, and need not look at the modules.
+    gc.freeze()
     return [play(seed, number) for number in numbers]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import pickle
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.adapters.agents.trajectories import BufferFullError, TrajectoryBuffer
@@ -50,9 +50,17 @@ SURVIVED_FAULTS: tuple[dict[str, Any], ...] = (
 )
 """Faults that a run survives without the loss of a process."""
 
+T = TypeVar("T")
+
 
 class KilledError(BaseException):
     """Raised inside a rollout worker that is dead, so that nothing in it goes on. No handler catches it."""
+
+
+def _copy(value: T) -> T:
+    """A copy that shares nothing with the original. This is faster than `copy.deepcopy`."""
+    copied: T = pickle.loads(pickle.dumps(value))
+    return copied
 
 
 def _summary(group: Group) -> StoredContent:
@@ -84,7 +92,7 @@ class MemoryStore:
             self._contents.pop(sequence, None)
         for sequence, change in changes.groups.items():
             if change.content is not None:
-                self._contents[sequence] = copy.deepcopy(change.content)
+                self._contents[sequence] = _copy(change.content)
             content = self._contents.get(sequence)
             group = StoredGroup(
                 sequence=sequence,
@@ -99,12 +107,12 @@ class MemoryStore:
         for name in changes.settled:
             self._owed.pop(name, None)
             self.posted.pop(name, None)
-        self.posted |= copy.deepcopy(dict(changes.posted))
+        self.posted |= _copy(dict(changes.posted))
         self._keys |= changes.keys
         for key in changes.forgotten_keys:
             self._keys.pop(key, None)
-        self._owed |= {name: Group.from_prompt_dict(copy.deepcopy(prompt)) for name, prompt in changes.owed.items()}
-        self._progress |= copy.deepcopy(changes.progress)
+        self._owed |= {name: Group.from_prompt_dict(_copy(prompt)) for name, prompt in changes.owed.items()}
+        self._progress |= _copy(changes.progress)
         self._events = [entry for entry in self._events if entry[0] > changes.delivered]
         self._events.append((changes.number, list(changes.events)))
         self.largest = max(self.largest, len(self._groups) + len(self._owed))
@@ -112,23 +120,23 @@ class MemoryStore:
     async def read(self) -> StoredRun | None:
         if not self._number:
             return None
-        groups = [copy.deepcopy(group) for _, group in sorted(self._groups.values(), key=lambda entry: entry[0])]
+        groups = [_copy(group) for _, group in sorted(self._groups.values(), key=lambda entry: entry[0])]
         return StoredRun(
             number=self._number,
             groups=groups,
-            owed=[copy.deepcopy(group) for group in self._owed.values()],
+            owed=[_copy(group) for group in self._owed.values()],
             posted=list(self.posted),
             keys=dict(self._keys),
-            progress=copy.deepcopy(self._progress),
+            progress=_copy(self._progress),
             events=list(self._events),
         )
 
     async def load(self, sequence: int) -> list[Sample]:
         self.loaded.append(sequence)
-        return list(copy.deepcopy(self._contents[sequence]))
+        return list(_copy(self._contents[sequence]))
 
     async def load_posted(self, feed_index: str) -> list[Sample]:
-        return list(copy.deepcopy(self.posted[feed_index]))
+        return list(_copy(self.posted[feed_index]))
 
 
 def _started_from(rollout: int, version: int, changed: bool) -> LearnerProgress:
