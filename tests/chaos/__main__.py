@@ -99,9 +99,12 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     ]
     kinds: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
+        # After a jump of the clock, the times of events say nothing about durations.
+        jumped = any(struck["strike"]["kind"] == "clock_jump" for struck in run["strikes"])
         for struck in run["strikes"]:
             if struck["time"] is not None:
-                kinds[f"{struck['strike']['kind']} {struck['strike']['part']}"].append(struck)
+                known = {**struck, "detected": None, "recovered": None} if jumped else struck
+                kinds[f"{struck['strike']['kind']} {struck['strike']['part']}"].append(known)
     for kind, struck in sorted(kinds.items()):
         figures = [_seconds([each[name] for each in struck]) for name in ("detected", "recovered")]
         lines.append(f"{kind:28}{len(struck):>6}   {figures[0]:30}{figures[1]:30}")
