@@ -71,6 +71,8 @@ RAY_CHECK_SECONDS = 2.0
 OWN_RAY_LOST_SECONDS, JOINED_RAY_LOST_SECONDS = 10.0, 40.0
 """Time without an answer after which the head node of Ray is lost. After 60 seconds, Ray's native code would end this
 process. The head node of a joined cluster may be restarted in time; that of a Ray that this run started never is."""
+RAYLET_STOPPED_SECONDS = 10.0
+"""A raylet that has been stopped (SIGSTOP) for so long is lost: Ray neither starts nor ends a process without it."""
 
 log = structlog.get_logger(__name__)
 details = details_logger(__name__)
@@ -319,11 +321,11 @@ class Cluster:
                 )
             if not any(map(is_stopped, raylets)):
                 ran = time.monotonic()
-            elif time.monotonic() - ran >= limit:
+            elif time.monotonic() - ran >= RAYLET_STOPPED_SECONDS:
                 self._ray_is_lost = True
                 raise FatalError(
-                    f"the raylet of Ray has been stopped (SIGSTOP) for {limit:.0f} s, and no process of the run can be "
-                    "replaced without it: resume the run, and find out what stopped the process"
+                    f"the raylet of Ray has been stopped (SIGSTOP) for {RAYLET_STOPPED_SECONDS:.0f} s, and no process "
+                    "of the run can be replaced without it: resume the run, and find out what stopped the process"
                 )
             with suppress(UserError):
                 await asyncio.to_thread(check_ray, address, RAY_CHECK_SECONDS)

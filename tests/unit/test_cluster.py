@@ -153,7 +153,7 @@ def test_a_raylet_that_stays_stopped_ends_the_run_with_an_error_message(
     monkeypatch.setattr(module, "has_ended", lambda process: False)
     monkeypatch.setattr(module, "is_stopped", lambda process: True)
     monkeypatch.setattr(module, "RAY_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(module, "OWN_RAY_LOST_SECONDS", 0.1)
+    monkeypatch.setattr(module, "RAYLET_STOPPED_SECONDS", 0.1)
     with pytest.raises(FatalError, match=r"raylet of Ray has been stopped \(SIGSTOP\)"):
         asyncio.run(cluster.watch_ray())
 
