@@ -19,6 +19,7 @@ from miles_async.events import (
     ProcessSilent,
     RouterChanged,
     RunEnded,
+    StartupChanged,
     StepEnded,
     StepStarted,
     WarningRaised,
@@ -147,6 +148,15 @@ def detected(parts: Sequence[RunPart], strike: Strike, struck: float, ended: flo
         if reports and after > 0:
             return after
     return None if ended is None else ended - struck
+
+
+def start_seconds(parts: Sequence[RunPart]) -> dict[str, float]:
+    """Seconds that each process needed at the first start, by name."""
+    found: dict[str, float] = {}
+    for event in chain.from_iterable(part.events for part in parts):
+        if isinstance(event, StartupChanged) and event.seconds is not None:
+            found.setdefault(event.part, event.seconds)
+    return found
 
 
 def recovered(parts: Sequence[RunPart], struck: float) -> float | None:

@@ -22,7 +22,16 @@ from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_prog
 from miles_async.adapters.system.run_processes import of_part
 from miles_async.errors import UserError
 from tests.chaos.cases import DETECTION_SECONDS, ROLLOUTS, SAVE_INTERVAL, Strike
-from tests.chaos.judge import SAMPLES_PER_PROMPT, STALENESS_LIMIT, RunPart, detected, read_part, recovered, violations
+from tests.chaos.judge import (
+    SAMPLES_PER_PROMPT,
+    STALENESS_LIMIT,
+    RunPart,
+    detected,
+    read_part,
+    recovered,
+    start_seconds,
+    violations,
+)
 from tests.chaos.small_disk import SmallDisk
 from tests.chaos.warm_ray import WarmRay
 from tests.stack.job import Job, job
@@ -99,6 +108,8 @@ class Outcome:
     seconds: float = 0.0
     load: float = field(default_factory=machine_load)
     """Load of the machine at the start, in processes that want a core."""
+    starts: dict[str, float] = field(default_factory=dict)
+    """Seconds that each process needed at the first start, by name."""
     hangs: int = 0
     left: list[str] = field(default_factory=list)
     """Command lines of processes that were left."""
@@ -116,6 +127,7 @@ def play(strikes: Sequence[Strike], folder: Path, ray: WarmRay | None = None, *,
     began = time.monotonic()
     with _store_disk(strikes, folder / "store") as disk:
         parts = _Playing(folder, rollouts, outcome, ray, disk).to_the_end()
+    outcome.starts = start_seconds(parts)
     outcome.violations += violations(parts, _progress(folder / "saved"), rollouts)
     for struck in outcome.strikes:
         if struck.time is not None:
