@@ -121,12 +121,19 @@ class Outcome:
         return asdict(self)
 
 
-def play(strikes: Sequence[Strike], folder: Path, ray: WarmRay | None = None, *, rollouts: int = ROLLOUTS) -> Outcome:
+def play(
+    strikes: Sequence[Strike],
+    folder: Path,
+    ray: WarmRay | None = None,
+    *,
+    rollouts: int = ROLLOUTS,
+    further_flags: Sequence[str] = (),
+) -> Outcome:
     """Play one run of `rollouts` batches with these strikes in an empty folder. It starts a Ray, or joins `ray`."""
     outcome = Outcome(strikes=[Struck(strike=strike) for strike in strikes])
     began = time.monotonic()
     with _store_disk(strikes, folder / "store") as disk:
-        parts = _Playing(folder, rollouts, outcome, ray, disk).to_the_end()
+        parts = _Playing(folder, [*flags(folder, rollouts), *further_flags], outcome, ray, disk).to_the_end()
     outcome.starts = start_seconds(parts)
     outcome.violations += violations(parts, _progress(folder / "saved"), rollouts)
     for struck in outcome.strikes:
@@ -154,7 +161,7 @@ class _Playing:
     """A run in `folder` that is started again until it comes to its end."""
 
     folder: Path
-    rollouts: int
+    flags: Sequence[str]
     outcome: Outcome
     ray: WarmRay | None
     disk: SmallDisk | None
@@ -191,7 +198,7 @@ class _Playing:
 
         Returns the exit code, None if the run hangs, and the wall-clock time of the end.
         """
-        outcome, arguments = self.outcome, flags(self.folder, self.rollouts)
+        outcome, arguments = self.outcome, list(self.flags)
         own = self.folder / f"part-{outcome.parts - 1}"
         own.mkdir(parents=True)
         ends = outcome.parts - 1
@@ -263,7 +270,7 @@ class _Playing:
                 second = self.folder / "second"
                 second.mkdir()
                 address = () if self.ray is None else ("--ray-address", self.ray.address)
-                self._second = struck, Job(second, (*flags(self.folder, self.rollouts), *address), mark=running.mark)
+                self._second = struck, Job(second, (*self.flags, *address), mark=running.mark)
             case strike:
                 if not _send(running, strike):
                     return False
