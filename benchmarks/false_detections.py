@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.busy_loops import busy_loops
 from benchmarks.records import machine_load, record
 from miles_async.events import EngineChanged, Event, ProcessSilent, RouterChanged, StepEnded, WarningRaised
 from miles_async.observability.trace.event_log import read_events
@@ -39,15 +39,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="duration of the job (default: 60)")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each batch (default: 0)")
     options = parser.parse_args()
-    busy = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(busy) for _ in range(os.cpu_count() or 1)]
-    try:
-        with TemporaryDirectory() as folder:
-            result = run(Path(folder), options.minutes * 60, options.pause)
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+    with busy_loops(), TemporaryDirectory() as folder:
+        result = run(Path(folder), options.minutes * 60, options.pause)
     print(json.dumps(result, indent=2))
     record("false_detections", result)
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.busy_loops import busy_loops
 from benchmarks.records import machine_load, record
 
 CONFIG = "configs/smollm2-cpu.yaml"
@@ -31,18 +32,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10, help="number of runs (default: 10)")
     parser.add_argument("--busy", action="store_true", help="keep one busy loop per core running")
     options = parser.parse_args()
-    busy = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(busy) for _ in range(os.cpu_count() or 1)] if options.busy else []
     runs: list[dict[str, Any]] = []
-    try:
+    with busy_loops() if options.busy else nullcontext():
         for seed in SEEDS[: options.seeds]:
             runs.append(run(seed))
             print(json.dumps(runs[-1]), flush=True)
             record("first_run_busy" if options.busy else "first_run", {"runs": runs, "spread": spread(runs)})
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
     for name, found in spread(runs).items():
         print(f"{name:<13} {found}")
 

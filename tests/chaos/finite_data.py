@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from miles_async.events import GroupMoved
 from tests.chaos.__main__ import FOLDERS
 from tests.chaos.cases import Strike
-from tests.chaos.judge import read_part
+from tests.chaos.judge import read_part, times_trained
 from tests.chaos.play import play
 
 ROLLOUTS, BATCH = 24, 16
@@ -47,17 +46,8 @@ def _trained(folder: Path, rows: Path, strikes: Sequence[Strike]) -> Counter[str
     settings = {"prompt-data": rows, "reasoning-gym-task": "null", "windowed-fifo-ratio": 0}
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     outcome = play(strikes, folder, rollouts=ROLLOUTS, further_flags=words)
-    trained: Counter[str] = Counter()
-    for run in sorted((folder / "runs").glob("2*")):
-        for event in read_part(run).events:
-            match event:
-                case GroupMoved(after="trained"):
-                    trained[event.feed_index] += 1
-                case GroupMoved(before="trained" | "published", after="queued"):
-                    trained[event.feed_index] -= 1
-                case _:
-                    pass
-    trained = +trained
+    # A run that is resumed goes on in its own folder.
+    trained = times_trained(read_part(folder / "runs" / "latest").events)
     times = Counter(trained.values())
     print(f"{folder.name}: {outcome.parts} parts, {len(trained)} prompts, trained {dict(times)} (times: prompts)")
     for sentence in outcome.violations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -121,6 +121,20 @@ def violations(parts: Sequence[RunPart], progress: dict[str, Any] | None, rollou
     if lost := sorted(prompt for prompt in unaccounted if _number(prompt) < position):
         found.append(f"{len(lost)} prompts were lost: {', '.join(lost[:5])}")
     return found
+
+
+def times_trained(events: Iterable[Event]) -> Counter[str]:
+    """How often the weights at the end of a run were trained on each prompt. A rollback takes training back."""
+    times: Counter[str] = Counter()
+    for event in events:
+        match event:
+            case GroupMoved(after="trained"):
+                times[event.feed_index] += 1
+            case GroupMoved(before="trained" | "published", after="queued"):
+                times[event.feed_index] -= 1
+            case _:
+                pass
+    return +times
 
 
 def _number(prompt: str) -> tuple[int, int]:

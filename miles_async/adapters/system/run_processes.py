@@ -68,7 +68,8 @@ def raylets_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     parents = set[psutil.Process]()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            parents |= {parent} if (parent := process.parent()) is not None else set()
+            if (parent := process.parent()) is not None:
+                parents.add(parent)
     return of_part("raylet", parents)
 
 
