@@ -49,7 +49,7 @@ from miles_async.ports import RunStore
 from miles_async.rewards.builtin import exact
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import DropReason, EngineLoad, Group, Sample, SendOutcome, StepReport
+from miles_async.types import DropReason, EngineLoad, Group, Sample, SendOutcome, StepReport, Verdict
 
 GROUP = 8
 BATCH = 32
@@ -224,7 +224,7 @@ async def measure(
         channel=instant,
         fleet=instant,
         dead_letters=instant,
-        keep=lambda group: True,
+        keep=lambda group: Verdict(True),
         text_of=lambda ids: " ".join(map(str, ids)),
         problems=[],
     )

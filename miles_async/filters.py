@@ -1,7 +1,8 @@
 """Filters that the configuration can name; each has the signature of the setting that names it.
 
 - `dynamic_sampling_filter_path`: `fn(args, group)` is true if the group is kept (DAPO, arXiv 2503.14476). A `Verdict`
-  instead of a boolean gives a reason, by which the metrics count dropped groups.
+  instead of a boolean gives a reason, by which the metrics count dropped groups. slime's and Miles'
+  `DynamicFilterOutput` is read like a `Verdict`.
 - `over_sampling_filter_path`: `fn(args, groups)` returns the groups in order of preference. The first
   `rollout_batch_size` groups are trained.
 - `rollout_sample_filter_path`: `fn(args, groups)` sets `remove_sample` on samples and returns nothing. A removed sample

@@ -439,9 +439,37 @@ class Verdict(NamedTuple):
 
     keep: bool
     reason: str = "filter"
+    keep_when_insufficient: bool = False
+    """Keep a rejected group if too few candidates for the batch would be left without it, as in slime. It has no effect
+    in fully asynchronous runs, where the next groups are being generated anyway."""
 
     def __bool__(self) -> bool:
         return self.keep
+
+    @staticmethod
+    def of(value: object) -> Verdict:
+        """Read what a dynamic filter returned: a bool, or an object with `keep` and `reason`.
+
+        `DynamicFilterOutput` of slime and Miles is such an object. A bool may also be NumPy's or a tensor without
+        dimensions. Raises TypeError for anything else: most objects count as true whatever they contain.
+        """
+        match value:
+            case object(keep=keep, reason=reason, keep_when_insufficient=fallback):
+                return Verdict(_as_bool(keep), reason or "filter", _as_bool(fallback))
+            case object(keep=keep, reason=reason):
+                return Verdict(_as_bool(keep), reason or "filter")
+            case _:
+                return Verdict(_as_bool(value))
+
+
+def _as_bool(value: object) -> bool:
+    match value:
+        case bool():
+            return value
+        case object(shape=(), item=item):
+            return _as_bool(item())
+        case _:
+            raise TypeError(f"{value!r:.80} of type {type(value).__name__}")
 
 
 class DropReason(StrEnum):

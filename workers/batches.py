@@ -43,7 +43,8 @@ class BatchPreparation:
     async def __call__(self, rollout_id: int, groups: list[Group]) -> None:
         """Prepare the groups in place.
 
-        Raises UserError if the sample filter raises. A batch that cannot be saved is trained all the same.
+        Raises UserError if the sample filter raises or returns another batch. A batch that cannot be saved is trained
+        all the same.
         """
         for group in groups:
             for sample in group:
@@ -57,12 +58,17 @@ class BatchPreparation:
 
     def _filter_samples(self, sample_filter: Callable[..., Any], rollout_id: int, groups: list[Group]) -> None:
         try:
-            sample_filter(self._args, groups)
+            returned = sample_filter(self._args, groups)
         except Exception as error:
             # A user's code may raise anything. Training the unfiltered batch instead would not be what the user wants.
             raise UserError(
                 f"rollout_sample_filter_path {self._filter_path} raised {error!r} at rollout {rollout_id}"
             ) from error
+        if returned is not None and returned is not groups:
+            raise UserError(
+                f"rollout_sample_filter_path {self._filter_path} returned a {type(returned).__name__}, which is not "
+                "used: set sample.remove_sample on the samples to exclude, and return nothing"
+            )
         removed = sum(sample.remove_sample for group in groups for sample in group)
         self._events.emit(SamplesRemoved(time=time.time(), rollout=rollout_id, samples=removed))
 

@@ -146,10 +146,29 @@ def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
         return [(template.replace("{prompt}", str(sample.prompt)), str(sample.label))]
 
     examples = labelled if path is None else load_function(path, setting="warm_start_examples_path", plain=True)
-    pairs = chain.from_iterable(map(examples, data.warm_start_problems()))
+    pairs = chain.from_iterable(_pairs(path, examples(sample)) for sample in data.warm_start_problems())
     # Both lists come from one iterator, so no problem is used for training and for the check.
     check = list(islice(pairs, WARM_START_CHECKS))
     return SftExamples(check=check, problems=list(islice(pairs, WARM_START_EXAMPLES)))
+
+
+def _pairs(path: str | None, returned: Any) -> list[tuple[str, str]]:
+    """The examples that the function at `path` returned. Raises UserError unless they are a list of pairs of texts."""
+    match returned:
+        case [*pairs] if all(_is_pair(pair) for pair in pairs):
+            return pairs
+        case _:
+            raise UserError(
+                f"warm_start_examples_path {path} returned {returned!r:.80}: return a list of pairs (prompt, answer)"
+            )
+
+
+def _is_pair(value: Any) -> bool:
+    match value:
+        case [str(), str()]:
+            return True
+        case _:
+            return False
 
 
 def check_weights(folder: Path) -> None:
@@ -275,23 +294,29 @@ def check_signature(function: Callable[..., Any], name: str) -> None:
         ) from None
 
 
-def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], bool | Verdict]:
+def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verdict]:
     """Return the dynamic sampling filter; without one, every generated group is kept.
 
     Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
-    raises.
+    raises, and UserError if the filter returns neither a bool nor a verdict.
     """
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
-        return lambda group: True
+        return lambda group: Verdict(True)
     function = load_function(path, setting="dynamic_sampling_filter_path", plain=True)
 
-    def keep(group: Group) -> bool | Verdict:
+    def keep(group: Group) -> Verdict:
         try:
-            verdict = function(args, group)
-            return verdict if isinstance(verdict, Verdict) else bool(verdict)
+            returned = function(args, group)
         except Exception as error:
             # User code can raise any exception. The group counts as failed; the run continues.
             raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {error!r}") from error
+        try:
+            return Verdict.of(returned)
+        except TypeError as error:
+            raise UserError(
+                f"dynamic_sampling_filter_path {path} returned {error}: return True to keep the group or False to drop "
+                "it, or Verdict(keep, reason) of miles_async.types"
+            ) from None
 
     return keep

@@ -40,7 +40,7 @@ from miles_async.config.derived import (
 )
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_slime_imports, load_function
-from miles_async.errors import EngineLostError
+from miles_async.errors import EngineLostError, UserError
 from miles_async.events import DataSkipped, Event, WarningRaised
 from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
@@ -395,6 +395,11 @@ class RolloutWorker:
 
         async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
             scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
+            if not isinstance(scores, Mapping) or not all(isinstance(of_set, Mapping) for of_set in scores.values()):
+                raise UserError(
+                    f"eval_function_path {path} returned {scores!r:.80}: return "
+                    '{name: {"rewards": [...], "truncated": [...]}}'
+                )
             return scores
 
         return evaluate

@@ -10,7 +10,7 @@ from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, TakenGroup, sequence_of
 from miles_async.pipeline.training import mean_reward
-from miles_async.scheduling.admission import Admission
+from miles_async.scheduling.admission import Admission, Candidates
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
@@ -95,16 +95,18 @@ class BatchCollector:
         counts = self._run_state.ledger.counts
         # The slots that the trainer's groups hold must not reduce the batch that is generated next to them.
         held_by_trainer = counts[GroupState.LEASED] + counts[GroupState.TRAINED]
+        wanted = size if choose is None else over_sampling
         self._producer.start(
             Admission(
                 max_in_flight=over_sampling,
                 room=self._producer.queue.capacity,
                 slots=held_by_trainer + over_sampling,
                 adaptive=self._adaptive,
+                candidates=Candidates(wanted, over_sampling),
             )
         )
         try:
-            groups = await self.collect(rollout_id, size if choose is None else over_sampling)
+            groups = await self.collect(rollout_id, wanted)
         finally:
             await self._producer.stop()
         return groups if choose is None else self._choose(choose, groups, size)
@@ -237,7 +239,14 @@ class BatchCollector:
         """Keep the first `size` groups in the order of the over-sampling filter, and drop the others."""
         # By identity: a filter may return the groups in another order, several times, or leave some out.
         positions = {id(group): position for position, group in enumerate(groups)}
-        order = [positions[id(group)] for group in choose(groups) if id(group) in positions]
+        try:
+            order = [positions[id(group)] for group in choose(list(groups)) if id(group) in positions]
+        except Exception as error:
+            # A user's code may raise anything, and may return something that is not a list of groups.
+            raise UserError(
+                f"over_sampling_filter_path raised {error!r}, or returned no list: return the groups it was given, "
+                "best first"
+            ) from error
         kept = sorted(dict.fromkeys(order[:size]))
         if len(kept) < size:
             raise UserError(

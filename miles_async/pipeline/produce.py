@@ -29,7 +29,7 @@ from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.pipeline.training import mean_reward
 from miles_async.ports import DataSource, Generator, Rewarder
 from miles_async.sample_schema import SampleLimits, check_group
-from miles_async.scheduling.admission import Admission, Blocked
+from miles_async.scheduling.admission import Admission, Blocked, Candidates
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.queue import GroupQueue
 from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCollector
@@ -71,7 +71,7 @@ class Producer:
         data: DataSource,
         generator: Generator,
         rewarder: Rewarder,
-        keep: Callable[[Group], bool | Verdict],
+        keep: Callable[[Group], Verdict],
         limits: SampleLimits,
         recycler: Recycler,
         window_size: int,
@@ -96,6 +96,8 @@ class Producer:
         self._generator = generator
         self._rewarder = rewarder
         self._keep = keep
+        self._candidates: Candidates | None = None
+        """The groups of the batch that is being generated; None in the stream."""
         self._limits = limits
         self._recycler = recycler
         self._head_policy = head_policy
@@ -142,6 +144,7 @@ class Producer:
         """Start to admit groups within the limits of `admission`. Does nothing after `close`."""
         if self._closed:
             return
+        self._candidates = admission.candidates
         self._loops = [self._tasks.spawn("feed", self._feed(admission))]
         if self._head_policy.active:
             self._loops.append(self._tasks.spawn("head", self._enforce_head_deadline()))
@@ -348,9 +351,9 @@ class Producer:
         finally:
             self.rewarding -= 1
         verdict = self._keep(group)
-        if not verdict:
-            reason = verdict.reason if isinstance(verdict, Verdict) else Verdict(False).reason
-            self._run_state.journal.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=reason))
+        kept = verdict.keep or self._is_needed(verdict)
+        if not kept:
+            self._run_state.journal.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=verdict.reason))
         self._run_state.journal.emit(
             GroupGenerated(
                 time=clock.time(),
@@ -365,7 +368,16 @@ class Producer:
             )
         )
         self._sample_display.offer(group)
-        return Outcome.KEPT if verdict else Outcome.FILTERED
+        return Outcome.KEPT if kept else Outcome.FILTERED
+
+    def _is_needed(self, rejected: Verdict) -> bool:
+        """Whether the batch needs a group that the filter rejected; if not, the group is counted as dropped."""
+        if self._candidates is None:
+            return False
+        if rejected.keep_when_insufficient and self._candidates.insufficient:
+            return True
+        self._candidates.drop()
+        return False
 
     async def _generate(self, group: Group) -> None:
         """Generate the group, and again after each publish that aborts it.

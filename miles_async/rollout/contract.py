@@ -22,7 +22,6 @@ from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
-from miles_async.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_reward, check_sample
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
@@ -223,11 +222,14 @@ async def call_rollout_function(
     `RolloutFnEvalOutput` are written to the log.
     """
     result = await _call(function, args, rollout_id, data_source, evaluation)
-    if not isinstance(result, RolloutFnTrainOutput | RolloutFnEvalOutput):
-        return result
-    if result.metrics:
-        log.info("metrics of the rollout function", rollout=rollout_id, **result.metrics)
-    return result.samples if isinstance(result, RolloutFnTrainOutput) else result.data
+    # By shape, because slime's own classes may come from a checkout.
+    match result:
+        case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
+            if metrics:
+                log.info("metrics of the rollout function", rollout=rollout_id, **metrics)
+            return content
+        case _:
+            return result
 
 
 async def _call(

@@ -7,7 +7,7 @@ ledger's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
@@ -31,6 +31,33 @@ class Blocked(StrEnum):
     """Groups in flight, blocked by the window and queued would fill the queue; a collected batch unblocks admission."""
 
 
+@dataclass(slots=True)
+class Candidates:
+    """Counts the groups that are left for a batch as slime does, where generation goes on in rounds.
+
+    A round has `per_round` groups. A group that the dynamic filter drops leaves its round, and the next round begins
+    when fewer than `wanted` are left. A filter may ask to keep a rejected group if dropping it would begin a round.
+    """
+
+    wanted: int
+    per_round: int
+    _left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left = self.per_round
+
+    @property
+    def insufficient(self) -> bool:
+        """Whether one group less would be too few for the batch."""
+        return self._left <= self.wanted
+
+    def drop(self) -> None:
+        """Count a group that was dropped."""
+        self._left -= 1
+        if self._left < self.wanted:
+            self._left += self.per_round
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """The limits on groups that are admitted at once."""
@@ -43,6 +70,8 @@ class Admission:
     """B; None if there is no staleness limit."""
     adaptive: AdaptiveConcurrency | None = None
     """Lowers the number in flight below N while the engines are full; None if N alone decides."""
+    candidates: Candidates | None = None
+    """The groups of the batch that is being generated; None if generation has no batches."""
 
     def blocked_by(self, ledger: Ledger) -> Blocked | None:
         """The first limit that forbids one more group, or None."""

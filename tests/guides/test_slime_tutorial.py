@@ -288,7 +288,7 @@ def test_the_dynamic_filter_of_the_walkthrough_drops_groups_of_equal_rewards() -
     settings = typed(f"--dynamic-sampling-filter-path {USERS_OWN}.check_reward_nonzero_std")
     keep = dynamic_filter(settings, flat_args(settings))
     groups = [Group([Sample(reward=reward) for reward in rewards]) for rewards in ((1.0, 1.0), (0.0, 1.0))]
-    assert [keep(group) for group in groups] == [False, True]
+    assert [keep(group).keep for group in groups] == [False, True]
 
 
 # --- Reward models --------------------------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ class World:
             channel=engines,
             fleet=engines,
             dead_letters=self.dead_letters,
-            keep=self.keep,
+            keep=lambda group: Verdict.of(self.keep(group)),
             text_of=lambda ids: " ".join(map(str, ids)),
             rollout=self._rollout_function(),
             on_rollout=self._on_rollout,

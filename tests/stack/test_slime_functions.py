@@ -47,7 +47,7 @@ def test_the_dynamic_filter_with_its_tensor_decides(key: str | None) -> None:
     settings = run_config(dynamic_sampling_filter_path=f"{MINE}.check_reward_nonzero_std", reward_key=key)
     keep = dynamic_filter(settings, flat_args(settings))
     same, apart = ((1.0, 1.0), (0.0, 1.0)) if key is None else (({key: 1.0}, {key: 1.0}), ({key: 0.0}, {key: 1.0}))
-    assert [keep(group(*same)), keep(group(*apart))] == [False, True]
+    assert [keep(group(*same)).keep, keep(group(*apart)).keep] == [False, True]
 
 
 def test_the_over_sampling_filter_with_its_tensors_chooses() -> None:

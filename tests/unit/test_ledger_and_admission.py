@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from miles_async.errors import LedgerError
-from miles_async.scheduling.admission import Admission, Blocked
+from miles_async.scheduling.admission import Admission, Blocked, Candidates
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.ledger import GroupState, Ledger
 from miles_async.scheduling.queue import GroupQueue
@@ -120,3 +120,12 @@ def test_the_staleness_gate_accepts_groups_up_to_the_limit() -> None:
     assert not gate.too_old(2)
     assert gate.too_old(3)
     assert not StalenessGate(limit=None).too_old(99)
+
+
+def test_a_new_round_begins_when_too_few_candidates_are_left() -> None:
+    candidates = Candidates(wanted=2, per_round=3)
+    insufficient = []
+    for _ in range(5):
+        insufficient.append(candidates.insufficient)
+        candidates.drop()
+    assert insufficient == [False, True, False, False, True]

@@ -171,7 +171,7 @@ def group(reward: float) -> Group:
 def test_the_configured_filter_decides_which_groups_are_kept(user_module: str) -> None:
     settings = config(dynamic_sampling_filter_path=f"{user_module}.rewarded", tis_clip=2.0)
     keep = dynamic_filter(settings, flat_args(settings))
-    assert [keep(group(1.0)), keep(group(3.0))] == [False, True]
+    assert [keep(group(1.0)).keep, keep(group(3.0)).keep] == [False, True]
     keep_all = dynamic_filter(config(), flat_args(config()))
     assert keep_all(group(1.0))
 

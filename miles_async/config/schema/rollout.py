@@ -143,7 +143,7 @@ class Rollout(Section):
     is retried."""
     dynamic_sampling_filter_path: str | None = None
     """Function that decides whether a finished group is kept, as module.function with the signature fn(args, group) ->
-    bool or Verdict. If unset, every finished group is kept."""
+    bool, Verdict, or slime's DynamicFilterOutput. If unset, every finished group is kept."""
     over_sampling_filter_path: str | None = None
     """Function that ranks the over_sampling_batch_size groups of a batch, best first, as module.function with the
     signature fn(args, groups) -> groups. The first rollout_batch_size groups are trained, the others are dropped. It
