@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import yaml
 
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.atomic_files import write_atomically
 from miles_async.config.derived import save_folder
 from miles_async.config.schema import RunConfig
+from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import FatalError, UserError
 from miles_async.events import RunEnded
 from miles_async.observability.run_folder import RunFolder
@@ -113,9 +113,9 @@ def _newest_run(config: RunConfig) -> RunFolder | None:
     folders = [path for path in root.glob("*/") if not path.is_symlink()]
     for path in sorted(folders, key=lambda path: path.name, reverse=True):
         try:
-            settings = yaml.safe_load((path / "config.yaml").read_text())
+            settings = parse_yaml((path / "config.yaml").read_text())
             saved_to = Path(settings["learner"]["save"]).expanduser().absolute()
-        except (OSError, yaml.YAMLError, KeyError, TypeError):
+        except (OSError, YAMLError, KeyError, TypeError):
             continue  # not a run, or one without checkpoints
         if saved_to == save:
             return RunFolder(path)

@@ -18,14 +18,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from types import NoneType
 from typing import Any
-
-import yaml
 
 from miles_async.config.fields import SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
 from miles_async.config.translators import verl
-from miles_async.config.yaml_text import parse_yaml
+from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -124,8 +121,11 @@ def _setting_value(setting: Setting, flag: str, values: list[str]) -> tuple[Any,
         return (values[0].lower() == "true" if explicit else True), int(explicit)
     if not values:
         raise UserError(f"{flag} needs a value: {setting.help}")
-    if list in setting.kinds and not (len(values) == 1 and values[0].startswith(("[", "null"))):
+    if list in setting.kinds and not ((len(values) == 1 and values[0].startswith("[")) or values == ["null"]):
         return [text if setting.element is str else _yaml(text, flag) for text in values], len(values)
+    if list in setting.kinds and setting.element is str and _yaml(values[0], flag) == [values[0][1:-1]]:
+        text = values[0]
+        raise UserError(f"{flag} {text} may be a text or a list: write '[\"{text}\"]' or '[\"{text[1:-1]}\"]'")
     return _scalar(setting, flag, values[0]), 1
 
 
@@ -162,15 +162,11 @@ def _parse_override(word: str) -> list[Assignment]:
 
 def _scalar(setting: Setting, source: str, text: str) -> Any:
     """The value of `text`: YAML, or the text itself if the setting is a string, so `007` needs no quotes."""
-    if str not in setting.kinds:
-        return _yaml(text, source)
-    if NoneType in setting.kinds and text in ("null", "none", "None", ""):
-        return None
-    return text
+    return text if str in setting.kinds else _yaml(text, source)
 
 
 def _yaml(text: str, source: str) -> Any:
     try:
         return parse_yaml(text)
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise UserError(f"{source}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from None

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from miles_async.config.checks import problems
@@ -22,7 +21,7 @@ from miles_async.config.redaction import contains_redacted, redacted, redacted_v
 from miles_async.config.schema import RunConfig
 from miles_async.config.translators import Project, project_of, translate
 from miles_async.config.translators.rules import Translation
-from miles_async.config.yaml_text import parse_yaml
+from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
@@ -85,7 +84,7 @@ def read_yaml(path: Path) -> list[Assignment]:
         raise UserError(f"--config {path}: no such file") from None
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{path}: expected sections such as `rollout:`, got {type(content).__name__}")
@@ -123,7 +122,7 @@ def write_config(config: RunConfig, path: Path) -> None:
 
     Loading the file gives an equal configuration, or is refused until the secrets are set again.
     """
-    path.write_text(yaml.safe_dump(redacted_values(config), sort_keys=False, allow_unicode=True))
+    path.write_text(dump_yaml(redacted_values(config)))
 
 
 def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path) -> list[Assignment]:
@@ -159,6 +158,8 @@ def _describe(detail: Any, sources: Mapping[tuple[str, ...], str]) -> str:
     source = next((sources[location[:n]] for n in range(len(location), 0, -1) if location[:n] in sources), None)
     # Every field has a default, so only an element of a tuple can be missing.
     message = "a value is missing" if detail["type"] == "missing" else detail["msg"][0].lower() + detail["msg"][1:]
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        message += " in quotes"
     return f"{source or '.'.join(location)}: {message}, got {detail['input']!r}"
 
 

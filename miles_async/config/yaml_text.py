@@ -1,33 +1,107 @@
-"""YAML with two pitfalls removed: duplicate keys are errors, and numbers such as 1e-6 are numbers."""
+"""YAML 1.2 (core schema, section 10.3 of its specification), for files, flags and overrides alike.
+
+PyYAML implements YAML 1.1, in which `yes` and `on` are true, `1:00` is 60, `010` is 8, a date is an object, and 1e-6 is
+a string. In YAML 1.2, only `true` and `false` are switches, `1:00` and dates are strings, and 1e-6 is a number. Three
+things differ from its specification. A decimal number with leading zeros is an error, because it means 8 in one version
+and 10 in the other. A key that a mapping repeats is an error. Merge keys (`<<`) of YAML 1.1 are kept.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from typing import Any
 
 import yaml
+from yaml import YAMLError
+
+__all__ = ["YAMLError", "dump_yaml", "parse_yaml"]
+
+_CORE_SCHEMA = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+)
+"""Tag, pattern and first characters of the texts that are no strings. The first pattern that matches counts."""
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys in a mapping; PyYAML silently keeps the last one."""
+    yaml_implicit_resolvers = {}
+    yaml_constructors = {}
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuse duplicate keys; PyYAML silently keeps the last one."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
 
 
-# YAML 1.2 reads 1e-6 as a number. PyYAML implements YAML 1.1, which requires a dot and reads 1e-6 as a string.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse one document or one value. Raises yaml.YAMLError if the text is invalid or repeats a key."""
-    return yaml.load(text, Loader=_Loader)
+    """Parse one document or one value. Raises YAMLError if the text is invalid or repeats a key."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ValueError as error:  # `!!int many`
+        raise YAMLError(str(error)) from None
+
+
+def dump_yaml(value: Any) -> str:
+    """The text of plain data, which `parse_yaml` and readers of YAML 1.1 read as an equal value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = node.value
+    if _LEADING_ZERO.fullmatch(text):
+        raise YAMLError(
+            f"{text} in line {node.start_mark.line + 1} has a leading zero, which some programs read as octal: write "
+            f"{int(text)}, or '{text}' in quotes for the text"
+        )
+    return int(text, 0)
+
+
+def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(re.sub(r"\.(?=inf|nan)", "", node.value.lower()))
+
+
+def _boolean(loader: _Loader, node: yaml.ScalarNode) -> bool:
+    return bool(node.value.lower() == "true")
+
+
+def _undefined(loader: _Loader, node: yaml.Node) -> None:
+    raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag} is not supported", node.start_mark)
+
+
+def _add_core_schema() -> None:
+    for name, pattern, first in _CORE_SCHEMA:
+        for either in (_Loader, _Dumper):
+            either.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(rf"^(?:{pattern})$"), first)
+    _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+    constructors = {
+        "null": yaml.SafeLoader.construct_yaml_null,
+        "bool": _boolean,
+        "int": _integer,
+        "float": _float,
+        "str": yaml.SafeLoader.construct_yaml_str,
+        "seq": yaml.SafeLoader.construct_yaml_seq,
+        "map": yaml.SafeLoader.construct_yaml_map,
+    }
+    for name, construct in constructors.items():
+        _Loader.add_constructor(f"tag:yaml.org,2002:{name}", construct)
+    _Loader.add_constructor(None, _undefined)
+
+
+_add_core_schema()

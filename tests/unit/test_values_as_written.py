@@ -1,0 +1,141 @@
+"""A value means what it says, however it is written: as a flag, as an override, or in a file of YAML 1.2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from miles_async.config.checks import problems
+from miles_async.config.fields import SETTINGS
+from miles_async.config.load import build, read_yaml
+from miles_async.config.schema import RunConfig
+from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
+from miles_async.errors import UserError
+from tests.configuration import run_config
+
+A_NUMBER = "input should be a number"
+AN_INTEGER = "input should be a valid integer"
+LEADING_ZERO = "has a leading zero, which some programs read as octal: write 10"
+FINITE = "input should be a finite number"
+
+EVERYWHERE: list[tuple[str, str, Any]] = [
+    ("rollout_batch_size", "true", (A_NUMBER,)),
+    ("rollout_batch_size", "1:00", (AN_INTEGER,)),
+    ("rollout_batch_size", "yes", (AN_INTEGER,)),
+    ("num_rollout", "010", (LEADING_ZERO,)),
+    ("num_rollout", "+010", (LEADING_ZERO,)),
+    ("num_rollout", "0o10", 8),
+    ("num_rollout", "0x10", 16),
+    ("num_rollout", "0b11", (AN_INTEGER,)),
+    ("num_rollout", "1_000", 1000),
+    ("num_rollout", "1e3", 1000),
+    ("num_rollout", "+5", 5),
+    ("num_rollout", "5.0", 5),
+    ("num_rollout", "5.5", (AN_INTEGER,)),
+    ("num_rollout", "inf", (AN_INTEGER,)),
+    ("num_rollout", "null", (AN_INTEGER,)),
+    ("num_rollout", "2026-11-23", (AN_INTEGER,)),
+    ("num_rollout", "!!binary aGk=", ("the tag tag:yaml.org,2002:binary is not supported",)),
+    ("num_rollout", "!!int many", ("is not valid YAML", "not valid YAML")),
+    ("lr", "yes", ("input should be a valid number",)),
+    ("lr", "true", (A_NUMBER,)),
+    ("lr", "1e-6", 1e-6),
+    ("lr", ".5", 0.5),
+    ("lr", "5.", 5.0),
+    ("lr", ".5e-3", 5e-4),
+    ("lr", ".inf", (FINITE,)),
+    ("lr", "inf", (FINITE,)),
+    ("lr", "nan", (FINITE,)),
+    ("lr", "1e999", (FINITE,)),
+    ("max_weight_staleness", "null", None),
+    ("max_weight_staleness", "None", None),
+    ("max_weight_staleness", "~", None),
+    ("max_weight_staleness", "true", (A_NUMBER,)),
+    ("run_name", "2026-11-23", "2026-11-23"),
+    ("run_name", "yes", "yes"),
+    ("run_name", "None", None),
+    ("rm_type", "null", None),
+    ("engine_cpus", "[0, 0x10]", [0, 16]),
+    ("engine_cpus", "[true]", (A_NUMBER,)),
+    ("warm_start_accuracy", "[false, true]", (A_NUMBER,)),
+    ("rollout_stop", "[yes, 1:00, 2026-11-23]", ["yes", "1:00", "2026-11-23"]),
+]
+"""Setting, text, and the value or the parts of possible sentences, for flags, overrides and files alike."""
+
+
+def value(config: RunConfig, name: str) -> Any:
+    return reduce(getattr, SETTINGS[name].path, config)
+
+
+def in_a_file(folder: Path, name: str, text: str) -> RunConfig:
+    file, (*sections, key) = folder / "run.yaml", SETTINGS[name].path
+    file.write_text("".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(sections)) + f"  {key}: {text}\n")
+    return build(read_yaml(file))
+
+
+@pytest.mark.parametrize("name, text, expected", EVERYWHERE)
+def test_a_value_is_read_alike_from_a_flag_an_override_and_a_file(
+    tmp_path: Path, name: str, text: str, expected: Any
+) -> None:
+    sources: tuple[Callable[[], RunConfig], ...] = (
+        lambda: run_config(SETTINGS[name].flag, text),
+        lambda: run_config(f"{SETTINGS[name].dotted}={text}"),
+        lambda: in_a_file(tmp_path, name, text),
+    )
+    for source in sources:
+        if not isinstance(expected, tuple):
+            assert value(source(), name) == expected
+            continue
+        with pytest.raises(UserError) as raised:
+            source()
+        assert any(part in str(raised.value) for part in expected), raised.value
+
+
+@pytest.mark.parametrize("text", ["1e5", "123", "007", "1:00", "true", ".inf"])
+def test_a_text_that_looks_like_a_number_stays_a_text_in_flags_and_needs_quotes_in_files(
+    tmp_path: Path, text: str
+) -> None:
+    assert value(run_config("--cache-dir", text), "cache_dir") == text
+    assert value(in_a_file(tmp_path, "cache_dir", f'"{text}"'), "cache_dir") == text
+    if text != "1:00":
+        with pytest.raises(UserError, match=r"input should be a (valid string in quotes|text), got|in quotes for the"):
+            in_a_file(tmp_path, "cache_dir", text)
+
+
+@pytest.mark.parametrize("text, on", [("yes", True), ("no", False), ("on", True), ("off", False), ("True", True)])
+def test_a_switch_in_a_file_of_yaml_1_1_keeps_its_meaning(tmp_path: Path, text: str, on: bool) -> None:
+    assert value(in_a_file(tmp_path, "trace", text), "trace") is on
+
+
+def test_a_switch_of_sglang_is_not_passed_on_as_a_text() -> None:
+    chosen = run_config("--sglang-enable-metrics", "yes", reasoning_gym_task="chain_sum", rm_type="reasoning_gym")
+    assert "--sglang-enable-metrics yes is a text, not a switch: write true or false" in problems(chosen, "train.py")
+
+
+def test_a_text_in_brackets_is_not_taken_for_a_list() -> None:
+    with pytest.raises(UserError, match=r"--rollout-stop .* may be a text or a list: write "):
+        run_config("--rollout-stop", "[/INST]")
+    assert run_config("--rollout-stop", '["[/INST]"]').rollout.rollout_stop == ["[/INST]"]
+    assert run_config("--rollout-stop", '["/INST"]').rollout.rollout_stop == ["/INST"]
+    assert run_config("--rollout-stop", "[/INST]", "END").rollout.rollout_stop == ["[/INST]", "END"]
+    assert run_config("--rollout-stop", "nullable").rollout.rollout_stop == ["nullable"]
+
+
+def test_merge_keys_work_and_repeated_keys_do_not() -> None:
+    assert parse_yaml("base: &base {a: 1, b: 2}\nrun: {<<: *base, b: 3}")["run"] == {"a": 1, "b": 3}
+    with pytest.raises(YAMLError, match="duplicate key 'a'"):
+        parse_yaml("{a: 1, 'a': 2}")
+
+
+TEXTS = ["yes", "010", "1e3", ".5e3", "0o10", "1:00", "2026-11-23", "null", "", "<<", "=", "+1", "x: y", "NaN", ".nan"]
+
+
+@pytest.mark.parametrize("content", [*TEXTS, 1e-7, 10, 0.5, True, None, float("inf")])
+def test_written_values_are_read_back_by_readers_of_yaml_1_1_and_1_2(content: Any) -> None:
+    written = dump_yaml({"key": content})
+    assert parse_yaml(written) == yaml.safe_load(written) == {"key": content}
