@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.learner_step import SMOLLM2_SHAPE
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION
+from miles_async.config.objectives import clip_range
 from miles_async.events import ClusterReady, StepEnded
 from miles_async.observability.trace.event_log import read_events
 from miles_async.types import Sample
@@ -160,8 +161,8 @@ def measure_reward(*, small: bool) -> dict[str, Any]:
             "lr_scheduler_type": learner.lr_decay_style,
             "adam_beta2": learner.adam_beta2,
             "max_grad_norm": learner.clip_grad,
-            "epsilon": config.algorithm.eps_clip,
-            "epsilon_high": config.algorithm.eps_clip_high,
+            "epsilon": clip_range(config.algorithm)[0],
+            "epsilon_high": clip_range(config.algorithm)[1],
         },
         goal=GOAL,
     )

@@ -37,13 +37,15 @@ CORRECTIONS = {
     "default": (),
     "recommended": ("--off-policy-correction", "sequence"),
 }
+TOKEN_MEAN = ("--loss-aggregation", "token_mean")
+"""So that the objectives differ in nothing else. A batch is one step, so clip ranges have no effect."""
 LOSSES = {
     "decoupled": ("--off-policy-correction", "decoupled"),
     "icepop": ("--off-policy-correction", "icepop"),
-    "gspo": ("--policy-objective", "gspo"),
+    "gspo": ("--policy-objective", "gspo", *TOKEN_MEAN),
     "cispo": ("--policy-objective", "cispo"),
-    "gmpo": ("--policy-objective", "gmpo"),
-    "sapo": ("--policy-objective", "sapo"),
+    "gmpo": ("--policy-objective", "gmpo", *TOKEN_MEAN),
+    "sapo": ("--policy-objective", "sapo", *TOKEN_MEAN),
     "dppo": ("--policy-objective", "dppo", "--off-policy-correction", "none"),
     "m2po": ("--policy-objective", "m2po", "--off-policy-correction", "none"),
 }

@@ -11,6 +11,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from miles_async.config.objectives import loss_aggregation
 from miles_async.config.schema import Algorithm
 from miles_async.errors import TrajectoryError
 from miles_async.types import Group, Sample
@@ -85,13 +86,14 @@ def weight_samples(
     - `sequence_mean`: `T / (n t)`, the mean over trajectories of each one's mean (GRPO, arXiv 2402.03300);
     - `constant`: `T / (n max_response_len)`, every trajectory's sum over one constant (Dr. GRPO, arXiv 2503.20783).
     """
-    if algorithm.loss_aggregation == "token_mean":
+    aggregation = loss_aggregation(algorithm)
+    if aggregation == "token_mean":
         return scored
     token_counts: Counter[int] = Counter()
     for one in scored:
         token_counts[one.trajectory] += len(trained_positions(one.sample))
     tokens_per_trajectory = max(token_counts.total(), 1) / len(token_counts)
-    by_sequence = algorithm.loss_aggregation == "sequence_mean"
+    by_sequence = aggregation == "sequence_mean"
     divisors = token_counts if by_sequence else dict.fromkeys(token_counts, max_response_len)
     return [replace(one, loss_weight=tokens_per_trajectory / max(divisors[one.trajectory], 1)) for one in scored]
 

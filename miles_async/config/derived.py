@@ -11,8 +11,8 @@ from typing import Any
 from miles_async.config.asynchrony import Asynchrony, asynchrony_of
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
-from miles_async.config.schema import Algorithm, Learner, Model, RunConfig
-from miles_async.config.schema.algorithm import PolicyObjective
+from miles_async.config.objectives import described, policy_objective
+from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.scheduling.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -113,22 +113,6 @@ def rollout_file(config: RunConfig) -> str | None:
 def keeps_reference(config: RunConfig) -> bool:
     """Whether the learner keeps a frozen reference model."""
     return config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
-
-
-def policy_objective(algorithm: Algorithm) -> PolicyObjective:
-    """The objective of the policy update: the setting, else the one that the advantage estimator implies."""
-    if algorithm.policy_objective is not None:
-        return algorithm.policy_objective
-    match algorithm.advantage_estimator:
-        case "gspo" | "cispo" as objective:
-            return objective
-        case _:
-            return "ppo"
-
-
-def compares_with_sampling_policy(algorithm: Algorithm) -> bool:
-    """Whether the objective's ratio is to the policy that sampled, so that a correction would count it twice."""
-    return policy_objective(algorithm) in ("dppo", "m2po")
 
 
 def skips_zero_advantages(config: RunConfig) -> bool:
@@ -410,12 +394,19 @@ def table(config: RunConfig, entry: str) -> str:
     steps = f"{steps_per_rollout(config)} optimizer step(s) of {samples_per_step(config)}"
     rows += [
         ("batch", samples_per_rollout(config), f"samples: {groups}, trained in {steps}"),
+        *_objective_row(config),
         ("learner", learner_ranks(config), f"rank(s): {_layout(learner)}"),
         ("engines", engines(config), f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
     ]
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
+
+
+def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:
+    if config.learner.loss_type != "policy_loss":
+        return []
+    return [("objective", policy_objective(config.algorithm), described(config.algorithm))]
 
 
 def _reason_of_schedule(config: RunConfig, entry: str) -> str:

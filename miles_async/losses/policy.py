@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from miles_async.config.derived import policy_objective
+from miles_async.config.objectives import clip_range, policy_objective
 from miles_async.config.schema import Algorithm
 from miles_async.config.schema.algorithm import PolicyObjective
 from miles_async.losses.correction import CorrectionSettings, importance_weights
@@ -47,10 +47,11 @@ class PolicyLossSettings:
     @classmethod
     def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:
         """The loss of an advantage estimator, with the coefficients of the configuration."""
+        low, high = clip_range(algorithm)
         return cls(
             objective=policy_objective(algorithm),
-            eps_clip=algorithm.eps_clip,
-            eps_clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+            eps_clip=low,
+            eps_clip_high=high,
             sapo_temperatures=algorithm.sapo_temperatures,
             dppo_threshold=algorithm.dppo_threshold,
             m2po_budget=algorithm.m2po_budget,

@@ -82,9 +82,9 @@ def test_lists_can_be_written_as_words_or_as_yaml() -> None:
 
 def test_strings_need_no_quotes() -> None:
     assert load("--prompt-template", "{expression}").data.prompt_template == "{expression}"
-    assert load("--prompt-template", "rollout = x").data.prompt_template == "rollout = x"
+    assert load("--prompt-template", "rollout = {question}").data.prompt_template == "rollout = {question}"
     assert load("--cache-dir", "007").warm_start.cache_dir == "007"
-    assert load("data.prompt_template=a: b").data.prompt_template == "a: b"
+    assert load("data.prompt_template=a: {question}").data.prompt_template == "a: {question}"
 
 
 def test_null_unsets_what_a_file_set(config_file: ConfigFile) -> None:
@@ -193,7 +193,7 @@ def test_an_empty_section_or_file_sets_nothing(config_file: ConfigFile) -> None:
 def test_the_written_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     config = load(
         "--rollout-stop", "END", "1", "--lr", "1e-7", "--engine-cpus", "0", "--sglang-chat-template", "x: y",
-        "--prompt-template", "{q} é",
+        "--prompt-template", "{question} é",
     )  # fmt: skip
     write_config(config, tmp_path / "config.yaml")
     assert load_config(["--config", str(tmp_path / "config.yaml")], entry="train_async.py") == config

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.config.derived import (
-    compares_with_sampling_policy,
     hf_export,
     hub_name,
     is_gguf,
     keeps_reference,
     micro_batch_tokens,
-    policy_objective,
     reference_batching,
     restarts_learner,
 )
 from miles_async.config.model_shape import model_type_of
+from miles_async.config.objectives import clip_range, clips_ratios, compares_with_sampling_policy, policy_objective
 from miles_async.config.schema import RunConfig
 from miles_async.models.registry import has_plugin, missing_plugin
 
@@ -106,8 +105,6 @@ def _exports(config: RunConfig) -> Iterator[str]:
     learner = config.learner
     if learner.save_hf is None:
         return
-    if learner.save_interval is not None and "{rollout_id}" not in learner.save_hf:
-        yield f"every export to save_hf {learner.save_hf} would overwrite the last one: add {{rollout_id}} to save_hf"
     for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
         if path is not None and _may_export_to(Path(path).expanduser().resolve(), learner.save_hf, config):
             yield f"save_hf {learner.save_hf} would overwrite {setting}: set save_hf to a different folder"
@@ -179,6 +176,12 @@ def _loss(config: RunConfig) -> Iterator[str]:
         yield (
             f"policy_objective {objective} already uses the ratio to the policy that sampled, so off_policy_correction "
             f"{algorithm.off_policy_correction} would apply the correction twice: set off_policy_correction to none"
+        )
+    low, _ = clip_range(algorithm)
+    if clips_ratios(algorithm) and objective != "gmpo" and low > 1:
+        yield (
+            f"eps_clip {low:g} is no lower bound, because 1 - eps_clip is negative and ratios are not: set it to less "
+            "than 1, or to 1 for no lower bound"
         )
     low, high = algorithm.icepop_band
     if not 0 <= low < 1 < high:

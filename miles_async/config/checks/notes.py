@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from miles_async.config.checks.unused import unused_settings
 from miles_async.config.derived import (
     GREEDY_FUNCTION,
-    compares_with_sampling_policy,
     engines,
     has_worker,
     schedule_of,
+    steps_per_rollout,
+    trains_only,
 )
+from miles_async.config.objectives import compares_with_sampling_policy, differences
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
@@ -22,6 +25,11 @@ def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; set it to tis"
         )
+
+
+def _unlike_the_paper(config: RunConfig, entry: str) -> Iterator[str]:
+    if config.learner.loss_type == "policy_loss":
+        yield from differences(config.algorithm)
 
 
 def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
@@ -91,18 +99,37 @@ def _unused_skip(config: RunConfig, entry: str) -> list[str]:
     return found
 
 
-def _unused_save_interval(config: RunConfig, entry: str) -> Iterator[str]:
-    learner = config.learner
-    if learner.save_interval is not None and learner.save is None and learner.save_hf is None:
-        yield "save_interval has no effect: set save to a folder for checkpoints, or save_hf to a folder for exports"
-
-
 def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
     policy = config.engine.sglang_router_policy
     if policy in ("consistent_hashing", "prefix_hash") and engines(config) > 1:
         yield (
             f"sglang_router_policy {policy} assigns requests to engines by a hash and ignores the load: one engine may "
             "get most of the requests while others idle; set cache_aware or power_of_two to balance the load"
+        )
+
+
+def _training_notes(config: RunConfig, entry: str) -> Iterator[str]:
+    rollout, debug = config.rollout, config.debug
+    trains = config.learner.loss_type == "policy_loss" and not trains_only(config) and not debug.debug_rollout_only
+    if rollout.rollout_temperature == 0 and trains:
+        yield ("rollout_temperature 0 samples without chance, so the policy explores nothing: set it to 1, for example")
+    total = rollout.num_rollout * steps_per_rollout(config)
+    for name, warmup in (
+        ("lr_warmup_steps", config.learner.lr_warmup_steps),
+        ("critic_lr_warmup_steps", config.algorithm.critic_lr_warmup_steps),
+    ):
+        if warmup > total:
+            yield (
+                f"the learning rate never reaches its peak, because {name} is {warmup} and the run has {total} "
+                f"optimizer steps: lower {name}"
+            )
+    loaded = debug.load_debug_rollout_data
+    if loaded is not None and "{rollout_id}" not in loaded and rollout.num_rollout > 1:
+        yield f"every rollout trains on the same batch, {loaded}: add {{rollout_id}} to load_debug_rollout_data"
+    if debug.use_pytorch_profiler and debug.profile_step_start >= rollout.num_rollout:
+        yield (
+            f"use_pytorch_profiler profiles nothing, because profile_step_start {debug.profile_step_start} is not "
+            f"below num_rollout {rollout.num_rollout}: lower it"
         )
 
 
@@ -121,7 +148,9 @@ NOTES = (
     _unused_over_sampling_filter,
     _unused_skip,
     _policy_notes,
-    _unused_save_interval,
+    _unlike_the_paper,
+    unused_settings,
+    _training_notes,
     _router_notes,
     _saved_format,
 )

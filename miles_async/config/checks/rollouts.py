@@ -16,6 +16,7 @@ from miles_async.config.derived import (
     trains_on_sampling_masks,
     trains_only,
 )
+from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
 
 BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
@@ -117,6 +118,31 @@ def _debug(config: RunConfig) -> Iterator[str]:
         yield "debug_rollout_only excludes load_debug_rollout_data and debug_train_only: unset one of them"
 
 
+def _stop(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if "" in rollout.rollout_stop:
+        yield "rollout_stop has an empty text, with which every response ends after one token: remove it"
+    shape = shape_of(config.model)
+    size = 0 if shape is None else shape.vocabulary
+    for token in rollout.rollout_stop_token_ids:
+        if token < 0 or 0 < size <= token:
+            valid = f"0 to {size - 1}" if size else "0 or more"
+            yield f"rollout_stop_token_ids has {token}, which is not a token: the ids of the model are {valid}"
+
+
+def _greedy(config: RunConfig) -> Iterator[str]:
+    """A user's function may choose another temperature, and a run without a learner needs no signal."""
+    rollout = config.rollout
+    trains = config.learner.loss_type == "policy_loss" and not config.debug.debug_rollout_only
+    if rollout.custom_generate_function_path is not None or trains_only(config) or not trains:
+        return
+    if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1:
+        yield (
+            f"rollout_temperature 0 makes the {rollout.n_samples_per_prompt} samples of a prompt equal, so there is "
+            "nothing to learn from: set it to 1, for example (evaluations are greedy all the same)"
+        )
+
+
 def _sampling(config: RunConfig) -> Iterator[str]:
     top_k = config.rollout.rollout_top_k
     if top_k == 0 or top_k < -1:
@@ -142,4 +168,4 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_supervised, _data, _environment, _tools, _reward, _evaluation, _debug, _sampling)
+CHECKS = (_supervised, _data, _environment, _tools, _reward, _evaluation, _debug, _stop, _greedy, _sampling)

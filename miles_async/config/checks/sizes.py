@@ -110,13 +110,39 @@ def _ranges(config: RunConfig) -> Iterator[str]:
     low, high = config.warm_start.warm_start_accuracy
     if not 0 <= low < high <= 1:
         yield f"warm_start_accuracy [{low:g}, {high:g}] is no range within [0, 1]; set it to [0.15, 0.35], for example"
-    if "{prompt}" not in config.warm_start.warm_start_template:
-        yield f"warm_start_template {config.warm_start.warm_start_template!r} has no placeholder: add {{prompt}} to it"
     warn, abort = config.observability.no_progress_warn_seconds, config.observability.no_progress_abort_seconds
     if abort <= warn:
         yield (
             f"no_progress_abort_seconds {abort:g} stops the run before no_progress_warn_seconds {warn:g} warns; "
             "set no_progress_abort_seconds higher"
+        )
+
+
+def _learning_rates(config: RunConfig) -> Iterator[str]:
+    learner, critic_lr = config.learner, config.algorithm.critic_lr
+    for name, peak in (("lr", learner.lr), ("critic_lr", critic_lr)):
+        if peak is not None and learner.lr_decay_style != "constant" and learner.min_lr > peak:
+            yield (
+                f"min_lr {learner.min_lr:g} is above {name} {peak:g}, so the learning rate would rise: set min_lr to "
+                f"{peak:g} or less"
+            )
+
+
+def _critic_only(config: RunConfig) -> Iterator[str]:
+    alone, total = config.algorithm.num_critic_only_steps, config.rollout.num_rollout
+    if alone >= total:
+        yield (
+            f"num_critic_only_steps {alone} leaves none of num_rollout {total} to train the policy: set it to "
+            f"{total - 1} or less"
+        )
+
+
+def _profiled_steps(config: RunConfig) -> Iterator[str]:
+    debug = config.debug
+    if debug.use_pytorch_profiler and debug.profile_step_end <= debug.profile_step_start:
+        yield (
+            f"profile_step_end {debug.profile_step_end} is not after profile_step_start {debug.profile_step_start}, so "
+            f"nothing is profiled: set profile_step_end to {debug.profile_step_start + 1} or more"
         )
 
 
@@ -150,4 +176,13 @@ def _largest_generation_batch(config: RunConfig) -> int:
     return rollout.rollout_batch_size
 
 
-CHECKS = (_batch_sizes, _over_sampling, _smaller_groups, _lengths, _ranges)
+CHECKS = (
+    _batch_sizes,
+    _over_sampling,
+    _smaller_groups,
+    _lengths,
+    _ranges,
+    _learning_rates,
+    _critic_only,
+    _profiled_steps,
+)

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat
 from miles_async.config.schema.section import Section
 
 PolicyObjective = Literal["ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po"]
+LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 class Algorithm(Section):
@@ -61,18 +62,20 @@ class Algorithm(Section):
     grpo_std_normalization: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards. Turn this off for Dr. GRPO (arXiv
     2503.20783)."""
-    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    loss_aggregation: LossAggregation | None = None
     """How token losses are averaged over an optimizer step: token_mean is the mean over all tokens (DAPO),
     sequence_mean the mean over samples of each sample's token mean (GRPO, GSPO), constant the sum over tokens divided
     by the number of samples times rollout_max_response_len (Dr. GRPO). All segments of an agent's trajectory together
-    count as one sample."""
-    eps_clip: float = Field(0.2, ge=0)
+    count as one sample. If unset, as in the paper of policy_objective: sequence_mean for gspo, gmpo and sapo, otherwise
+    token_mean."""
+    eps_clip: float | None = Field(None, ge=0)
     """Lower clip range of the policy ratio: ratios are clipped at 1 - eps_clip. With policy_objective gmpo, log-ratios
-    are clipped at -eps_clip."""
+    are clipped at -eps_clip. If unset, as in the paper of policy_objective: 3e-4 for gspo, 1 (no bound) for cispo, 0.4
+    for gmpo, otherwise 0.2."""
     eps_clip_high: float | None = Field(None, ge=0)
     """Upper clip range of the policy ratio: ratios are clipped at 1 + eps_clip_high. With policy_objective gmpo,
-    log-ratios are clipped at eps_clip_high. If unset, eps_clip is used. A larger value is DAPO's clip-higher (arXiv
-    2503.14476)."""
+    log-ratios are clipped at eps_clip_high. If unset, eps_clip is used, or if that is unset too, 4e-4 for gspo, 0.4 for
+    gmpo, otherwise 0.2. A larger value is DAPO's clip-higher (arXiv 2503.14476)."""
     off_policy_correction: Literal["tis", "decoupled", "icepop", "sequence", "none"] = "tis"
     """Importance weight of tokens that older weights or a different engine sampled: tis is the truncated ratio of each
     token, decoupled the ratio without truncation, icepop the ratio inside icepop_band and 0 outside it, sequence the

@@ -1,0 +1,158 @@
+"""Notes on settings that have no effect, because another setting is not what they need.
+
+Only a value that differs from the default is noted: a file that lists all settings says nothing about intentions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+
+from miles_async.config.derived import evaluates, keeps_reference, serves_agents
+from miles_async.config.fields import SETTINGS
+from miles_async.config.objectives import clips_ratios, policy_objective
+from miles_async.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What settings need to have an effect."""
+
+    settings: str
+    """Their names, with spaces between them."""
+    used: Callable[[RunConfig], bool]
+    """Whether they have an effect."""
+    condition: str
+    """What that is, in words."""
+
+
+def _kind(config: RunConfig) -> str:
+    return (config.rollout.rm_type or "").removeprefix("boxed_")
+
+
+def _own_rewards(config: RunConfig) -> bool:
+    """Whether code of the user or a server may return rewards of any form."""
+    rollout = config.rollout
+    own = rollout.custom_rm_path or rollout.custom_generate_function_path or config.data.environment
+    return own is not None or not rollout.rollout_function_path.startswith("miles_async.")
+
+
+NEEDS = (
+    Needs(
+        "gamma lambd normalize_advantages critic_env_vars",
+        lambda c: c.algorithm.advantage_estimator == "ppo",
+        "advantage_estimator ppo",
+    ),
+    Needs(
+        "grpo_std_normalization",
+        lambda c: c.algorithm.advantage_estimator in ("grpo", "gspo", "cispo"),
+        "advantage_estimator grpo, gspo or cispo",
+    ),
+    Needs("sapo_temperatures", lambda c: policy_objective(c.algorithm) == "sapo", "policy_objective sapo"),
+    Needs("dppo_threshold", lambda c: policy_objective(c.algorithm) == "dppo", "policy_objective dppo"),
+    Needs("m2po_budget", lambda c: policy_objective(c.algorithm) == "m2po", "policy_objective m2po"),
+    Needs("eps_clip eps_clip_high", lambda c: clips_ratios(c.algorithm), "policy_objective ppo, gspo, cispo or gmpo"),
+    Needs(
+        "tis_clip",
+        lambda c: c.algorithm.off_policy_correction in ("tis", "sequence"),
+        "off_policy_correction tis or sequence",
+    ),
+    Needs("icepop_band", lambda c: c.algorithm.off_policy_correction == "icepop", "off_policy_correction icepop"),
+    Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
+    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
+    Needs("kl_loss_type ref_env_vars", keeps_reference, "use_kl_loss or kl_coef"),
+    Needs(
+        "min_lr",
+        lambda c: c.learner.lr_decay_style != "constant",
+        "lr_decay_style linear, cosine, inverse-square-root or WSD",
+    ),
+    Needs(
+        "lr_decay_steps",
+        lambda c: c.learner.lr_decay_style in ("linear", "cosine", "WSD"),
+        "lr_decay_style linear, cosine or WSD",
+    ),
+    Needs("lr_wsd_decay_steps lr_wsd_decay_style", lambda c: c.learner.lr_decay_style == "WSD", "lr_decay_style WSD"),
+    Needs("micro_batch_size", lambda c: not c.learner.use_dynamic_batch_size, "use_dynamic_batch_size turned off"),
+    Needs(
+        "max_tokens_per_microbatch_in_train sequence_length_round_in_train",
+        lambda c: c.learner.use_dynamic_batching_in_train,
+        "use_dynamic_batching_in_train",
+    ),
+    Needs("async_save save_keep", lambda c: c.learner.save is not None, "save"),
+    Needs("checkpoint_checksums", lambda c: c.learner.save is not None or c.learner.load is not None, "save or load"),
+    Needs("save_interval", lambda c: c.learner.save is not None or c.learner.save_hf is not None, "save or save_hf"),
+    Needs("head_deadline_action", lambda c: c.rollout.head_deadline_seconds is not None, "head_deadline_seconds"),
+    Needs("group_rm", _own_rewards, "custom_rm_path, because built-in rewards score one sample at a time"),
+    Needs(
+        "reward_key",
+        lambda c: _own_rewards(c) or _kind(c) in ("dapo", "remote_rm"),
+        "rewards that are dictionaries: custom_rm_path, or rm_type dapo or remote_rm",
+    ),
+    Needs(
+        "rm_url remote_rm_concurrency remote_rm_retries",
+        lambda c: _kind(c) == "remote_rm" or _own_rewards(c) or bool(c.rollout.eval_datasets),
+        "rm_type remote_rm",
+    ),
+    Needs("eval_interval", evaluates, "eval_size above 0, eval_datasets or eval_function_path"),
+    Needs(
+        "generate_timeout_seconds agent_port tool_call_parser reasoning_parser",
+        serves_agents,
+        "custom_generate_function_path or external generators",
+    ),
+    Needs(
+        "tool_max_turns tool_search_corpus",
+        lambda c: c.rollout.custom_generate_function_path is not None,
+        "custom_generate_function_path",
+    ),
+    Needs(
+        "prompt_template reasoning_gym_settings",
+        lambda c: c.data.reasoning_gym_task is not None,
+        "reasoning_gym_task",
+    ),
+    Needs(
+        "warm_start_accuracy warm_start_lr warm_start_batch_size warm_start_check_every warm_start_template "
+        "warm_start_examples_path",
+        lambda c: c.warm_start.warm_start_max_steps > 0,
+        "warm_start_max_steps",
+    ),
+    Needs(
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups max_position_embeddings init_std",
+        lambda c: c.model.hf_checkpoint is None,
+        "the tiny model: unset hf_checkpoint",
+    ),
+    Needs(
+        "profile_step_start profile_step_end profile_dir",
+        lambda c: c.debug.use_pytorch_profiler,
+        "use_pytorch_profiler",
+    ),
+    Needs("trace_max_bytes", lambda c: c.observability.trace, "trace"),
+    Needs("wandb_mode wandb_project wandb_group", lambda c: c.observability.use_wandb, "use_wandb"),
+    Needs(
+        "wandb_always_use_train_step",
+        lambda c: c.observability.use_wandb or c.observability.use_tensorboard,
+        "use_wandb or use_tensorboard",
+    ),
+    Needs("sglang_router_api_key", lambda c: c.engine.sglang_router_ip is not None, "sglang_router_ip"),
+    Needs("fault_seed", lambda c: bool(c.faults.inject_faults), "inject_faults"),
+    Needs(
+        "policy_objective loss_aggregation off_policy_correction entropy_coef overlong_buffer_len use_kl_loss kl_coef",
+        lambda c: c.learner.loss_type == "policy_loss",
+        "loss_type policy_loss",
+    ),
+    Needs("environment_python", lambda c: c.data.environment is not None, "environment"),
+)
+
+
+def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
+    """One sentence for the settings that lack the same thing."""
+    for needs in NEEDS:
+        names = [name for name in needs.settings.split() if _is_changed(config, name)]
+        if names and not needs.used(config):
+            have, need = ("has", "it needs") if len(names) == 1 else ("have", "they need")
+            yield f"{' and '.join(names)} {have} no effect: {need} {needs.condition}"
+
+
+def _is_changed(config: RunConfig, name: str) -> bool:
+    setting = SETTINGS[name]
+    return bool(reduce(getattr, setting.path, config) != setting.default)
