@@ -64,7 +64,7 @@ def help_text(command: str) -> str:
     lines = [
         f"usage: {command} [--config FILE.yaml]... [--flag VALUE]... [section.setting=VALUE]...",
         "",
-        "Values are YAML. Later sources override earlier ones: first the files in order, then flags, then dotted",
+        "Values are YAML 1.2. Later sources override earlier ones: first the files in order, then flags, then dotted",
         "overrides (section.setting=VALUE).",
         "",
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",

@@ -15,7 +15,8 @@ class Published:
 
     paper: str
     """Number on arXiv and section."""
-    aggregation: LossAggregation
+    aggregation: LossAggregation | None
+    """None for token_mean where the paper does not insist on one."""
     clip: tuple[float, float] | None
     """Lower and upper clip range; None if the objective does not clip ratios."""
 
@@ -27,8 +28,8 @@ PUBLISHED: Mapping[PolicyObjective, Published] = {
     "cispo": Published("arXiv 2506.13585, section 3.1", "token_mean", (1.0, 0.2)),
     "gmpo": Published("arXiv 2507.20673, equation 4 and section 4", "sequence_mean", (0.4, 0.4)),
     "sapo": Published("arXiv 2511.20347, section 3", "sequence_mean", None),
-    "dppo": Published("arXiv 2602.04879", "token_mean", None),
-    "m2po": Published("arXiv 2510.01161", "token_mean", None),
+    "dppo": Published("arXiv 2602.04879", None, None),
+    "m2po": Published("arXiv 2510.01161", None, None),
 }
 FAR = 10
 """A clip range that is this many times the paper's is noted. DAPO's clip-higher is 1.4 times PPO's."""
@@ -52,7 +53,7 @@ def compares_with_sampling_policy(algorithm: Algorithm) -> bool:
 
 def loss_aggregation(algorithm: Algorithm) -> LossAggregation:
     """How token losses are averaged: the setting, else as in the paper of the objective."""
-    return algorithm.loss_aggregation or PUBLISHED[policy_objective(algorithm)].aggregation
+    return algorithm.loss_aggregation or PUBLISHED[policy_objective(algorithm)].aggregation or "token_mean"
 
 
 def clip_range(algorithm: Algorithm) -> tuple[float, float]:
@@ -89,7 +90,7 @@ def differences(algorithm: Algorithm) -> Iterator[str]:
                 f"{name} {value:g} is far from the {usual:g} that the paper of policy_objective {objective} uses "
                 f"({published.paper}): unset it to use that"
             )
-    if loss_aggregation(algorithm) != published.aggregation:
+    if published.aggregation not in (None, loss_aggregation(algorithm)):
         yield (
             f"loss_aggregation {algorithm.loss_aggregation} differs from the paper of policy_objective {objective}, "
             f"which uses {published.aggregation} ({published.paper}): unset it to use that"

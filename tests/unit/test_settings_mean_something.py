@@ -83,6 +83,7 @@ def test_values_near_the_paper_are_not_noted() -> None:
     assert noted(policy_objective="gspo", eps_clip=2e-3, eps_clip_high=3e-3) == []
     assert noted(policy_objective="cispo", eps_clip=1.0, eps_clip_high=1.0) == []
     assert noted(eps_clip=0.01, eps_clip_high=0.9, loss_aggregation="constant") == []
+    assert noted(policy_objective="dppo", off_policy_correction="none", loss_aggregation="constant") == []
 
 
 PPO = {"advantage_estimator": "ppo"}
@@ -91,6 +92,10 @@ PPO = {"advantage_estimator": "ppo"}
 @pytest.mark.parametrize(
     "settings, said",
     [
+        (
+            {"lr_decay_style": "linear", "lr_decay_steps": 9, "lr_warmup_steps": 10},
+            "lr_decay_steps 9 ends the decay within the lr_warmup_steps 10",
+        ),
         ({"eps_clip": 5}, "eps_clip 5 is no lower bound, because 1 - eps_clip is negative"),
         ({"lr": 1e-6, "min_lr": 1e-5, "lr_decay_style": "linear"}, "min_lr 1e-05 is above lr 1e-06, so the learning"),
         ({**PPO, "lr": 1e-5, "min_lr": 1e-6, "critic_lr": 1e-7, "lr_decay_style": "WSD"}, "is above critic_lr 1e-07"),

@@ -126,6 +126,12 @@ def _learning_rates(config: RunConfig) -> Iterator[str]:
                 f"min_lr {learner.min_lr:g} is above {name} {peak:g}, so the learning rate would rise: set min_lr to "
                 f"{peak:g} or less"
             )
+    end, warmup = learner.lr_decay_steps, learner.lr_warmup_steps
+    if learner.lr_decay_style in ("linear", "cosine") and end is not None and end <= warmup:
+        yield (
+            f"lr_decay_steps {end} ends the decay within the lr_warmup_steps {warmup}, so the learning rate would drop "
+            "at once: set lr_decay_steps higher"
+        )
 
 
 def _critic_only(config: RunConfig) -> Iterator[str]:
