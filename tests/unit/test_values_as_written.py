@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -139,3 +140,30 @@ TEXTS = ["yes", "010", "1e3", ".5e3", "0o10", "1:00", "2026-11-23", "null", "", 
 def test_written_values_are_read_back_by_readers_of_yaml_1_1_and_1_2(content: Any) -> None:
     written = dump_yaml({"key": content})
     assert parse_yaml(written) == yaml.safe_load(written) == {"key": content}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("rollout_batch_size: true", "rollout_batch_size: input should be a number, got True"),
+        ("rollout_batch_size: 010", "010 in line 2 has a leading zero"),
+        ("num_gpus_per_node: true", "num_gpus_per_node True is not a number of 1 or more"),
+        ("ppo_epochs: true", "ppo_epochs True is not supported"),
+        ("actor_infer: {generating_args: {top_p: yes}}", "top_p: input should be a valid number"),
+    ],
+)
+def test_the_values_in_a_file_of_another_project_are_read_alike(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(f"actor_train: {{device_mapping: 'list(range(0,4))'}}\n{text}\n")
+    with pytest.raises(UserError, match=re.escape(said)):
+        build(read_yaml(file))
+
+
+def test_names_and_stop_texts_in_a_file_of_another_project_stay_texts(tmp_path: Path) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(
+        "exp_name: 2026-11-23\nuse_kl_loss: yes\nactor_infer: {generating_args: {stop_strings: [no, 1:00]}}\n"
+    )
+    config = build(read_yaml(file))
+    assert (config.observability.experiment_name, config.algorithm.use_kl_loss) == ("2026-11-23", True)
+    assert config.rollout.rollout_stop == ["no", "1:00"]

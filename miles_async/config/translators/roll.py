@@ -407,7 +407,7 @@ def _section(translator: Translator, values: Mapping[str, Any], key: str) -> Map
 def _whole_number(translator: Translator, values: Mapping[str, Any], key: str) -> int | None:
     """The value of a key, which must be a whole number from 1 on; None if the file does not set it."""
     value = values.get(key)
-    if value is None or (isinstance(value, int) and value > 0):
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     problem = f"{key} {value!r} is not a number of 1 or more: write a whole number"
     if problem not in translator.problems:

@@ -110,14 +110,14 @@ class Translator:
                 for setting in settings:
                     self.set(setting, value, key)
             case Sets(settings, values) if values is not None:
-                ours = [our for their, our in values.items() if their == value]
+                ours = [our for their, our in values.items() if _same(their, value)]
                 if not ours:
                     valid = " or ".join(str(their) for their in values)
                     names = " and ".join(settings)
                     self.problems.append(f"{key} {value!r} has no counterpart: set it to {valid}, or set {names}")
                 for setting in settings if ours else ():
                     self.set(setting, ours[0], key)
-            case Only(values, instead) if value not in values:
+            case Only(values, instead) if not any(_same(value, valid) for valid in values):
                 self.problems.append(f"{key} {value!r} is not supported: {instead}")
             case Refused(instead):
                 self.problems.append(f"{key} has no counterpart: {instead}")
@@ -148,3 +148,8 @@ class Translator:
                 "miles_async into another file, and pass both with --config"
             )
         return f"{key} is not a key of {self.project} that can be translated: remove it"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal. Python counts true as 1."""
+    return bool(one == other) and isinstance(one, bool) is isinstance(other, bool)
