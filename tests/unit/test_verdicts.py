@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.events import GroupFiltered
+from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.run_ports import Ports
 from miles_async.rollout.contract import call_rollout_function, flat_args
 from miles_async.scheduling.bounds import Schedule
@@ -21,6 +23,7 @@ from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Feed, Trace, World
 from workers.batches import BatchPreparation
 from workers.preflight import dynamic_filter, preflight
+from workers.rollout import RolloutWorker
 
 
 @dataclass
@@ -205,6 +208,19 @@ def test_warm_start_examples_that_are_no_pairs_are_refused() -> None:
     )
     with pytest.raises(UserError, match=r"one_pair returned \('ab', 'cd'\): return a list of pairs \(prompt, answer\)"):
         preflight(chosen, "train.py")
+
+
+def mean_accuracy(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
+    return {"mine": 0.5}
+
+
+async def test_an_evaluation_that_returns_no_rewards_is_told_what_to_return(tmp_path: Path) -> None:
+    chosen = run_config(eval_function_path=returns("mean_accuracy"), run_dir=str(tmp_path))
+    evaluate = RolloutWorker(chosen, "train_async.py", RunFolder.create(chosen))._evaluation(flat_args(chosen))
+    assert evaluate is not None
+    source: Any = None
+    with pytest.raises(UserError, match=r"mean_accuracy returned \{'mine': 0.5\}: return \{name: \{\"rewards\":"):
+        await evaluate(0, source)
 
 
 @dataclass
