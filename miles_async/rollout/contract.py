@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from miles_async.config.derived import min_samples_per_group
+from miles_async.config.objectives import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -54,9 +55,14 @@ class Arguments:
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
-    """All settings of `config` by name, the names that slime's functions expect, and the values in `runtime`."""
+    """All settings of `config` by name, the names that slime's functions expect, and the values in `runtime`.
+
+    Settings of the objective that are unset have the values that training uses.
+    """
     slime = {"rollout_global_dataset": not config.data.disable_rollout_global_dataset}
-    return Arguments(dict(_leaves(config)) | slime | runtime)
+    low, high = clip_range(config.algorithm)
+    objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
+    return Arguments(dict(_leaves(config)) | objective | slime | runtime)
 
 
 def _leaves(section: Section) -> Iterator[tuple[str, Any]]:

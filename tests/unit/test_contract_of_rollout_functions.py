@@ -63,6 +63,11 @@ def test_setting_names_are_unique_in_args() -> None:
     assert len(flat) == len(set(flat))
 
 
+def test_args_have_the_clip_range_and_the_mean_of_the_objective_if_these_are_unset() -> None:
+    args = flat_args(run_config(advantage_estimator="gspo", eps_clip_high=0.01))
+    assert (args.eps_clip, args.eps_clip_high, args.loss_aggregation) == (3e-4, 0.01, "sequence_mean")
+
+
 def test_args_are_read_only_and_suggest_the_nearest_setting() -> None:
     args = flat_args(run_config())
     with pytest.raises(AttributeError, match=r"args\.lr is read-only"):
