@@ -49,7 +49,7 @@ from miles_async.ports import RunStore
 from miles_async.rewards.builtin import exact
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import DropReason, EngineLoad, Group, Sample, SendOutcome, StepReport, Verdict
+from miles_async.types import DropReason, EngineLoad, Group, Prompt, Sample, SendOutcome, StepReport, Verdict
 
 GROUP = 8
 BATCH = 32
@@ -61,7 +61,7 @@ LAG_TICK_SECONDS = 0.005
 class FixedTokenizer:
     """Encodes every prompt as the same 64 tokens."""
 
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         return list(PROMPT)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

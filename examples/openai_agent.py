@@ -33,7 +33,7 @@ CALCULATOR: Any = {
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Let the agent solve the prompt; the session stores the sampled tokens in the sample."""
     async with model_client(args, sample, sampling_params) as client:
-        sample.metadata["answer"] = await solve(client, str(sample.prompt))
+        sample.metadata["answer"] = await solve(client, sample.messages)
     return sample
 
 
@@ -55,9 +55,8 @@ def reward(args: Any, sample: Sample) -> float:
     return float(sample.metadata["answer"].strip() == str(sample.label).strip())
 
 
-async def solve(client: openai.AsyncOpenAI, question: str) -> str:
-    """Return the answer of the model to the question."""
-    messages: list[Any] = [{"role": "user", "content": question}]
+async def solve(client: openai.AsyncOpenAI, messages: list[Any]) -> str:
+    """Return the answer of the model to the last message."""
     for _ in range(MAX_ROUNDS):
         message, more = await _ask(client, messages, tools=[CALCULATOR])
         if not more or not message.tool_calls:

@@ -50,6 +50,10 @@ class InfrastructureError(TrajectoryError):
     """
 
 
+class TemplateError(TrajectoryError):
+    """The chat template of the checkpoint cannot render these messages, for example because of the order of roles."""
+
+
 class PromptTooLongError(TrajectoryError):
     """The prompt exceeds `rollout_max_prompt_len`. It is not retried, because every attempt would fail the same way."""
 

@@ -17,6 +17,7 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, pairwise
@@ -29,6 +30,15 @@ from miles_async.json_values import json_value
 if TYPE_CHECKING:
     # It imports numpy, which the check of a configuration does without.
     from miles_async.sampling_mask import SamplingMask
+
+
+Prompt = str | list[dict[str, Any]]
+"""A prompt as text or as chat messages."""
+
+
+def as_messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """Return a copy of a prompt as chat messages. A prompt that is text becomes the message of a user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else deepcopy(prompt)
 
 
 class SampleStatus(StrEnum):
@@ -77,7 +87,7 @@ class Sample:
     trajectory: int | None = None
     """The number of the trajectory of which this sample is a segment: samples of a group with the same number are
     segments of one trajectory. None if the sample is a trajectory by itself."""
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: Prompt = ""
     """The prompt as text or as chat messages."""
     label: Any = None
     """The expected answer."""
@@ -107,6 +117,11 @@ class Sample:
 
     # An alias, because code written for slime uses `Sample.Status.COMPLETED`.
     Status = SampleStatus
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """A copy of the prompt as chat messages. A prompt that is text becomes the message of a user."""
+        return as_messages(self.prompt)
 
     @property
     def prompt_length(self) -> int:

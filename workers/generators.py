@@ -160,9 +160,10 @@ class Generators:
         if path is None:
             return GeneratorWithSampling(engine, sampling)
         turns = MultiTurnSampler(engine, self._tokenizer)
+        agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
         return FunctionGenerator(
             load_generate_function(path),
-            self.args.with_values(turns=turns, agents=Agents(self._endpoint, turns)),
+            self.args.with_values(turns=turns, agents=agents),
             sampling,
             engine,
             turns,

@@ -21,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
+from miles_async.adapters.storage.warm_starts import Example
 from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import (
     FULLY_ASYNC_FUNCTION,
@@ -60,11 +62,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SftExamples:
-    """The supervised examples of the warm start, as pairs of prompt and answer; empty without a warm start."""
+    """The supervised examples of the warm start; empty without a warm start."""
 
-    problems: list[tuple[str, str]]
+    problems: list[Example]
     """Examples to train on."""
-    check: list[tuple[str, str]]
+    check: list[Example]
     """Examples to measure the accuracy on."""
 
 
@@ -115,10 +117,12 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         load_generate_function(config.rollout.custom_generate_function_path)
     if config.rollout.eval_function_path is not None:
         load_function(config.rollout.eval_function_path, setting="eval_function_path")
+    checkpoint = config.model.hf_checkpoint
+    tokenizer = None if checkpoint is None else CheckpointTokenizer.of_run(config.data, checkpoint)
     for name, dataset in config.rollout.eval_datasets.items():
-        eval_groups(config, name, dataset, checkpoint=config.model.hf_checkpoint)
+        eval_groups(config, name, dataset, tokenizer=tokenizer)
     # Data before rewards: for an unknown reasoning-gym task, the error of the data source suggests a similar name.
-    data = open_data(config, checkpoint=config.model.hf_checkpoint)
+    data = open_data(config, tokenizer=tokenizer)
     if continuation is not None:
         data.seek(continuation.position)
     elif began_with is not None:
@@ -142,30 +146,38 @@ def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
         return SftExamples(problems=[], check=[])
     template, path = config.warm_start.warm_start_template, config.warm_start.warm_start_examples_path
 
-    def labelled(sample: Sample) -> list[tuple[str, str]]:
-        return [(template.replace("{prompt}", str(sample.prompt)), str(sample.label))]
+    def labelled(sample: Sample) -> list[Example]:
+        prompt, label = sample.prompt, str(sample.label)
+        if isinstance(prompt, str):
+            return [Example(template.replace("{prompt}", prompt), label)]
+        if template != "{prompt}":
+            raise UserError(
+                "warm_start_template is a template for texts, and the prompts of the data are lists of messages: unset "
+                "it, so that the chat template renders them"
+            )
+        return [Example(prompt, label, sample.metadata.get("tools"))]
 
-    examples = labelled if path is None else load_function(path, setting="warm_start_examples_path", plain=True)
-    pairs = chain.from_iterable(_pairs(path, examples(sample)) for sample in data.warm_start_problems())
+    function = labelled if path is None else load_function(path, setting="warm_start_examples_path", plain=True)
+    examples = chain.from_iterable(_examples(path, function(sample)) for sample in data.warm_start_problems())
     # Both lists come from one iterator, so no problem is used for training and for the check.
-    check = list(islice(pairs, WARM_START_CHECKS))
-    return SftExamples(check=check, problems=list(islice(pairs, WARM_START_EXAMPLES)))
+    check = list(islice(examples, WARM_START_CHECKS))
+    return SftExamples(check=check, problems=list(islice(examples, WARM_START_EXAMPLES)))
 
 
-def _pairs(path: str | None, returned: Any) -> list[tuple[str, str]]:
-    """The examples that the function at `path` returned. Raises UserError unless they are a list of pairs of texts."""
+def _examples(path: str | None, returned: Any) -> list[Example]:
+    """Read what the function at `path` returned. Raises UserError unless it is a list of prompts with answers."""
     match returned:
-        case [*pairs] if all(_is_pair(pair) for pair in pairs):
-            return pairs
+        case [*examples] if all(_is_example(example) for example in examples):
+            return [Example(*example) for example in examples]
         case _:
             raise UserError(
                 f"warm_start_examples_path {path} returned {returned!r:.80}: return a list of pairs (prompt, answer)"
             )
 
 
-def _is_pair(value: Any) -> bool:
+def _is_example(value: Any) -> bool:
     match value:
-        case [str(), str()]:
+        case [str() | [{"role": _}, *_], str()] | [str() | [{"role": _}, *_], str(), list() | None]:
             return True
         case _:
             return False

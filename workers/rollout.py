@@ -151,7 +151,9 @@ class RolloutWorker:
         """Import what data and tokenizer need, which takes seconds. Called while engines and learner start."""
         if self._config.data.reasoning_gym_task is not None:
             await asyncio.to_thread(importlib.import_module, "reasoning_gym")
-        await asyncio.to_thread(CheckpointTokenizer, checkpoint)
+        tokenizer = await asyncio.to_thread(CheckpointTokenizer, checkpoint)
+        if self._config.data.apply_chat_template or serves_agents(self._config):
+            await asyncio.to_thread(getattr, tokenizer, "transformers")
 
     async def run(self, surroundings: Surroundings, received: int) -> None:
         """Run to the end, from the start or from where another rollout worker of this run was lost.
@@ -186,12 +188,13 @@ class RolloutWorker:
             if surroundings.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
             limits = sample_limits(config, surroundings.checkpoint)
-            tokenizer = CheckpointTokenizer(surroundings.checkpoint)
+            tokenizer = CheckpointTokenizer.of_run(config.data, surroundings.checkpoint)
             service = SampleService(sampling_of(config))
             parser: AnswerParser = PlainTextParser()
-            if serves_agents(config):
-                # Otherwise the first request of an agent would stop the event loop while transformers is imported.
+            if config.data.apply_chat_template or serves_agents(config):
+                # Otherwise the first chat would stop the event loop while transformers is imported.
                 await asyncio.to_thread(getattr, tokenizer, "transformers")
+            if serves_agents(config):
                 choice = answer_parsers(config, surroundings.checkpoint)
                 parser = await cleanup.enter_async_context(AnswerParserProcess(choice))
             generators = await cleanup.enter_async_context(
@@ -218,7 +221,7 @@ class RolloutWorker:
             if stored is not None:
                 await self._reconnect(channel)
             args = generators.args
-            data = open_data(config, checkpoint=surroundings.checkpoint, args=args, report=self._reporter())
+            data = open_data(config, tokenizer=tokenizer, args=args, report=self._reporter())
             began_with = surroundings.began_with
             if began_with is not None and stored is None:
                 resume(read_progress(began_with.folder), data, self._journal)
@@ -259,7 +262,7 @@ class RolloutWorker:
                 eval_sets=[
                     EvalSet(
                         name=name,
-                        problems=eval_groups(config, name, dataset, checkpoint=surroundings.checkpoint),
+                        problems=eval_groups(config, name, dataset, tokenizer=tokenizer),
                         generator=generators.evaluation(eval_sampling_of(config, dataset)),
                     )
                     for name, dataset in config.rollout.eval_datasets.items()

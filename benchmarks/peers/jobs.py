@@ -135,6 +135,7 @@ def measure_reward(*, small: bool) -> dict[str, Any]:
     same prompts in the same order.
     """
     from miles_async.adapters.datasets.factory import open_data
+    from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
     from miles_async.adapters.storage.gguf import with_converted_checkpoint
     from miles_async.config.load import load_config
 
@@ -144,7 +145,8 @@ def measure_reward(*, small: bool) -> dict[str, Any]:
     if not TRL_PYTHON.exists():
         return result
     rollout, learner = config.rollout, config.learner
-    data = open_data(config, checkpoint=config.model.hf_checkpoint)
+    assert config.model.hf_checkpoint is not None
+    data = open_data(config, tokenizer=CheckpointTokenizer.of_run(config.data, config.model.hf_checkpoint))
     groups = data.get_samples(rollout.num_rollout * rollout.rollout_batch_size)
     job = TRLJob(
         model=str(config.model.hf_checkpoint),

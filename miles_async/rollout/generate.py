@@ -22,6 +22,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -33,6 +35,7 @@ from miles_async.errors import (
     InfrastructureError,
     MilesError,
     RouterLostError,
+    TemplateError,
     TrajectoryError,
     UserError,
     is_infrastructure,
@@ -114,7 +117,10 @@ class FunctionGenerator:
         failed only for reasons of infrastructure, in their last attempt or because their time ended, and UserError if
         the function returns no sample. Failed samples have status FAILED, and the error names them.
         """
-        self._engine.tokenize(group)
+        # A function may show the model other messages than those of the row. If it samples those of the row, the error
+        # is raised again.
+        with suppress(TemplateError, UserError):
+            self._engine.tokenize(group)
         trajectories = group.trajectories
         unfinished = [i for i, [first, *_] in enumerate(trajectories) if first.status in _UNFINISHED]
         chosen = sampling or self._sampling
@@ -217,6 +223,9 @@ class FunctionGenerator:
     async def _attempt(self, sample: Sample, number: int, sampling: SamplingParams) -> list[Sample]:
         """Call the function once. Returns segments that are finished or aborted."""
         version = self._live_version()
+        prompt = sample.prompt
+        # Agents append their turns to the list of messages, which all samples and attempts of a prompt share.
+        sample.prompt = copied = deepcopy(prompt)
         try:
             result = await self._call(sample, sampling)
         except BaseException:
@@ -225,6 +234,9 @@ class FunctionGenerator:
         finally:
             aborted, recorded = self._engines_abort or self._turns.aborted(sample), self._turns.segments(sample)
             self._turns.forget(sample)
+            for segment in (sample, *recorded):
+                if segment.prompt is copied:
+                    segment.prompt = prompt
         if result is sample and len(recorded) > 1:
             # The function may have set these fields on the sample that it was given.
             for segment in recorded:

@@ -2,20 +2,22 @@
 
     --rollout-function-path miles_async.rollout.sft_rollout.generate_rollout --loss-type sft_loss
 
-An example is a conversation (`metadata["messages"]`, or a prompt that is a list of messages) or a plain prompt with a
+An example is a conversation (`metadata["messages"]`, or a prompt that is a list of messages) or a text prompt with a
 label. Of a conversation, the assistant's turns with their end-of-turn tokens are trained on; the other turns and the
-text that the chat template adds are not. Of a plain prompt, the label is trained on, followed by the end-of-text token.
+text that the chat template adds are not. Of a text prompt, the label is trained on, followed by the end-of-text token.
+The prompt has the tokens that it has in generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from miles_async.errors import UserError
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
 
 
 class SftTokenizer(Protocol):
@@ -24,6 +26,10 @@ class SftTokenizer(Protocol):
     @property
     def end(self) -> str:
         """The token that ends a turn or a text."""
+        ...
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, as in generation."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
@@ -59,10 +65,9 @@ def fill_example(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> No
     `version` becomes the sample's weight version, so that examples, which no model sampled, never count as stale.
     Raises UserError if the example contains no text to train on.
     """
-    pieces = list(_pieces(sample, tokenizer))
-    encoded = [(tokenizer.encode_text(text), trained) for text, trained in pieces]
-    tokens = [token for ids, _ in encoded for token in ids]
-    mask = [int(trained) for ids, trained in encoded for _ in ids]
+    encoded = _encoded_example(sample, tokenizer)
+    tokens = [token for ids, _, _ in encoded for token in ids]
+    mask = [int(trained) for ids, _, trained in encoded for _ in ids]
     if 1 not in mask[1:]:
         raise UserError(f"sample {sample.index}: its example has no text to train on; add an assistant turn or a label")
     # The response begins at the first trained token. A model cannot predict the first token of a sequence, so 1 is
@@ -70,24 +75,44 @@ def fill_example(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> No
     first = max(mask.index(1), 1)
     sample.tokens, sample.loss_mask = tokens, mask[first:]
     sample.response_length = len(tokens) - first
-    sample.response = "".join(text for text, trained in pieces if trained)
+    sample.response = "".join(text for _, text, trained in encoded if trained)
     sample.rollout_log_probs = [0.0] * sample.response_length
     sample.spans = [VersionSpan(version, 0, sample.response_length)]
     sample.reward = 0.0
     sample.status = SampleStatus.COMPLETED
 
 
-def _pieces(sample: Sample, tokenizer: SftTokenizer) -> Iterator[tuple[str, bool]]:
-    """The example's text, split into parts that are trained on and parts that are not.
+def _encoded_example(sample: Sample, tokenizer: SftTokenizer) -> list[tuple[list[int], str, bool]]:
+    """The parts of the example: token ids, text, and whether the part is trained on."""
+    example = sample.metadata.get("messages") or sample.prompt
+    if isinstance(example, str):
+        prompt = tokenizer.encode(example), example, False
+        if sample.label is None:
+            return [prompt]
+        answer = f"{sample.label}{tokenizer.end}"
+        return [prompt, (tokenizer.encode_text(answer), answer, True)]
+    pieces = list(chat_pieces(example, tokenizer, sample.metadata.get("tools")))
+    ids = _encode_pieces([text for text, _ in pieces], tokenizer)
+    return [(part, text, trained) for part, (text, trained) in zip(ids, pieces, strict=True)]
 
-    Each part is tokenized separately, as in generation, where prompt and response are separate.
+
+def _encode_pieces(pieces: Sequence[str], tokenizer: SftTokenizer) -> list[list[int]]:
+    """The token ids of consecutive pieces of a text.
+
+    Together they are the ids of the whole text, unless a token would span two pieces: in generation, prompt and
+    response are tokenized separately. A piece alone may get other tokens, because some tokenizers add a space to the
+    beginning of a text.
     """
-    messages = sample.metadata.get("messages") or sample.prompt
-    if isinstance(messages, str):
-        yield messages, False
-        yield f"{sample.label}{tokenizer.end}", True
-        return
-    yield from chat_pieces(messages, tokenizer, sample.metadata.get("tools"))
+    separate = [tokenizer.encode_text(piece) for piece in pieces]
+    if list(chain.from_iterable(separate)) == tokenizer.encode_text("".join(pieces)):
+        return separate
+    ids: list[int] = []
+    parts: list[list[int]] = []
+    for number, alone in enumerate(separate):
+        so_far = tokenizer.encode_text("".join(pieces[: number + 1]))
+        parts.append(so_far[len(ids) :] if so_far[: len(ids)] == ids else alone)
+        ids += parts[-1]
+    return parts
 
 
 def chat_pieces(

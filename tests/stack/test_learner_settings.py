@@ -23,6 +23,7 @@ from miles_async.adapters.megatron.model.process_groups import destroy_process_g
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.megatron.training.warm_start import warm_start
+from miles_async.adapters.storage.warm_starts import Example
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, RunConfig, TinyModel
@@ -262,7 +263,7 @@ def taught(cache: Path, **settings: Any) -> tuple[Path, int]:
     """The model after a warm start whose first check succeeds, and the number of its steps."""
     short = {"warm_start_max_steps": 8, "warm_start_check_every": 2, "warm_start_accuracy": [0.0, 1.0]}
     run = config(**SMALL, **short | {"warm_start_batch_size": 4, "cache_dir": str(cache)} | settings)
-    problems = [(f"{i}=", str(i)) for i in range(8)]
+    problems = [Example(f"{i}=", str(i)) for i in range(8)]
     made = warm_start(run, problems, problems, lambda step, loss, accuracy: None)
     return Path(made.path), made.steps
 

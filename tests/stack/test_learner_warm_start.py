@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles_async.adapters.megatron.training.warm_start import warm_start
-from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
+from miles_async.adapters.storage.warm_starts import Example, Problems, WarmStarted
 from miles_async.config.schema import Model, RunConfig
 from miles_async.errors import UserError
 from tests.configuration import run_config
 
-COPYING: Problems = [(f"{digit}{letter}=", str(digit)) for digit in range(10) for letter in "abcdefgh"]
+COPYING: Problems = [Example(f"{digit}{letter}=", str(digit)) for digit in range(10) for letter in "abcdefgh"]
 
 
 def config(cache: Path, *, seed: int = 1, **warm: Any) -> RunConfig:

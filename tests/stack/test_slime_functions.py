@@ -12,6 +12,7 @@ import pytest
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from miles_async.pipeline.training import metadata_means
@@ -39,7 +40,9 @@ def source(folder: Path, **settings: Any) -> BufferedSource:
     path.write_text("".join(json.dumps({"prompt": f"q{row}", "label": row}) + "\n" for row in range(6)))
     data = {"prompt_data": str(path), "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
     whole = run_config(**data, **settings)
-    return open_data(whole, checkpoint=whole.model.hf_checkpoint)
+    checkpoint = whole.model.hf_checkpoint
+    tokenizer = None if checkpoint is None else CheckpointTokenizer.of_run(whole.data, checkpoint)
+    return open_data(whole, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("key", [None, "acc"])

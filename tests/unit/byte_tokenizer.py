@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles_async.types import Prompt
+
 
 class Bytes:
     """One token per byte."""
 
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         return list(str(prompt).encode())
 
     encode_text = encode

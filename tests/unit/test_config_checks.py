@@ -430,6 +430,13 @@ def test_supervised_examples_need_the_supervised_loss_and_may_form_groups_of_one
     assert refusals(**supervised, loss_type="sft_loss", n_samples_per_prompt=1) == []
 
 
+def test_arguments_of_the_chat_template_that_the_run_sets_itself_are_refused() -> None:
+    assert refusal(apply_chat_template_kwargs={"enable_thinking": False, "tokenize": True}) == (
+        "apply_chat_template_kwargs has tokenize, which the run sets itself: remove it"
+    )
+    assert refusals(apply_chat_template_kwargs={"enable_thinking": False}) == []
+
+
 def test_a_missing_search_corpus_is_refused() -> None:
     assert refusal(tool_search_corpus="nowhere.jsonl") == "tool_search_corpus nowhere.jsonl: no such file"
 

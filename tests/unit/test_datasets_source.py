@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.datasets import factory
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
-from miles_async.errors import UserError
-from miles_async.types import Group, SampleStatus, VersionSpan
+from miles_async.config.derived import SFT_FUNCTION
+from miles_async.errors import TemplateError, UserError
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 
 ROWS = [{"prompt": f"q{i}", "label": f"a{i}", "metadata": {"level": i}} for i in range(6)]
@@ -154,7 +154,8 @@ def test_holding_out_all_rows_is_refused_with_the_setting_to_change(rows: str) -
         ('{"prompt": "q", "label"', r"data\.jsonl, line 2: not valid JSON"),
         ("[1]", r"data\.jsonl, line 2: a list instead of a JSON object"),
         ('{"prompt": "q", "answer": 1}', r"data\.jsonl, line 2: no key 'label' \(label_key\).*'prompt', 'answer'"),
-        ('{"prompt": [{"role": "user"}], "label": 1}', r"data\.jsonl, line 2: .*set apply_chat_template"),
+        ('{"prompt": [], "label": 1}', r"data\.jsonl, line 2: 'prompt' is not a list of messages, each with a role"),
+        ('{"prompt": [{"content": "q"}], "label": 1}', r"data\.jsonl, line 2: 'prompt' is not a list of messages"),
         ('{"prompt": 3, "label": 1}', r"data\.jsonl, line 2: 'prompt' is a int"),
     ],
 )
@@ -338,14 +339,14 @@ def test_a_buffer_filter_that_raises_or_discards_groups_is_reported(rows: str, f
 
 
 class Template:
-    """A tokenizer that returns the arguments of its chat template."""
+    """A tokenizer that returns the arguments with which it renders."""
 
-    chat_template = "there is one"
+    has_template = True
 
-    def apply_chat_template(self, messages: Any, **given: Any) -> str:
+    def render(self, messages: Any, tools: Any = None) -> str:
         if messages[0]["content"] == "unfit":
-            raise ValueError("roles must alternate")
-        return json.dumps([messages, given], sort_keys=True)
+            raise TemplateError("roles must alternate")
+        return json.dumps([messages, tools])
 
 
 def test_a_buffer_filter_that_is_a_coroutine_function_is_refused(rows: str) -> None:
@@ -353,19 +354,46 @@ def test_a_buffer_filter_that_is_a_coroutine_function_is_refused(rows: str) -> N
         open_rows(rows, buffer_filter_path="asyncio.sleep")
 
 
-def test_chats_are_rendered_with_tools_and_template_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "chat_tokenizer", lambda checkpoint: Template())
+def rendered(path: str, **data: Any) -> tuple[BufferedSource, list[str]]:
+    """A source that renders the prompts of `path`, and the list of the sentences that it reports."""
+    said: list[str] = []
+    settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False, "apply_chat_template": True} | data
+    tokenizer: Any = Template()
+    return open_data(run_config(**settings), tokenizer=tokenizer, report=lambda reason, text: said.append(text)), said
+
+
+def test_chats_are_rendered_with_tools_and_unfit_ones_are_skipped(tmp_path: Path) -> None:
     path = write_rows(
         tmp_path, [{"prompt": "unfit", "label": 1}, {"prompt": "hi", "label": 1, "tools": [{"name": "t"}]}]
     )
-    said: list[str] = []
-    data = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False, "apply_chat_template": True}
-    data["apply_chat_template_kwargs"] = {"enable_thinking": False}
-    source = open_data(run_config(**data), checkpoint="c", report=lambda reason, text: said.append(text))
-    messages, given = json.loads(str(source.get_samples(1)[0][0].prompt))
+    source, said = rendered(path)
+    messages, tools = json.loads(str(source.get_samples(1)[0][0].prompt))
     assert messages == [{"role": "user", "content": "hi"}]
-    assert (given["tools"], given["enable_thinking"]) == ([{"name": "t"}], False)
-    assert said == ["the chat template cannot render 'unfit': roles must alternate"]
+    assert tools == [{"name": "t"}]
+    assert said == ["the prompt 'unfit' cannot be used: roles must alternate"]
+
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q", "images": None}]
+
+
+def test_prompts_that_are_lists_of_messages_stay_messages(tmp_path: Path) -> None:
+    source = open_rows(write_rows(tmp_path, [{"prompt": CHAT, "label": 1}]))
+    group = source.get_samples(1)[0]
+    assert [sample.prompt for sample in group] == [CHAT, CHAT]
+    assert Group.from_prompt_dict(json.loads(json.dumps(group.prompt_dict())))[0].prompt == CHAT
+    messages = group[0].messages
+    messages[0]["content"] = "changed by an agent"
+    assert (group[0].prompt, group[1].messages) == (CHAT, CHAT)
+    assert Sample(prompt="q").messages == [{"role": "user", "content": "q"}]
+
+
+def test_supervised_conversations_stay_messages_also_if_prompts_are_rendered(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [{"prompt": CHAT, "label": 1}, {"prompt": "text", "label": 1}])
+    source, _ = rendered(path, rollout_function_path=SFT_FUNCTION)
+    messages, text = (group[0].prompt for group in source.get_samples(2))
+    assert messages == CHAT
+    assert isinstance(text, str)
+    assert json.loads(text)[0] == [{"role": "user", "content": "text"}]
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_ignored(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ async def test_a_reward_that_is_no_number_fails_the_group(reward: Any) -> None:
         ({"environment": "verifiers"}, "write verifiers:NAME or openenv:NAME"),
         ({"environment": "verifiers:a", "custom_generate_function_path": None}, "environment has no effect without"),
         ({"environment": "verifiers:a", "rm_type": "exact"}, "environment computes the rewards"),
+        ({"environment": "verifiers:a", "apply_chat_template": True}, "environment sends chat messages"),
         ({"environment": "verifiers:a", "reasoning_gym_task": "chain_sum"}, "reasoning_gym_task and environment are"),
     ],
 )

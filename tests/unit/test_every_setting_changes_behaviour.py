@@ -373,7 +373,7 @@ NAMED: dict[str, str] = {
     "apply_chat_template": f"{DATA}::test_chats_without_a_tokenizer_are_refused_with_the_setting_to_change",
     "metadata_key": f"{DATA}::test_metadata_and_tools_are_read_from_the_configured_keys",
     "tool_key": f"{DATA}::test_metadata_and_tools_are_read_from_the_configured_keys",
-    "apply_chat_template_kwargs": f"{DATA}::test_chats_are_rendered_with_tools_and_template_arguments",
+    "apply_chat_template_kwargs": "stack/test_chat_tokens.py::test_template_arguments_reach_every_chat",
     "disable_rollout_global_dataset": f"{DATA}::test_without_data_blank_samples_are_fed_with_rising_indices",
     "buffer_filter_path": f"{DATA}::test_a_buffer_filter_of_slime_that_removes_no_group_returns_each_group_once",
     # rollout

@@ -13,13 +13,13 @@ import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import TemplateError, TrajectoryError, UserError
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.unit.byte_tokenizer import Bytes
 
@@ -333,3 +333,57 @@ async def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest
 def test_a_plain_function_is_refused_at_start() -> None:
     with pytest.raises(UserError, match="is not an async function: define it with async def"):
         load_generate_function("json.dumps")
+
+
+CHAT = [{"role": "user", "content": "Q"}]
+
+
+async def test_an_agent_that_appends_to_its_messages_does_not_change_the_prompt() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        assert isinstance(sample.prompt, list)
+        sample.prompt.append({"role": "assistant", "content": "an answer"})
+        sample.prompt[0]["content"] = "changed"
+        if sample.index == 1:
+            raise ValueError("broken")
+        return await args.turns.sample(sample, sampling_params)
+
+    chat = [dict(message) for message in CHAT]
+    group = Group([Sample(index=index, prompt=chat) for index in range(2)])
+    async with generating_with(mine) as (generator, _):
+        with pytest.raises(TrajectoryError, match="broken"):
+            await generator.generate(group)
+    assert chat == CHAT
+    assert [sample.prompt for sample in group] == [CHAT, CHAT]
+
+
+class Refusing(Bytes):
+    """A tokenizer whose chat template refuses all messages."""
+
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        raise TemplateError("roles must alternate")
+
+
+async def test_messages_that_the_template_refuses_are_for_the_function_to_change() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        sample.tokens = list(b"my own text")
+        return await args.turns.sample(sample, sampling_params)
+
+    group = Group([Sample(index=0, prompt=[{"role": "system", "content": "S"}])])
+    async with generating_with(mine, "fine") as (generator, engine):
+        engine._tokenizer = Refusing()
+        await generator.generate(group)
+    assert group[0].response == "fine"
+
+
+async def test_tools_of_a_row_are_rendered_with_its_messages() -> None:
+    seen: list[Any] = []
+
+    class Seeing(Bytes):
+        def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
+            seen.append((prompt, tools))
+            return [1]
+
+    async with generating_with(None) as (_, engine):
+        engine._tokenizer = Seeing()
+        engine.tokenize(Group([Sample(prompt=CHAT, metadata={"tools": [{"name": "t"}]}) for _ in range(2)]))
+    assert seen == [(CHAT, [{"name": "t"}])]

@@ -17,7 +17,7 @@ from miles_async.adapters.agents.trajectories import BufferFullError
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.derived import EXTERNAL_FUNCTION
-from miles_async.errors import TrajectoryError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rollout.contract import flat_args
 from miles_async.sample_schema import NO_LIMITS
@@ -80,6 +80,24 @@ async def test_agents_are_served_at_the_configured_port() -> None:
     port = free_port()
     async with generators(agent_port=port, custom_generate_function_path=f"{__name__}.hangs") as made:
         assert made._endpoint.url == f"http://127.0.0.1:{port}"
+
+
+async def opens(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Named by its path in a test below."""
+    async with args.agents.session(sample, sampling_params):
+        pass
+    return sample
+
+
+async def test_an_agent_is_not_started_on_a_prompt_that_is_a_rendered_chat() -> None:
+    settings = {"custom_generate_function_path": f"{__name__}.opens", "hf_checkpoint": "any"}
+    group = Group([Sample(index=0, prompt="<|user|>Q<|assistant|>")])
+    async with generators(apply_chat_template=True, **settings) as made:
+        with pytest.raises(UserError, match=r"unset apply_chat_template, and let the agent send sample\.messages"):
+            await made.training().generate(group)
+    async with generators(**settings) as made:
+        with pytest.raises(TrajectoryError, match="no request"):
+            await made.training().generate(group)
 
 
 async def test_no_port_is_opened_in_a_run_without_agents() -> None:

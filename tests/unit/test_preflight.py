@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from miles_async.adapters.storage.rollout_file import save_groups
+from miles_async.adapters.storage.warm_starts import Example
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
@@ -91,15 +94,42 @@ def test_a_warm_start_formats_prompts_with_its_template(monkeypatch: pytest.Monk
         preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").sft_examples.check[0]
         for template in ("{prompt}", "user: {prompt}<eos>assistant: ")
     )
-    assert chat == (f"user: {plain[0]}<eos>assistant: ", plain[1])
+    assert chat == Example(f"user: {plain.prompt}<eos>assistant: ", plain.answer)
 
 
 def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     settings = config(warm_start_max_steps=1, warm_start_examples_path="tests.unit.test_preflight.two_examples")
     [first, second, third] = preflight(settings, "train_async.py").sft_examples.check[:3]
-    assert (first[1], second[1]) == ("first", "second")
-    assert first[0] == second[0] != third[0]
+    assert (first.answer, second.answer) == ("first", "second")
+    assert first.prompt == second.prompt != third.prompt
+
+
+def chats(folder: Path) -> dict[str, Any]:
+    """Settings of a run whose rows are lists of messages with tools."""
+    path = folder / "chats.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"{row}?"}], "label": row, "tools": [{}]} for row in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"prompt_data": str(path), "reasoning_gym_task": None, "rm_type": "exact", "warm_start_max_steps": 1}
+
+
+def test_a_warm_start_gets_the_messages_and_tools_of_a_row(tmp_path: Path) -> None:
+    first = preflight(config(**chats(tmp_path)), "train_async.py").sft_examples.problems[0]
+    assert first == Example([{"role": "user", "content": f"{first.answer}?"}], first.answer, [{}])
+
+
+def test_a_text_template_of_the_warm_start_is_refused_for_messages(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match="warm_start_template is a template for texts, and the prompts of the data are lists"
+    ):
+        preflight(config(**chats(tmp_path), warm_start_template="Q: {prompt}"), "train_async.py")
+
+
+def test_a_tokenizer_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
+        preflight(config(hf_checkpoint=str(tmp_path)), "train_async.py")
 
 
 def two_examples(sample: Sample) -> list[tuple[str, str]]:
@@ -124,6 +154,7 @@ def checkpoint(folder: Path) -> Path:
     """A checkpoint's files as far as they are looked at before anything starts; returns the weights file."""
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     save_file({"weight": np.zeros(1000, np.float32)}, folder / "model.safetensors")
+    Tokenizer(BPE()).save(str(folder / "tokenizer.json"))
     return folder / "model.safetensors"
 
 

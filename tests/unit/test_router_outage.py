@@ -22,7 +22,7 @@ GONE = EngineInfo("e", "http://127.0.0.1:1", 0, 1)
 class NoTokenizer:
     """The tests give token ids."""
 
-    def encode(self, prompt: object) -> list[int]:
+    def encode(self, prompt: object, tools: object = None) -> list[int]:
         raise AssertionError
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

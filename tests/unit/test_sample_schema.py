@@ -20,7 +20,7 @@ from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import PromptTooLongError, TrajectoryError, UserError
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.sample_schema import SampleLimits, check_group, check_sample, decode_answers
-from miles_async.types import Group, Sample, VersionSpan
+from miles_async.types import Group, Prompt, Sample, VersionSpan
 from tests.sim.world import DirectJournal, Trace
 
 LIMITS = SampleLimits(vocabulary=100, longest=8)
@@ -153,7 +153,7 @@ def test_invalid_answers_are_left_to_the_check_that_names_the_sample(content: by
 class Tokenizer:
     """One token per byte."""
 
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         return list(str(prompt).encode())
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

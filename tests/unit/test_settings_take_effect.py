@@ -16,7 +16,7 @@ from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, repack_for_forward
 from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Prompt, Sample
 from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.world import World
@@ -232,7 +232,7 @@ def test_each_evaluation_data_set_may_set_its_sampling(tmp_path: Path) -> None:
 
 
 class Bytes:
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         return list(str(prompt).encode())
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

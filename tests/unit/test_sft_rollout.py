@@ -8,7 +8,7 @@ import pytest
 
 from miles_async.errors import UserError
 from miles_async.rollout.sft_rollout import fill_example
-from miles_async.types import Sample, VersionSpan
+from miles_async.types import Prompt, Sample, VersionSpan
 
 CHAT = [
     {"role": "user", "content": "1+1?"},
@@ -19,9 +19,13 @@ CHAT = [
 
 
 class Template:
-    """One token per byte; turns end with `$` and a line break; the answer to come is announced by `>`."""
+    """One token per byte; prompts begin with `^`, turns end with `$` and a line break, `>` announces an answer."""
 
     end = "$"
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        assert isinstance(prompt, str)
+        return self.encode_text("^" + prompt)
 
     def encode_text(self, text: str) -> list[int]:
         return list(text.encode())
@@ -62,7 +66,7 @@ def test_a_prompt_that_is_a_list_of_messages_is_an_sft_example_too() -> None:
 
 def test_a_plain_prompt_is_trained_on_its_label_and_the_end_token() -> None:
     sample = Sample(prompt="1+1=", label=2)
-    assert filled(sample) == ("1+1=2$", "    11")
+    assert filled(sample) == ("^1+1=2$", "     11")
     assert sample.spans == [VersionSpan(4, 0, 2)]
 
 
@@ -71,6 +75,20 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
         fill_example(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
 
 
-def test_an_sft_example_without_an_answer_is_reported() -> None:
+@pytest.mark.parametrize("prompt", [CHAT[:1], "1+1="])
+def test_an_sft_example_without_an_answer_is_reported(prompt: Prompt) -> None:
     with pytest.raises(UserError, match="sample 3: its example has no text to train on"):
-        fill_example(Sample(index=3, prompt=CHAT[:1]), Template(), version=0)
+        fill_example(Sample(index=3, prompt=prompt), Template(), version=0)
+
+
+class Merging(Template):
+    """Turns the first letter of an answer and the `>` before it into one token, 0."""
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(text.replace(">S", "\0").encode())
+
+
+def test_a_prompt_has_the_tokens_of_generation_also_if_the_whole_chat_has_others() -> None:
+    text, marks = filled(Sample(metadata={"messages": CHAT}), Merging())
+    assert text == "<1+1?$/>2$/<fine$/>So 2.$"
+    assert marks == "        11         111111"

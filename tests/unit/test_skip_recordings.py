@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -52,6 +53,12 @@ def test_a_saved_recording_is_loaded_unchanged(tmp_path: Path) -> None:
     assert loaded.recording.groups == recording().groups
     assert (loaded.recording.seconds, loaded.recording.replayed_from) == (1.25, 3)
     assert loaded.identity == IDENTITY
+
+
+def test_a_prompt_of_chat_messages_is_loaded_unchanged(tmp_path: Path) -> None:
+    chat = replace(sample(0), prompt=[{"role": "user", "content": "2+2="}])
+    RecordingStore(tmp_path).save(3, recording(chat), IDENTITY)
+    assert RecordingStore(tmp_path).load(3).recording.groups == recording(chat).groups
 
 
 def test_a_sample_without_a_response_is_loaded(tmp_path: Path) -> None:

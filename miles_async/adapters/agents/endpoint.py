@@ -290,9 +290,13 @@ class AgentEndpoint:
 class Agents:
     """The endpoint as generate functions see it (`args.agents`); `sampler` generates the answers of its sessions."""
 
-    def __init__(self, endpoint: AgentEndpoint, sampler: MultiTurnSampler) -> None:
+    def __init__(
+        self, endpoint: AgentEndpoint, sampler: MultiTurnSampler, *, prompts_are_rendered: bool = False
+    ) -> None:
+        """`prompts_are_rendered` means that `sample.prompt` is the text of a rendered chat."""
         self._endpoint = endpoint
         self._sampler = sampler
+        self._prompts_are_rendered = prompts_are_rendered
 
     @property
     def api_key(self) -> str:
@@ -300,7 +304,15 @@ class Agents:
         return self._endpoint.key
 
     def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> AbstractAsyncContextManager[str]:
-        """Use as `async with agents.session(...) as base_url`; the conversation fills `sample`."""
+        """Use as `async with agents.session(...) as base_url`; the conversation fills `sample`.
+
+        Raises UserError if the prompt is rendered already, because an agent would send a chat within a message.
+        """
+        if self._prompts_are_rendered:
+            raise UserError(
+                "apply_chat_template renders sample.prompt, and the endpoint for agents renders each request again: "
+                "unset apply_chat_template, and let the agent send sample.messages"
+            )
         return self._endpoint.session(sample, self._sampler, sampling_params)
 
     def segments(self, sample: Sample) -> list[Sample]:

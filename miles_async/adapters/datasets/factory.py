@@ -12,15 +12,13 @@ from miles_async.adapters.datasets.gym import WARM_START_SEED, GymProblems, hold
 from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Keys, Problem, Problems
 from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
-from miles_async.config.derived import trains_only
+from miles_async.config.derived import SFT_FUNCTION, trains_only
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import DataRowError, UserError
-from miles_async.types import Group
-
-SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
-"""The supervised rollout function: it renders conversations itself, so chats are allowed without a chat template."""
+from miles_async.errors import DataRowError, TemplateError, UserError
+from miles_async.types import Group, Prompt, as_messages
 
 
 def _ignore(reason: str, sentence: str) -> None:
@@ -28,13 +26,13 @@ def _ignore(reason: str, sentence: str) -> None:
 
 
 def open_data(
-    config: RunConfig, *, checkpoint: str | None = None, args: Any = None, report: Report = _ignore
+    config: RunConfig, *, tokenizer: CheckpointTokenizer | None = None, args: Any = None, report: Report = _ignore
 ) -> BufferedSource:
     """Open the training data.
 
     Args:
         config: the configuration of the run.
-        checkpoint: folder of the tokenizer that renders chats; required only with `apply_chat_template`.
+        tokenizer: renders prompts; required only with `apply_chat_template`.
         args: the flat configuration that a buffer filter receives.
         report: is called for each row or group that is skipped.
 
@@ -54,19 +52,18 @@ def open_data(
         shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
         seed=data.rollout_seed,
         content=_content(config),
-        render=_chat_renderer(checkpoint, data.apply_chat_template_kwargs)
-        if data.apply_chat_template
-        else _plain_prompt,
+        render=_renderer(config, tokenizer, chats=isinstance(problems, FileProblems) and problems.has_chats),
         buffer=Buffer(choose, args, report),
         report=report,
     )
 
 
-def eval_groups(config: RunConfig, name: str, dataset: EvalDataset, *, checkpoint: str | None = None) -> list[Group]:
+def eval_groups(
+    config: RunConfig, name: str, dataset: EvalDataset, *, tokenizer: CheckpointTokenizer | None = None
+) -> list[Group]:
     """Return the first `size` rows of a data set, in file order, with `n_samples` samples each.
 
-    Feed indices start with `name`. `checkpoint` is the folder of the tokenizer for chat templates. Raises UserError as
-    `open_data` does.
+    Feed indices start with `name`. `tokenizer` renders prompts. Raises UserError as `open_data` does.
     """
     data = config.data.model_copy(
         update={
@@ -79,7 +76,7 @@ def eval_groups(config: RunConfig, name: str, dataset: EvalDataset, *, checkpoin
         }
     )
     rollout = config.rollout.model_copy(update={"n_samples_per_prompt": dataset.n_samples})
-    source = open_data(config.model_copy(update={"data": data, "rollout": rollout}), checkpoint=checkpoint)
+    source = open_data(config.model_copy(update={"data": data, "rollout": rollout}), tokenizer=tokenizer)
     # The source feeds forever: the first group of the second epoch marks the end of the data.
     fed = (source.get_samples(1)[0] for _ in itertools.count())
     first_epoch = takewhile(lambda group: group.feed_index.startswith("sample_0_"), fed)
@@ -98,8 +95,7 @@ def _problems(config: RunConfig) -> tuple[Problems, Problems, list[Problem]]:
         return (BlankProblems(), BlankProblems(), []) if blank else _gym(data)
     rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir)
     keys = Keys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key)
-    chats = data.apply_chat_template or config.rollout.rollout_function_path == SFT_FUNCTION
-    problems = FileProblems(rows, keys, chats=chats)
+    problems = FileProblems(rows, keys)
     return problems, problems, problems.hold_out(data.eval_size) if data.eval_size else []
 
 
@@ -124,40 +120,30 @@ def _gym(data: Data) -> tuple[Problems, Problems, list[Problem]]:
     return problems, warm_start, hold_out(task, settings, template, data.eval_size) if data.eval_size else []
 
 
-def _plain_prompt(problem: Problem) -> Any:
-    return problem.prompt
+def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats: bool) -> Render:
+    """Return what makes the prompt of samples from a problem. With `chats`, prompts may be lists of messages.
 
-
-def chat_tokenizer(checkpoint: str) -> Any:
-    """Load the tokenizer of a checkpoint. Raises UserError if it cannot be loaded or has no chat template."""
-    # Importing transformers takes seconds, so only runs that render chats import it.
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer of hf_checkpoint {checkpoint} cannot be loaded: {error}") from error
-    if tokenizer.chat_template is None:
-        raise UserError(f"apply_chat_template is set, but the tokenizer in {checkpoint} has no chat template: unset it")
-    return tokenizer
-
-
-def _chat_renderer(checkpoint: str | None, kwargs: dict[str, Any]) -> Render:
-    if checkpoint is None:
+    Raises UserError if prompts have to be rendered, and the tokenizer has no chat template.
+    """
+    applies, path = config.data.apply_chat_template, config.rollout.rollout_function_path
+    if applies and tokenizer is None:
         raise UserError("apply_chat_template needs a tokenizer: set hf_checkpoint")
-    tokenizer = chat_tokenizer(checkpoint)
+    # Users' own functions may render messages in another way.
+    own = config.rollout.custom_generate_function_path is not None or not path.startswith("miles_async.")
+    if tokenizer is not None and (applies or (chats and not own)) and not tokenizer.has_template:
+        cause = "apply_chat_template is set" if applies else "the prompts of the data are lists of messages"
+        raise UserError(f"{cause}, but the tokenizer in {tokenizer.folder} has no chat template: set its chat_template")
+    if tokenizer is None or not applies:
+        return lambda problem: problem.prompt
 
-    def render(problem: Problem) -> str:
-        prompt = problem.prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    def render(problem: Problem) -> Prompt:
+        if path == SFT_FUNCTION and not isinstance(problem.prompt, str):
+            # A supervised example is a whole conversation, which the rollout function renders with its loss mask.
+            return problem.prompt
         try:
-            text = tokenizer.apply_chat_template(
-                messages, tools=problem.tools, tokenize=False, add_generation_prompt=True, **kwargs
-            )
-        except Exception as error:
-            # A chat template is a program in the checkpoint: it can raise any exception for an unexpected row.
-            raise DataRowError(f"the chat template cannot render {problem.question[:200]!r}: {error}") from error
-        return str(text)
+            return tokenizer.render(as_messages(problem.prompt), problem.tools)
+        except TemplateError as error:
+            raise DataRowError(f"the prompt {problem.question[:200]!r} cannot be used: {error}") from error
 
     return render
 

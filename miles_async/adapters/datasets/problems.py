@@ -11,8 +11,8 @@ import msgspec
 from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.rows import Rows
 from miles_async.errors import DataRowError, UserError
+from miles_async.types import Prompt
 
-Prompt = str | list[dict[str, Any]]
 CHECKED_AT_START = 1000
 """How many rows are parsed before the run starts, so that a file with the wrong format fails early."""
 
@@ -51,19 +51,20 @@ class Keys:
 
 
 class FileProblems:
-    """The rows of a data file as problems. With `chats=True`, a prompt may be a list of messages."""
+    """The rows of a data file as problems. A prompt is text or a list of chat messages."""
 
-    def __init__(self, rows: Rows, keys: Keys, *, chats: bool) -> None:
+    def __init__(self, rows: Rows, keys: Keys) -> None:
         """Raises UserError if one of the first `CHECKED_AT_START` rows is invalid.
 
         A later invalid row raises DataRowError when it is read.
         """
         self._rows = rows
         self._keys = keys
-        self._chats = chats
+        self.has_chats = False
+        """Whether a prompt of the first `CHECKED_AT_START` rows is a list of messages."""
         for row in range(min(len(rows), CHECKED_AT_START)):
             try:
-                self[row]
+                self.has_chats |= not isinstance(self[row].prompt, str)
             except DataRowError as error:
                 raise UserError(str(error)) from error
 
@@ -114,8 +115,8 @@ class FileProblems:
         if not isinstance(prompt, list):
             kind = type(prompt).__name__
             raise self._invalid(row, f"{self._keys.prompt!r} is a {kind}, not a string or a list of messages")
-        if not self._chats:
-            raise self._invalid(row, f"{self._keys.prompt!r} is a list of messages: set apply_chat_template")
+        if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+            raise self._invalid(row, f"{self._keys.prompt!r} is not a list of messages, each with a role")
         return msgspec.json.encode(prompt).decode()
 
     def _invalid(self, row: int, complaint: str) -> DataRowError:

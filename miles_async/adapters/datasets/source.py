@@ -12,10 +12,10 @@ from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.problems import Problem, Problems
 from miles_async.errors import DataRowError, UserError
 from miles_async.json_values import json_value
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Prompt, Sample
 
-Render = Callable[[Problem], Any]
-"""Converts the prompt of a problem to the text that is sent to the engine. Raises DataRowError if that fails."""
+Render = Callable[[Problem], Prompt]
+"""Makes the prompt of samples from a problem. Raises DataRowError if that fails."""
 _SETTINGS = {"rows": "number of rows", "shuffle": "rollout_shuffle", "seed": "rollout_seed", "held_out": "eval_size"}
 """Names of stored values for people."""
 
@@ -194,7 +194,7 @@ class BufferedSource:
         samples = (self._sample(first + i, problem, prompt, feed_index) for i in range(size))
         return Group(samples, feed_index=feed_index)
 
-    def _next_problem(self) -> tuple[Problem, Any]:
+    def _next_problem(self) -> tuple[Problem, Prompt]:
         # Two epochs visit every row at least once, wherever this epoch began.
         for _ in range(2 * len(self._order)):
             if self.sample_offset == len(self._order):
@@ -213,8 +213,9 @@ class BufferedSource:
             "lower eval_size or provide more data"
         )
 
-    def _sample(self, index: int, problem: Problem, prompt: Any, feed_index: str) -> Sample:
+    def _sample(self, index: int, problem: Problem, prompt: Prompt, feed_index: str) -> Sample:
         # A Parquet file may hold dates and other values that checkpoints cannot express.
+        prompt = prompt if isinstance(prompt, str) else json_value(prompt)
         metadata = {**json_value(problem.metadata), "feed_index": feed_index}
         if problem.tools is not None:
             metadata["tools"] = problem.tools

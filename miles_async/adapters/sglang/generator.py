@@ -25,7 +25,7 @@ from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
 from miles_async.sample_schema import ScoredAnswer, decode_answers, parse, too_long
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.types import Group, Prompt, Sample, SampleStatus
 
 ABORT_TIMEOUT_SECONDS = 30.0
 ABORT_REPEAT_SECONDS = 0.02
@@ -44,7 +44,7 @@ _NAMED = (
 
 
 class PromptTokenizer(Protocol):
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]: ...
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]: ...
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -281,14 +281,18 @@ class SGLangGenerator:
         await self._client.close()
 
     def tokenize(self, group: Group) -> None:
-        """Set the prompt tokens of every sample without tokens. Raises TrajectoryError if a prompt is too long."""
+        """Set the prompt tokens of every sample without tokens.
+
+        Raises TrajectoryError if a prompt is too long, and as `CheckpointTokenizer.render` if it is a list of messages.
+        """
         # The samples of a group usually share one prompt: encode it once.
         encoded: dict[str, list[int]] = {}
         for sample in group:
             if not sample.tokens:
-                key = str(sample.prompt)
+                tools = sample.metadata.get("tools")
+                key = f"{sample.prompt}{tools}"
                 if key not in encoded:
-                    encoded[key] = self._tokenizer.encode(sample.prompt)
+                    encoded[key] = self._tokenizer.encode(sample.prompt, tools)
                 sample.tokens = list(encoded[key])
             if self._max_prompt_tokens is not None and sample.prompt_length > self._max_prompt_tokens:
                 raise PromptTooLongError(

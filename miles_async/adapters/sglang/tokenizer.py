@@ -1,65 +1,118 @@
-"""Converts text and chat messages to token ids and back, with the checkpoint's tokenizer."""
+"""Renders chat messages, and converts text and messages to token ids and back, with the checkpoint's tokenizer.
+
+This is the only place where a chat template is applied, so training, evaluation, warm start, supervised examples and
+agents see the same tokens: those of transformers' `apply_chat_template(..., tokenize=True)`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.config.schema import Data
+from miles_async.errors import TemplateError, UserError
+from miles_async.types import Prompt
 
 
 class CheckpointTokenizer:
-    """Reads `tokenizer.json`. Loads transformers, which takes seconds, only if chat messages are used."""
+    """Reads `tokenizer.json`. Loads transformers, which takes seconds, only if a chat template is used."""
 
-    def __init__(self, model_path: str) -> None:
-        self._folder = Path(model_path)
-        file = self._folder / "tokenizer.json"
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        prompts_are_rendered: bool = False,
+    ) -> None:
+        """`template_kwargs` are further arguments of the chat template, for every chat.
+
+        `prompts_are_rendered` means that the data source has rendered the prompts that are text, so that they contain
+        their special tokens. Raises UserError if `tokenizer.json` is missing.
+        """
+        self.folder = Path(model_path)
+        file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{file} is missing; save the tokenizer there (tokenizer.save_pretrained)")
         self._tokenizer = Tokenizer.from_file(str(file))
+        _encode_whole_texts(self._tokenizer)
+        self._template_kwargs = dict(template_kwargs or {})
+        self._prompts_are_rendered = prompts_are_rendered
 
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Return the ids of a text prompt, or of chat messages rendered by the checkpoint's chat template."""
-        if isinstance(prompt, str):
-            return list(self._tokenizer.encode(prompt).ids)
-        return self.encode_text(self.render(prompt))
+    @classmethod
+    def of_run(cls, data: Data, checkpoint: str) -> CheckpointTokenizer:
+        """The tokenizer of `checkpoint` with the settings of a run. Raises UserError if `tokenizer.json` is missing."""
+        return cls(
+            checkpoint,
+            template_kwargs=data.apply_chat_template_kwargs,
+            prompts_are_rendered=data.apply_chat_template,
+        )
+
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Return the ids of a prompt: of chat messages, of text that was rendered from messages, or of verbatim text.
+
+        Verbatim text gets the tokenizer's special tokens, but no second BOS token if the text begins with one. Raises
+        as `render` if the prompt is a list of messages.
+        """
+        if not isinstance(prompt, str):
+            return self.encode_text(self.render(prompt, tools))
+        if self._prompts_are_rendered:
+            return self.encode_text(prompt)
+        encoding = self._tokenizer.encode(prompt)
+        ids: list[int] = encoding.ids
+        doubled = encoding.special_tokens_mask[:1] == [1] and ids[:1] == ids[1:2]
+        return ids[1:] if doubled else ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the ids of text that continues other text: no special token is added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return the ids of a rendered chat, or of text that continues other text: no special token is added."""
+        return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)
 
     @property
     def end(self) -> str:
         """The end-of-sequence token as text. Raises UserError if the tokenizer defines none."""
         if self.transformers.eos_token is None:
             raise UserError(
-                f"the tokenizer in {self._folder} has no eos_token, which has to end every supervised example; set it"
+                f"the tokenizer in {self.folder} has no eos_token, which has to end every supervised example; set it"
             )
         return str(self.transformers.eos_token)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return self.transformers.chat_template is not None
+
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        answer_next: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render chat messages as text. `answer_next` appends what precedes the model's answer.
 
-        Raises UserError if the checkpoint has no chat template, and TrajectoryError if the template fails for these
-        messages.
+        `template_kwargs` override those of the run. Raises UserError if the checkpoint has no chat template, and
+        TemplateError if the template fails for these messages.
         """
-        if self.transformers.chat_template is None:
+        if not self.has_template:
             raise UserError(
-                f"the tokenizer in {self._folder} has no chat template, which prompts of chat messages need; "
+                f"the tokenizer in {self.folder} has no chat template, which prompts of chat messages need; "
                 "set its chat_template"
             )
         try:
             text = self.transformers.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=answer_next
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=answer_next,
+                **{**self._template_kwargs, **(template_kwargs or {})},
             )
         except Exception as error:
             # A template is code from the checkpoint and may raise any exception.
-            raise TrajectoryError(f"the chat template refused the messages: {error}") from error
+            raise TemplateError(f"the chat template refused the messages: {error}") from error
         return str(text)
 
     def text_of(self, ids: list[int]) -> str:
@@ -71,7 +124,29 @@ class CheckpointTokenizer:
 
     @cached_property
     def transformers(self) -> Any:
-        """The tokenizer object of the library transformers, which is loaded when it is used first."""
+        """The tokenizer object of the library transformers, which is loaded when it is used first.
+
+        Raises UserError if transformers cannot load it.
+        """
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the tokenizer in {self.folder} cannot be loaded: {error}") from error
+
+    @cached_property
+    def _chat_tokenizer(self) -> Tokenizer:
+        """The tokenizer with which transformers encodes rendered chats.
+
+        Some of its classes, such as that of Llama 2, split text in another way than `tokenizer.json`.
+        """
+        tokenizer: Tokenizer = self.transformers.backend_tokenizer
+        _encode_whole_texts(tokenizer)
+        return tokenizer
+
+
+def _encode_whole_texts(tokenizer: Tokenizer) -> None:
+    """Ignore the limits of length that a tokenizer was saved with, as transformers does."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()

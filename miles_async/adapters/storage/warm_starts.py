@@ -9,11 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from miles_async.config.schema import RunConfig
+from miles_async.types import Prompt
 
-Problems = Sequence[tuple[str, str]]
-"""Pairs of prompt and answer."""
+
+class Example(NamedTuple):
+    """A supervised example of a warm start."""
+
+    prompt: Prompt
+    answer: str
+    tools: list[dict[str, Any]] | None = None
+    """The tools that the chat template gets if the prompt is a list of messages."""
+
+
+Problems = Sequence[Example]
 
 NOTE = "warm_start.json"
 """File next to the weights with the accuracy and the number of steps of the warm start."""
@@ -43,6 +54,8 @@ def cached_checkpoint(config: RunConfig, problems: Problems, check: Problems) ->
     key_values = {
         "recipe": _RECIPE,
         "model": config.model.model_dump(mode="json"),
+        # They decide how prompts become tokens.
+        "chat_template": [config.data.apply_chat_template, config.data.apply_chat_template_kwargs],
         # The problems already contain the text that template and function produce.
         "warm_start": config.warm_start.model_dump(
             mode="json", exclude={"cache_dir", "warm_start_template", "warm_start_examples_path"}

@@ -21,6 +21,8 @@ from miles_async.config.schema import RunConfig
 
 BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
 """Valid values of `rm_type`, each with or without the prefix `boxed_`."""
+_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "add_generation_prompt"}
+"""Arguments of the chat template that no setting may override."""
 
 
 def _supervised(config: RunConfig) -> Iterator[str]:
@@ -48,6 +50,8 @@ def _data(config: RunConfig) -> Iterator[str]:
         )
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are {'both' if len(sources) == 2 else 'all'} set: unset all but one of them"
+    if taken := _TEMPLATE_ARGUMENTS & data.apply_chat_template_kwargs.keys():
+        yield f"apply_chat_template_kwargs has {' and '.join(sorted(taken))}, which the run sets itself: remove it"
     # `path@[a:b]` selects rows of the file.
     path = (data.prompt_data or "").partition("@[")[0]
     if path and hub_name(path) is None and not Path(path).expanduser().is_file():
@@ -66,6 +70,8 @@ def _environment(config: RunConfig) -> Iterator[str]:
             "environment has no effect without a generate function that uses it: set custom_generate_function_path to "
             "miles_async.rollout.environment.generate"
         )
+    if config.data.apply_chat_template:
+        yield "environment sends chat messages, which the endpoint for agents renders: unset apply_chat_template"
 
 
 def _tools(config: RunConfig) -> Iterator[str]:

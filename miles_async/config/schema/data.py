@@ -17,7 +17,8 @@ class Data(Section):
     `owner/name:test` its split test. `path@[a:b]` uses rows a up to, but not including, b. If unset, set
     reasoning_gym_task or disable_rollout_global_dataset instead."""
     input_key: str = "prompt"
-    """Key of the prompt in a row of prompt_data. The value is a string or a list of chat messages."""
+    """Key of the prompt in a row of prompt_data. The value is a string, which is used verbatim, or a list of chat
+    messages, which the tokenizer's chat template renders. Agents and functions of users get the messages."""
     label_key: str | None = "label"
     """Key of the expected answer in a row of prompt_data. null if rows have no label."""
     metadata_key: str = "metadata"
@@ -25,10 +26,12 @@ class Data(Section):
     tool_key: str = "tools"
     """Key of the list of tool descriptions in a row of prompt_data. The chat template and tool functions receive it."""
     apply_chat_template: bool = False
-    """Render each prompt with the tokenizer's chat template. hf_checkpoint must be set. If off, prompts are used
-    verbatim."""
+    """Render prompts with the tokenizer's chat template before anything else sees them: sample.prompt is then text. A
+    string is rendered as the message of a user. hf_checkpoint must be set. Leave this off for agents, whose requests
+    are always rendered."""
     apply_chat_template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as {enable_thinking: true}."""
+    """Further arguments of the chat template for every chat, such as {enable_thinking: true}: for prompts, requests of
+    agents, supervised examples and the warm start."""
     disable_rollout_global_dataset: bool = False
     """Run without a data set: the rollout function receives empty samples and supplies the prompts itself."""
     buffer_filter_path: str | None = None

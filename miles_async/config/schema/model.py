@@ -56,11 +56,13 @@ class WarmStart(Section):
     halved."""
     warm_start_template: str = "{prompt}"
     """Template that turns each prompt into the input of the warm start; `{prompt}` is replaced by the prompt. Set it if
-    RL wraps the prompt in more text, such as the chat markup of an agent."""
+    RL wraps the prompt in more text, such as the chat markup of an agent. Prompts that are lists of messages are
+    rendered by the chat template instead."""
     warm_start_examples_path: str | None = None
     """Function that turns a problem into the examples of the warm start, as module.function with the signature
-    fn(sample) -> pairs of prompt and answer. Use this for agents, which send several requests per problem. If unset,
-    each problem is one example: warm_start_template and the label."""
+    fn(sample) -> pairs of prompt and answer. A prompt is text or a list of messages; the tools of the messages may
+    follow the answer. Use this for agents, which send several requests per problem. If unset, each problem is one
+    example: warm_start_template and the label."""
     cache_dir: str = "~/.cache/miles_async"
     """Folder of cached files: tiny, warm-started and converted models, each under a hash of everything that determines
     it, and memory-mapped copies of Parquet files."""

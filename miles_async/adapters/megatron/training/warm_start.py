@@ -8,13 +8,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.adapters.storage.warm_starts import NOTE, Problems, WarmStarted, cached_checkpoint, find_warm_start
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.storage.warm_starts import (
+    NOTE,
+    Example,
+    Problems,
+    WarmStarted,
+    cached_checkpoint,
+    find_warm_start,
+)
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.errors import UserError
@@ -88,8 +93,9 @@ def _train_to_accuracy(
     """
     settings = config.warm_start
     low, high = settings.warm_start_accuracy
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    examples, checks = ([_encode(tokenizer, pair) for pair in pairs] for pairs in (problems, check))
+    tokenizer = CheckpointTokenizer.of_run(config.data, checkpoint)
+    end = tokenizer.transformers.eos_token_id
+    examples, checks = ([encode_example(tokenizer, example) for example in part] for part in (problems, check))
     generator = random.Random(config.learner.seed)
     check_every, is_far, accuracy = settings.warm_start_check_every, True, None
     for step in range(1, settings.warm_start_max_steps + 1):
@@ -99,9 +105,9 @@ def _train_to_accuracy(
         if step % (check_every if is_far else max(1, check_every // 2)):
             continue
         # Most checks are far from the range. Only a promising result on a few problems is worth a check on all of them.
-        accuracy = _accuracy(learner, checks[:_QUICK_CHECK_SIZE], tokenizer.eos_token_id)
+        accuracy = _accuracy(learner, checks[:_QUICK_CHECK_SIZE], end)
         if accuracy > low / 2:
-            accuracy = _accuracy(learner, checks, tokenizer.eos_token_id)
+            accuracy = _accuracy(learner, checks, end)
         is_far = accuracy < 0.75 * low
         report(step, loss, accuracy)
         if accuracy > high:
@@ -119,10 +125,10 @@ def _train_to_accuracy(
     return 0, None
 
 
-def _encode(tokenizer: Any, pair: tuple[str, str]) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt, and of its answer followed by `eos`."""
-    prompt, answer = pair
-    return tokenizer.encode(prompt), [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+def encode_example(tokenizer: CheckpointTokenizer, example: Example) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, as in generation, and of its answer followed by `eos`."""
+    answer = [*tokenizer.encode_text(example.answer), tokenizer.transformers.eos_token_id]
+    return tokenizer.encode(example.prompt, example.tools), answer
 
 
 def _accuracy(learner: MegatronLearner, checks: Sequence[tuple[list[int], list[int]]], eos: int) -> float:
