@@ -139,14 +139,12 @@ def skips_zero_advantages(config: RunConfig) -> bool:
 
     - supervised fine-tuning, which has no advantages;
     - `ppo`: the advantages come from the critic, which trains on all samples;
-    - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token;
-    - `m2po`, whose budget is a mean over all tokens of the step.
+    - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
     """
     algorithm = config.algorithm
     return (
         config.learner.loss_type == "policy_loss"
         and algorithm.advantage_estimator != "ppo"
-        and policy_objective(algorithm) != "m2po"
         and not keeps_reference(config)
         and algorithm.entropy_coef == 0
     )

@@ -35,8 +35,8 @@ class Algorithm(Section):
     dppo_threshold: float = Field(0.2, gt=0, le=1)
     """Change of a token's probability beyond which policy_objective dppo stops its gradient."""
     m2po_budget: float = Field(0.04, gt=0)
-    """Largest mean square of log-ratios in an optimizer step with policy_objective m2po. Tokens with the largest
-    log-ratios are excluded until the rest is within this budget."""
+    """Largest mean square of log-ratios in an optimizer step with policy_objective m2po, over the tokens that moved in
+    the direction of their advantage. Their ratios are clipped at the bound that brings the mean down to this budget."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount factor of later rewards per token. Only advantage_estimator ppo uses it."""
     lambd: float = Field(1.0, ge=0, le=1)

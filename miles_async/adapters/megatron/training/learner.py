@@ -56,6 +56,7 @@ from miles_async.losses.policy import (
     TokenColumns,
     TokenSums,
     objective_sum,
+    penalized_advantages,
     policy_loss,
     policy_metrics,
 )
@@ -77,8 +78,6 @@ class PreStepValues:
     """Log-probabilities under the reference model; None if there is none."""
     critic_output: CriticOutput | None
     """None if there is no critic."""
-    within_budget: list[Tensor] | None
-    """Whether M2PO trains each token; None for other objectives."""
 
 
 class MegatronLearner:
@@ -185,12 +184,10 @@ class MegatronLearner:
         """Compute what a step needs from the weights before the batch's first step."""
         reference = self._reference_logprobs(step)
         needs_penalties = self._critic is not None and reference is not None
-        selects_tokens = self._loss.objective == "m2po"
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
-        old = self._old_logprobs(step) if is_one_of_several or needs_penalties or selects_tokens else None
-        within_budget = self._within_budget(step, old) if old is not None and selects_tokens else None
+        old = self._policy_logprobs(step) if is_one_of_several or needs_penalties else None
         if self._critic is None:
-            return PreStepValues(old, reference, None, within_budget)
+            return PreStepValues(old, reference, None)
         penalties = None
         if old is not None and reference is not None:
             algorithm = self._algorithm
@@ -198,17 +195,26 @@ class MegatronLearner:
                 algorithm.kl_coef * kl_penalty(batch_old, batch_reference, algorithm.kl_loss_type)
                 for batch_old, batch_reference in zip(old, reference, strict=True)
             ]
-        return PreStepValues(old, reference, self._critic.evaluate(step, penalties), within_budget)
+        return PreStepValues(old, reference, self._critic.evaluate(step, penalties))
 
-    def _within_budget(self, step: TrainStep, old: list[Tensor]) -> list[Tensor]:
-        """Select M2PO's tokens. The budget holds for the whole step, so ranks and micro-batches share one bound."""
-        log_ratios = [
-            logprobs - torch.from_numpy(batch.rollout_log_probs).to(self._device)
-            for batch, logprobs in zip(step.micro_batches, old, strict=True)
-        ]
-        own = torch.cat(log_ratios) if log_ratios else torch.zeros(0, device=self._device)
-        bound = second_moment_bound(gather_over_data_parallel(own), self._loss.m2po_budget)
-        return [one.abs() <= bound for one in log_ratios]
+    def _m2po_bound(self, step: TrainStep, values: PreStepValues) -> float:
+        """Compute the log-ratio at which M2PO clips this step; infinity for other objectives.
+
+        The budget holds for the whole step, so ranks and micro-batches share one bound. Earlier steps on the batch have
+        moved the policy, so the ratios come from a forward pass with the current weights.
+        """
+        if self._loss.objective != "m2po":
+            return math.inf
+        log_ratios, advantages = [torch.zeros(0, device=self._device)], [torch.zeros(0, device=self._device)]
+        for number, logprobs in enumerate(self._policy_logprobs(step)):
+            columns = self._token_columns(step.micro_batches[number], logprobs, values, number)
+            log_ratios.append(logprobs - columns.rollout_log_probs)
+            advantages.append(penalized_advantages(columns, self._loss))
+        return second_moment_bound(
+            gather_over_data_parallel(torch.cat(log_ratios)),
+            gather_over_data_parallel(torch.cat(advantages)),
+            self._loss.m2po_budget,
+        )
 
     def _snapshot(self) -> Callable[[], None]:
         """Copy models, optimizers and step counts to host memory; returns the function that restores them."""
@@ -244,6 +250,7 @@ class MegatronLearner:
 
     def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor]:
         """Run forward and backward passes; returns the global `TokenSums.sums` and `TokenSums.maximum`."""
+        bound = self._m2po_bound(step, values)
         clear_gradients(self._model)
 
         def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
@@ -251,7 +258,8 @@ class MegatronLearner:
             if self._settings.loss_type == "sft_loss":
                 return sft_loss(logprobs, entropy, total_tokens=step.total_tokens)
             columns = self._token_columns(model_input.batch, logprobs, values, number)
-            return policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
+            total = step.total_tokens
+            return policy_loss(logprobs, entropy, columns, total_tokens=total, settings=self._loss, m2po_bound=bound)
 
         parts = run_forward_backward(self._model, self._inputs(step), loss)
         # Only the last stage of a pipeline computes losses. The other stages receive the result from it.
@@ -300,10 +308,10 @@ class MegatronLearner:
             sequences=to_device(batch.sequences),
             staleness=to_device(self._staleness(batch.versions)),
             reference_logprobs=None if values.reference is None else values.reference[number],
-            within_budget=None if values.within_budget is None else values.within_budget[number],
         )
 
-    def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
+    def _policy_logprobs(self, step: TrainStep) -> list[Tensor]:
+        """[m] log-probabilities of each micro-batch under the current weights."""
         return inference.frozen_logprobs(
             self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
         )
