@@ -131,6 +131,14 @@ def compares_with_sampling_policy(algorithm: Algorithm) -> bool:
     return policy_objective(algorithm) in ("dppo", "m2po")
 
 
+def penalizes_before_normalization(algorithm: Algorithm) -> bool:
+    """Whether REINFORCE++ has a KL penalty. It is a part of the return, and the learner normalizes returns.
+
+    Only the learner knows the log-probabilities under the reference model. Without a penalty the driver normalizes.
+    """
+    return algorithm.advantage_estimator.startswith("reinforce_plus_plus") and algorithm.kl_coef > 0
+
+
 def skips_zero_advantages(config: RunConfig) -> bool:
     """Whether samples whose advantage is zero need no pass through the model.
 

@@ -42,7 +42,7 @@ class PolicyLossSettings:
     kl_loss_coef: float
     """Coefficient of the KL penalty that is added to the loss."""
     kl_reward_coef: float
-    """Coefficient of the KL penalty that is subtracted from the reward."""
+    """Coefficient of the KL penalty that is subtracted from advantages which compare the samples of a group."""
     kl_estimator: Literal["k1", "k2", "k3"]
 
     @classmethod
@@ -60,8 +60,8 @@ class PolicyLossSettings:
             ),
             entropy_coef=algorithm.entropy_coef,
             kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
-            # Under ppo the penalty is already part of the rewards from which the critic computes advantages.
-            kl_reward_coef=0.0 if algorithm.advantage_estimator == "ppo" else algorithm.kl_coef,
+            # Otherwise the penalty is already a part of the returns from which advantages are computed.
+            kl_reward_coef=algorithm.kl_coef if algorithm.advantage_estimator in ("grpo", "gspo", "cispo") else 0.0,
             kl_estimator=algorithm.kl_loss_type,
         )
 

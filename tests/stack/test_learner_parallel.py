@@ -94,11 +94,14 @@ ALONE: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")
 }
 M2PO = {"policy_objective": "m2po", "off_policy_correction": "none"}
-SELECTING: dict[str, tuple[str, int, dict[str, Any]]] = {
+RETURNS = {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.5}
+COMPARING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "m2po, one rank": ("dense", 1, M2PO),
     "m2po, data parallel": ("dense", 2, M2PO),
+    "returns, one rank": ("dense", 1, RETURNS),
+    "returns, data parallel": ("dense", 2, RETURNS),
 }
-"""With an objective that selects tokens over the whole optimizer step."""
+"""With a bound or a normalization over the tokens of all ranks."""
 ROWS = {
     "use_dynamic_batching_in_train": True,
     "sequence_length_round_in_train": 4,
@@ -137,7 +140,7 @@ SKIPPING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "skipping, experts, one rank": ("experts", 1, ONLY_ADVANTAGES),
 }
 """With groups without an advantage, which only one rank computes."""
-ALL = LAYOUTS | MIXED | ALONE | SELECTING | MASKED | SKIPPING | TOGETHER
+ALL = LAYOUTS | MIXED | ALONE | COMPARING | MASKED | SKIPPING | TOGETHER
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
@@ -217,7 +220,7 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
     """By Hugging Face names: they travel the way that weights do."""
-    learner._policy_gradients(step, learner._pre_step_values(step, is_one_of_several=False))
+    learner._policy_gradients(step, *learner._pre_step_values([step]))
     chunks = learner._model.chunks
     with redirect_cuda_to_cpu():
         finalize_model_grads(chunks, force_all_reduce=True)
@@ -290,6 +293,11 @@ def test_data_parallel_ranks_select_the_tokens_that_one_rank_selects(runs: Path)
     excluded = facts(alone)["metrics"]["clip_fraction"]
     assert 0 < excluded < 1
     assert facts(shared)["metrics"]["clip_fraction"] == pytest.approx(excluded)
+
+
+def test_data_parallel_ranks_normalize_returns_with_a_penalty_like_one_rank(runs: Path) -> None:
+    alone, shared = runs / "returns, one rank", runs / "returns, data parallel"
+    assert most_apart(shared / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
 
 
 @pytest.mark.parametrize("layout", MASKED)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +35,7 @@ from miles_async.losses.policy import (
     policy_metrics,
 )
 from miles_async.losses.supervised import supervised_loss
+from tests.stack.learning import recorded
 
 
 def settings(
@@ -264,11 +263,6 @@ def test_dppo_stops_only_gradients_that_would_increase_a_change_beyond_the_thres
     assert clipped.tolist() == [1, 0, 1, 0, 0], "a rare token may change by any factor"
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.0, 0.5, 0.0, -1.5, 10.0], rel=1e-5)
-
-
-def recorded(name: str) -> list[dict[str, Any]]:
-    """The cases that `recorded_losses/record.py` wrote."""
-    return json.loads((Path(__file__).parent / "recorded_losses" / f"{name}.json").read_text())["cases"]
 
 
 @pytest.mark.parametrize("case", recorded("m2po"), ids=lambda case: f"clip at {case['highest_ratio']:.3g}")

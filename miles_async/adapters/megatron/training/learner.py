@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +34,7 @@ from miles_async.adapters.megatron.model.process_groups import (
     gather_over_data_parallel,
 )
 from miles_async.adapters.megatron.training import inference
+from miles_async.adapters.megatron.training.advantages import normalize, penalized_returns, reward_penalties
 from miles_async.adapters.megatron.training.critic import Critic, CriticOutput
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.offloading import Offloaded, offload
@@ -46,9 +47,15 @@ from miles_async.adapters.megatron.training.optimizer import (
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
-from miles_async.config.derived import keeps_reference, learning_rate, reference_batching, shares_prefixes
+from miles_async.config.derived import (
+    keeps_reference,
+    learning_rate,
+    penalizes_before_normalization,
+    reference_batching,
+    shares_prefixes,
+)
 from miles_async.config.schema import RunConfig
-from miles_async.losses.objectives import kl_penalty, second_moment_bound
+from miles_async.losses.objectives import second_moment_bound
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
@@ -71,6 +78,9 @@ log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class PreStepValues:
     """Inputs of one optimizer step that are computed before the batch's first step: one tensor [m] per micro-batch."""
+
+    advantages: list[Tensor] | None
+    """None if those of the batch are used as they are."""
 
     old_logprobs: list[Tensor] | None
     """None if the step's own forward pass gives the same values."""
@@ -98,6 +108,7 @@ class MegatronLearner:
         self._algorithm = config.algorithm
         torch.use_deterministic_algorithms(config.learner.deterministic_mode)
         self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
+        self._penalizes_returns = penalizes_before_normalization(config.algorithm)
         # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
@@ -153,7 +164,7 @@ class MegatronLearner:
         """
         started = time.monotonic()
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
-        pre_step_values = [self._pre_step_values(step, is_one_of_several=len(steps) > 1) for step in steps]
+        pre_step_values = self._pre_step_values(steps)
         # A single step is only applied if it is finite, so it needs no snapshot.
         restore = self._snapshot() if len(steps) > 1 else None
         metrics: list[Mapping[str, float]] = []
@@ -180,22 +191,28 @@ class MegatronLearner:
             metrics=_combine_steps(metrics) | performance,
         )
 
-    def _pre_step_values(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
-        """Compute what a step needs from the weights before the batch's first step."""
+    def _pre_step_values(self, steps: Sequence[TrainStep]) -> list[PreStepValues]:
+        """Compute what the steps need from the weights before the batch's first step."""
+        values = [self._values_of(step, is_one_of_several=len(steps) > 1) for step in steps]
+        if self._penalizes_returns or (self._critic is not None and self._algorithm.normalize_advantages):
+            normalized = normalize([one.advantages or [] for one in values], self._device)
+            values = [replace(one, advantages=advantages) for one, advantages in zip(values, normalized, strict=True)]
+        return values
+
+    def _values_of(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
         reference = self._reference_logprobs(step)
-        needs_penalties = self._critic is not None and reference is not None
+        needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
         old = self._policy_logprobs(step) if is_one_of_several or needs_penalties else None
-        if self._critic is None:
-            return PreStepValues(old, reference, None)
-        penalties = None
+        advantages = critic_output = penalties = None
         if old is not None and reference is not None:
-            algorithm = self._algorithm
-            penalties = [
-                algorithm.kl_coef * kl_penalty(batch_old, batch_reference, algorithm.kl_loss_type)
-                for batch_old, batch_reference in zip(old, reference, strict=True)
-            ]
-        return PreStepValues(old, reference, self._critic.evaluate(step, penalties))
+            penalties = reward_penalties(old, reference, self._algorithm)
+        if self._critic is not None:
+            critic_output = self._critic.evaluate(step, penalties)
+            advantages = critic_output.advantages
+        elif self._penalizes_returns and penalties is not None:
+            advantages = penalized_returns(step, penalties, self._device)
+        return PreStepValues(advantages, old, reference, critic_output)
 
     def _m2po_bound(self, step: TrainStep, values: PreStepValues) -> float:
         """Compute the log-ratio at which M2PO clips this step; infinity for other objectives.
@@ -297,13 +314,10 @@ class MegatronLearner:
         def to_device(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column).to(self._device)
 
-        advantages = to_device(batch.advantages)
-        if values.critic_output is not None:
-            advantages = values.critic_output.advantages[number]
         return TokenColumns(
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
             rollout_log_probs=to_device(batch.rollout_log_probs),
-            advantages=advantages,
+            advantages=to_device(batch.advantages) if values.advantages is None else values.advantages[number],
             loss_weights=to_device(batch.loss_weights),
             sequences=to_device(batch.sequences),
             staleness=to_device(self._staleness(batch.versions)),
