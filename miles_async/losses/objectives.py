@@ -48,8 +48,10 @@ def geometric_mean_objective(
     log_ratio = logprobs - old_logprobs
     sign = advantages.sign()
     # As in PPO, only a move in the direction of the advantage is clipped.
-    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
-    return sequence_mean(clipped, sequences).exp() * advantages, (clipped != log_ratio).to(log_ratio.dtype)
+    limited = log_ratio.clamp(-eps_low, eps_high)
+    clipped = sign * limited < sign * log_ratio
+    objective = sequence_mean(torch.where(clipped, limited, log_ratio), sequences).exp() * advantages
+    return objective, clipped.to(log_ratio.dtype)
 
 
 def soft_gate_objective(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, float]) -> tuple[Tensor, Tensor]:

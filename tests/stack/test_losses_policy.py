@@ -239,11 +239,11 @@ def test_a_token_that_icepop_excludes_leaves_loss_and_gradient_finite() -> None:
 
 
 def test_gmpo_clips_the_log_ratio_only_in_the_direction_of_the_advantage() -> None:
-    logprobs = torch.tensor([1.0, 0.1, -1.0, -1.0], requires_grad=True)
-    advantages, sequences = torch.tensor([1.0, 1.0, 1.0, -1.0]), torch.tensor([0, 0, 1, 2])
-    objective, clipped = geometric_mean_objective(logprobs, torch.zeros(4), advantages, sequences, 0.4, 0.4)
-    assert clipped.tolist() == [1, 0, 0, 1]
-    assert objective.tolist() == pytest.approx([np.exp(0.25), np.exp(0.25), np.exp(-1.0), -np.exp(-0.4)])
+    logprobs = torch.tensor([1.0, 0.1, -1.0, -1.0, 1.0], requires_grad=True)
+    advantages, sequences = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.0]), torch.tensor([0, 0, 1, 2, 3])
+    objective, clipped = geometric_mean_objective(logprobs, torch.zeros(5), advantages, sequences, 0.4, 0.4)
+    assert clipped.tolist() == [1, 0, 0, 1, 0]
+    assert objective.tolist() == pytest.approx([np.exp(0.25), np.exp(0.25), np.exp(-1.0), -np.exp(-0.4), 0.0])
 
 
 def test_sapo_has_the_gradient_of_the_ratio_on_policy_and_less_away_from_it() -> None:
