@@ -81,7 +81,6 @@ class PreStepValues:
 
     advantages: list[Tensor] | None
     """None if those of the batch are used as they are."""
-
     old_logprobs: list[Tensor] | None
     """None if the step's own forward pass gives the same values."""
     reference: list[Tensor] | None
