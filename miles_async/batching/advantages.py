@@ -11,12 +11,13 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from miles_async.config.derived import penalizes_before_normalization
 from miles_async.config.objectives import loss_aggregation
 from miles_async.config.schema import Algorithm
 from miles_async.errors import TrajectoryError
 from miles_async.types import Group, Sample
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 """Added to standard deviations, so that almost equal rewards do not give huge advantages."""
 
 
@@ -30,8 +31,8 @@ class ScoredSample:
     trajectory: int
     """Number of the sample's trajectory in the batch."""
     advantage: float
-    """Advantage of every trained token of the sample; under `ppo` the reward, from which the critic's rank computes
-    the advantages."""
+    """Advantage of every trained token of the sample. Under `ppo`, and under REINFORCE++ with a KL penalty, the reward
+    from which the learner computes the advantages."""
     loss_weight: float = 1.0
     """Factor of each trained token in the loss's sum over tokens."""
 
@@ -59,14 +60,14 @@ def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_le
         if estimator in ("reinforce_plus_plus", "ppo"):
             advantages = rewards  # compared with the whole batch below, or with a critic's values on the rank
         else:
-            # REINFORCE++-baseline subtracts the group's mean here and divides by the batch's deviation below.
+            # REINFORCE++-baseline subtracts the group's mean here, and is normalized over the batch later.
             divide = algorithm.grpo_std_normalization and estimator != "reinforce_plus_plus_baseline"
             advantages = group_advantages(rewards, weights, std_normalization=divide)
         scored += [
             ScoredSample(sample, number, owner, advantage)
             for sample, owner, advantage in zip(samples, owners, advantages, strict=True)
         ]
-    if not estimator.startswith("reinforce_plus_plus"):
+    if not estimator.startswith("reinforce_plus_plus") or penalizes_before_normalization(algorithm):
         return scored
     token_counts = [len(trained_positions(one.sample)) for one in scored]
     normalized = whiten([one.advantage for one in scored], token_counts)
@@ -147,7 +148,7 @@ def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
         return [0.0] * len(values)
     mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
     deviations = (sqrt(weight / total) * (value - mean) for value, weight in zip(values, weights, strict=True))
-    scale = hypot(*deviations) + _EPSILON  # hypot scales its arguments: huge rewards do not overflow when squared
+    scale = hypot(*deviations) + EPSILON  # hypot scales its arguments: huge rewards do not overflow when squared
     return [(value - mean) / scale for value in values]
 
 

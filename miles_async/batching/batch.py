@@ -59,7 +59,7 @@ class PackedBatch:
     rollout_log_probs: NDArray[np.float32]
     """[m] log-probabilities in nats, as the engines reported them."""
     advantages: NDArray[np.float32]
-    """[m] advantage of each token's sample; under `ppo` the sample's reward, as input of the critic."""
+    """[m] advantage of each token's sample, or the reward from which the learner computes it (`ScoredSample`)."""
     loss_weights: NDArray[np.float32]
     """[m] factor of each token in the loss's sum over tokens. All ones give the mean over the step's tokens."""
     versions: NDArray[np.int64]

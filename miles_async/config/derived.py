@@ -115,6 +115,14 @@ def keeps_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
 
 
+def penalizes_before_normalization(algorithm: Algorithm) -> bool:
+    """Whether REINFORCE++ has a KL penalty. It is a part of the return, and the learner normalizes returns.
+
+    Only the learner knows the log-probabilities under the reference model. Without a penalty the driver normalizes.
+    """
+    return algorithm.advantage_estimator.startswith("reinforce_plus_plus") and algorithm.kl_coef > 0
+
+
 def skips_zero_advantages(config: RunConfig) -> bool:
     """Whether samples whose advantage is zero need no pass through the model.
 
@@ -123,14 +131,12 @@ def skips_zero_advantages(config: RunConfig) -> bool:
 
     - supervised fine-tuning, which has no advantages;
     - `ppo`: the advantages come from the critic, which trains on all samples;
-    - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token;
-    - `m2po`, whose budget is a mean over all tokens of the step.
+    - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
     """
     algorithm = config.algorithm
     return (
         config.learner.loss_type == "policy_loss"
         and algorithm.advantage_estimator != "ppo"
-        and policy_objective(algorithm) != "m2po"
         and not keeps_reference(config)
         and algorithm.entropy_coef == 0
     )

@@ -6,6 +6,8 @@ log-probabilities and ratios do. `sequences` is the number of each token's seque
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,10 @@ def geometric_mean_objective(
     log_ratio = logprobs - old_logprobs
     sign = advantages.sign()
     # As in PPO, only a move in the direction of the advantage is clipped.
-    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
-    return sequence_mean(clipped, sequences).exp() * advantages, (clipped != log_ratio).to(log_ratio.dtype)
+    limited = log_ratio.clamp(-eps_low, eps_high)
+    clipped = sign * limited < sign * log_ratio
+    objective = sequence_mean(torch.where(clipped, limited, log_ratio), sequences).exp() * advantages
+    return objective, clipped.to(log_ratio.dtype)
 
 
 def soft_gate_objective(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, float]) -> tuple[Tensor, Tensor]:
@@ -80,20 +84,42 @@ def divergence_objective(
     return torch.where(outside, 0.0, ratio) * advantages * logprobs, outside.to(logprobs.dtype)
 
 
-def second_moment_bound(log_ratios: Tensor, budget: float) -> float:
-    """Largest absolute log-ratio that M2PO keeps.
+def second_moment_objective(
+    logprobs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, bound: float
+) -> tuple[Tensor, Tensor]:
+    """r A with r = p / q for the sampling policy q, and 1 where the clip at `bound` removed the gradient.
 
-    `log_ratios` [n] are those of all tokens of an optimizer step. The result is the largest bound for which the mean
-    square of the log-ratios within the bound is at most `budget`; infinity if all tokens fit, and -1 if none does.
+    As in PPO, only a move in the direction of the advantage is clipped: r at exp(bound) if A > 0, and at exp(-bound) if
+    A < 0. `bound` is that of `second_moment_bound` for the optimizer step.
     Source: M2PO (arXiv 2510.01161).
     """
-    squares = log_ratios.square().sort().values
-    # Means over the n smallest values grow with n, so the tokens that fit are a prefix.
-    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
-    kept = int((means <= budget).sum())
-    if kept == len(squares):
+    log_ratio, sign = logprobs - rollout_log_probs, advantages.sign()
+    clipped = sign * log_ratio > bound
+    # Selected before the exponential, so that a clipped ratio cannot overflow and give NaN gradients.
+    return torch.where(clipped, sign * bound, log_ratio).exp() * advantages, clipped.to(logprobs.dtype)
+
+
+def second_moment_bound(log_ratios: Tensor, advantages: Tensor, budget: float) -> float:
+    """Absolute log-ratio at which M2PO clips the tokens of an optimizer step; infinity if the budget needs no clip.
+
+    `log_ratios` [n] and `advantages` [n] are those of all tokens of the step. Only tokens that have moved in the
+    direction of their advantage count: A > 0 and r > 1, or A < 0 and r < 1. The bound makes the mean square of their
+    log-ratios, each limited to the bound, equal to `budget`. The order of the tokens does not matter.
+    Source: M2PO (arXiv 2510.01161) as its authors implemented it (Infini-AI-Lab/M2PO, `kpo_clip_harmful_tokens`).
+    Algorithm 1 of the paper leaves out the largest tokens until the mean of the others is within the budget. The
+    authors' code, and this function, limit them to the bound and keep counting them, so fewer tokens remain.
+    """
+    squares = log_ratios[log_ratios * advantages.sign() > 0].double().square().sort().values
+    total = len(squares) * budget
+    if squares.sum() <= total:
         return float("inf")
-    return squares[kept - 1].sqrt().item() if kept else -1.0
+    sums = squares.cumsum(0)
+    # The sum of all squares if they were limited to each of them in turn. It grows, so the bound lies just before the
+    # first one that exceeds the budget.
+    limited = sums + squares * torch.arange(len(squares) - 1, -1, -1, device=squares.device)
+    kept = int((limited < total).sum())
+    below = sums[kept - 1].item() if kept else 0.0
+    return math.sqrt((total - below) / (len(squares) - kept))
 
 
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from miles_async.losses.objectives import (
     divergence_objective,
     geometric_mean_objective,
     kl_penalty,
+    second_moment_objective,
     sequence_ratio,
     soft_gate_objective,
     suffix_sum,
@@ -41,7 +42,7 @@ class PolicyLossSettings:
     kl_loss_coef: float
     """Coefficient of the KL penalty that is added to the loss."""
     kl_reward_coef: float
-    """Coefficient of the KL penalty that is subtracted from the reward."""
+    """Coefficient of the KL penalty that is subtracted from advantages which compare the samples of a group."""
     kl_estimator: Literal["k1", "k2", "k3"]
 
     @classmethod
@@ -60,8 +61,8 @@ class PolicyLossSettings:
             ),
             entropy_coef=algorithm.entropy_coef,
             kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
-            # Under ppo the penalty is already part of the rewards from which the critic computes advantages.
-            kl_reward_coef=0.0 if algorithm.advantage_estimator == "ppo" else algorithm.kl_coef,
+            # Otherwise the penalty is already a part of the returns from which advantages are computed.
+            kl_reward_coef=algorithm.kl_coef if algorithm.advantage_estimator in ("grpo", "gspo", "cispo") else 0.0,
             kl_estimator=algorithm.kl_loss_type,
         )
 
@@ -83,8 +84,6 @@ class TokenColumns:
     """Weight version of the learner minus the version that sampled the token."""
     reference_logprobs: Tensor | None = None
     """Under the frozen reference model; None if there is none."""
-    within_budget: Tensor | None = None
-    """Whether M2PO trains the token; None for other objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,24 +102,26 @@ STALENESS_CLASSES = 5
 
 
 def policy_loss(
-    logprobs: Tensor, entropy: Tensor, columns: TokenColumns, *, total_tokens: int, settings: PolicyLossSettings
+    logprobs: Tensor,
+    entropy: Tensor,
+    columns: TokenColumns,
+    *,
+    total_tokens: int,
+    settings: PolicyLossSettings,
+    m2po_bound: float = float("inf"),
 ) -> tuple[Tensor, TokenSums]:
     """Compute this micro-batch's part of the loss: its weighted sum over tokens divided by `total_tokens` of the step.
 
     `logprobs` and `entropy` [m] are under the weights being trained. The parts of all micro-batches and ranks add up to
     the loss of the step, independently of how samples are grouped into micro-batches: `columns.loss_weights` alone
-    determines how tokens and samples are averaged.
+    determines how tokens and samples are averaged. `m2po_bound` is the step's `second_moment_bound`.
     """
-    old, advantages = columns.old_logprobs.detach(), columns.advantages
-    if columns.reference_logprobs is not None and settings.kl_reward_coef:
-        # A penalty on the reward of a token counts for every earlier token of the response too.
-        penalty = kl_penalty(old, columns.reference_logprobs, settings.kl_estimator)
-        advantages = advantages - settings.kl_reward_coef * suffix_sum(penalty, columns.sequences)
+    old, advantages = columns.old_logprobs.detach(), penalized_advantages(columns, settings)
     # The objective bounds how far this batch's steps move the policy. The weight corrects for the difference between
     # the policy before those steps and the one that sampled.
     log_ratio = old - columns.rollout_log_probs
     weight, bounded = importance_weights(log_ratio, columns.sequences, settings.correction)
-    objective, clipped = _objective(logprobs, old, advantages, weight == 0, columns, settings)
+    objective, clipped = _objective(logprobs, advantages, weight == 0, columns, settings, m2po_bound)
     per_token = weight * objective + settings.entropy_coef * entropy
     kl = torch.zeros_like(log_ratio)
     if columns.reference_logprobs is not None:
@@ -140,16 +141,26 @@ def policy_loss(
     return loss, TokenSums(sums=sums, maximum=maximum)
 
 
+def penalized_advantages(columns: TokenColumns, settings: PolicyLossSettings) -> Tensor:
+    """[m] advantages less the KL penalty of the token and of all later ones of its sequence, if rewards have one."""
+    if columns.reference_logprobs is None or not settings.kl_reward_coef:
+        return columns.advantages
+    # A penalty on the reward of a token counts for every earlier token of the response too.
+    penalty = kl_penalty(columns.old_logprobs.detach(), columns.reference_logprobs, settings.kl_estimator)
+    return columns.advantages - settings.kl_reward_coef * suffix_sum(penalty, columns.sequences)
+
+
 def _objective(
     logprobs: Tensor,
-    old: Tensor,
     advantages: Tensor,
     excluded: Tensor,
     columns: TokenColumns,
     settings: PolicyLossSettings,
+    m2po_bound: float,
 ) -> tuple[Tensor, Tensor]:
     """[m] objective of each token, and [m] 1 where a bound removed or limited its gradient."""
     low, high, sequences = settings.eps_clip, settings.eps_clip_high, columns.sequences
+    old = columns.old_logprobs.detach()
     # The ratio of an excluded token may overflow. Its weight of 0 would then give NaN, in the loss and its gradient.
     ratio = (torch.where(excluded, old, logprobs) - old).exp()
     match settings.objective:
@@ -166,11 +177,7 @@ def _objective(
         case "dppo":
             return divergence_objective(logprobs, columns.rollout_log_probs, advantages, settings.dppo_threshold)
         case "m2po":
-            assert columns.within_budget is not None, "M2PO needs the second moment of the whole optimizer step"
-            kept = columns.within_budget.to(logprobs.dtype)
-            # A token outside the budget gets ratio 1 and weight 0, so that its ratio cannot overflow.
-            log_ratio = torch.where(columns.within_budget, logprobs - columns.rollout_log_probs, 0.0)
-            return kept * log_ratio.exp() * advantages, 1 - kept
+            return second_moment_objective(logprobs, columns.rollout_log_probs, advantages, m2po_bound)
 
 
 def objective_sum(sums: Tensor) -> float:

@@ -24,6 +24,7 @@ from miles_async.adapters.system.network_ports import claim_port
 from miles_async.adapters.weights.engine import call_engine
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.models.experts import Qwen3Moe
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
 from tests.configuration import run_config
@@ -94,11 +95,14 @@ ALONE: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")
 }
 M2PO = {"policy_objective": "m2po", "off_policy_correction": "none"}
-SELECTING: dict[str, tuple[str, int, dict[str, Any]]] = {
+RETURNS = {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.5}
+COMPARING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "m2po, one rank": ("dense", 1, M2PO),
     "m2po, data parallel": ("dense", 2, M2PO),
+    "returns, one rank": ("dense", 1, RETURNS),
+    "returns, data parallel": ("dense", 2, RETURNS),
 }
-"""With an objective that selects tokens over the whole optimizer step."""
+"""With a bound or a normalization over the tokens of all ranks."""
 ROWS = {
     "use_dynamic_batching_in_train": True,
     "sequence_length_round_in_train": 4,
@@ -137,7 +141,14 @@ SKIPPING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "skipping, experts, one rank": ("experts", 1, ONLY_ADVANTAGES),
 }
 """With groups without an advantage, which only one rank computes."""
-ALL = LAYOUTS | MIXED | ALONE | SELECTING | MASKED | SKIPPING | TOGETHER
+WHOLE: dict[str, Any] = {"share_prefixes": False}
+AUXILIARY: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "auxiliary loss, one rank": ("experts", 1, WHOLE),
+    "auxiliary loss, experts shared and dealt": ("experts", 4, WHOLE | EXPERTS["experts shared and dealt"][1]),
+    "auxiliary loss, expert and context parallel": ("experts", 4, WHOLE | EXPERTS["expert and context parallel"][1]),
+}
+"""With a z-loss of the routers, whose mean over tokens does not depend on how the tokens are divided."""
+ALL = LAYOUTS | MIXED | ALONE | COMPARING | MASKED | SKIPPING | TOGETHER | AUXILIARY
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
@@ -174,8 +185,19 @@ def groups_without_advantage(count: int) -> list[Group]:
     return groups
 
 
+def even_groups() -> list[Group]:
+    """`uneven_groups` with samples of one length, so that no layout needs padding, which routers would process too."""
+    groups = uneven_groups(0)
+    for sample in (sample for group in groups for sample in group):
+        sample.tokens = (sample.tokens * 3)[:8]
+        sample.response_length, sample.rollout_log_probs = 3, sample.rollout_log_probs[:3]
+    return groups
+
+
 def steps_of(name: str, settings: RunConfig, ranks: int) -> list[list[TrainStep]]:
     """The optimizer steps of each rank of a layout."""
+    if name in AUXILIARY:
+        return rank_batches(even_groups(), settings, ranks)
     if name not in SKIPPING:
         return rank_batches(masked_groups() if name in MASKED else uneven_groups(0), settings, ranks)
     groups = groups_without_advantage(2)
@@ -187,6 +209,14 @@ def steps_of(name: str, settings: RunConfig, ranks: int) -> list[list[TrainStep]
 def learn(root: Path, name: str, rank: int, port: int) -> None:
     """Trains one batch; rank 0 writes the observable results to a file."""
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if name in AUXILIARY:
+            usual = Qwen3Moe.transformer_config
+            patch.setattr(Qwen3Moe, "transformer_config", lambda *given: usual(*given) | {"moe_z_loss_coeff": 0.1})
+        _learn(root, name, rank, port)
+
+
+def _learn(root: Path, name: str, rank: int, port: int) -> None:
     model, ranks, layout = ALL[name]
     settings, out = config(root, model, layout, ranks), root / name
     learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
@@ -217,7 +247,7 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
     """By Hugging Face names: they travel the way that weights do."""
-    learner._policy_gradients(step, learner._pre_step_values(step, is_one_of_several=False))
+    learner._policy_gradients(step, *learner._pre_step_values([step]))
     chunks = learner._model.chunks
     with redirect_cuda_to_cpu():
         finalize_model_grads(chunks, force_all_reduce=True)
@@ -290,6 +320,20 @@ def test_data_parallel_ranks_select_the_tokens_that_one_rank_selects(runs: Path)
     excluded = facts(alone)["metrics"]["clip_fraction"]
     assert 0 < excluded < 1
     assert facts(shared)["metrics"]["clip_fraction"] == pytest.approx(excluded)
+
+
+def test_data_parallel_ranks_normalize_returns_with_a_penalty_like_one_rank(runs: Path) -> None:
+    alone, shared = runs / "returns, one rank", runs / "returns, data parallel"
+    assert most_apart(shared / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
+
+
+@pytest.mark.parametrize("layout", AUXILIARY)
+def test_parallel_ranks_add_an_auxiliary_loss_at_the_scale_of_one_rank(runs: Path, layout: str) -> None:
+    alone = runs / "auxiliary loss, one rank"
+    assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
+    router = load_file(alone / "gradients.safetensors")["model.layers.0.mlp.gate.weight"]
+    usual = load_file(runs / "experts, one rank/gradients.safetensors")["model.layers.0.mlp.gate.weight"]
+    assert (router - usual).abs().max() > 1e-3, "the loss is large enough to be seen"
 
 
 @pytest.mark.parametrize("layout", MASKED)

@@ -18,6 +18,7 @@ from miles_async.losses.objectives import (
     geometric_mean_objective,
     kl_penalty,
     second_moment_bound,
+    second_moment_objective,
     sequence_mean,
     sequence_ratio,
     soft_gate_objective,
@@ -34,6 +35,7 @@ from miles_async.losses.policy import (
     policy_metrics,
 )
 from miles_async.losses.supervised import supervised_loss
+from tests.stack.learning import recorded
 
 
 def settings(
@@ -61,7 +63,6 @@ def inputs(n: int = 40) -> dict[str, torch.Tensor]:
         "reference_logprobs": rollout + random.normal(0, 0.5, n),
         "sequences": np.sort(random.integers(0, 6, n)),
         "staleness": random.integers(0, 7, n),
-        "within_budget": random.uniform(size=n) < 0.7,
     }
     return {name: torch.from_numpy(column) for name, column in values.items()}
 
@@ -72,12 +73,18 @@ def columns(tensors: dict[str, torch.Tensor]) -> TokenColumns:
 
 def loss_of(tensors: dict[str, torch.Tensor], total_tokens: int, how: PolicyLossSettings) -> Any:
     return policy_loss(
-        tensors["logprobs"], tensors["entropy"], columns(tensors), total_tokens=total_tokens, settings=how
+        tensors["logprobs"],
+        tensors["entropy"],
+        columns(tensors),
+        total_tokens=total_tokens,
+        settings=how,
+        m2po_bound=0.4,
     )
 
 
 def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> float:
-    """The loss written out: entropy bonus 0.01, KL k3 0.1, clip 0.2 and 0.3, weights up to 2, band 0.5 to 1.8."""
+    """The loss written out: entropy bonus 0.01, KL k3 0.1, clip 0.2 and 0.3, weights up to 2, band 0.5 to 1.8, and
+    M2PO's bound 0.4."""
     x = {name: tensor.numpy() for name, tensor in tensors.items()}
     lp, old, a = x["logprobs"], x["old_logprobs"], x["advantages"]
 
@@ -97,7 +104,7 @@ def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> f
         "gmpo": np.exp(per_sequence(log_clipped, np.mean)) * a,
         "sapo": 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * a,
         "dppo": inside * np.exp(lp - q) * a * lp,
-        "m2po": x["within_budget"] * np.exp(lp - q) * a,
+        "m2po": np.exp(np.where(up, np.minimum(lp - q, 0.4), np.maximum(lp - q, -0.4))) * a,
     }[objective]
     off = np.exp(old - x["rollout_log_probs"])
     weight = {
@@ -232,11 +239,11 @@ def test_a_token_that_icepop_excludes_leaves_loss_and_gradient_finite() -> None:
 
 
 def test_gmpo_clips_the_log_ratio_only_in_the_direction_of_the_advantage() -> None:
-    logprobs = torch.tensor([1.0, 0.1, -1.0, -1.0], requires_grad=True)
-    advantages, sequences = torch.tensor([1.0, 1.0, 1.0, -1.0]), torch.tensor([0, 0, 1, 2])
-    objective, clipped = geometric_mean_objective(logprobs, torch.zeros(4), advantages, sequences, 0.4, 0.4)
-    assert clipped.tolist() == [1, 0, 0, 1]
-    assert objective.tolist() == pytest.approx([np.exp(0.25), np.exp(0.25), np.exp(-1.0), -np.exp(-0.4)])
+    logprobs = torch.tensor([1.0, 0.1, -1.0, -1.0, 1.0], requires_grad=True)
+    advantages, sequences = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.0]), torch.tensor([0, 0, 1, 2, 3])
+    objective, clipped = geometric_mean_objective(logprobs, torch.zeros(5), advantages, sequences, 0.4, 0.4)
+    assert clipped.tolist() == [1, 0, 0, 1, 0]
+    assert objective.tolist() == pytest.approx([np.exp(0.25), np.exp(0.25), np.exp(-1.0), -np.exp(-0.4), 0.0])
 
 
 def test_sapo_has_the_gradient_of_the_ratio_on_policy_and_less_away_from_it() -> None:
@@ -258,16 +265,53 @@ def test_dppo_stops_only_gradients_that_would_increase_a_change_beyond_the_thres
     assert logprobs.grad.tolist() == pytest.approx([0.0, 0.5, 0.0, -1.5, 10.0], rel=1e-5)
 
 
-@pytest.mark.parametrize("budget, expected", [(1.0, 0.2), (1.7, 2.0), (100.0, float("inf")), (0.001, -1.0)])
-def test_m2po_keeps_the_smallest_log_ratios_whose_mean_square_is_within_the_budget(
-    budget: float, expected: float
-) -> None:
-    # The squares are 9, 0.04, 4 and 0.01 for the last; the means of the smallest ones 0.01, 0.025, 1.35 and 3.2625.
-    assert second_moment_bound(torch.tensor([3.0, -0.2, 2.0, 0.1]), budget) == pytest.approx(expected)
+@pytest.mark.parametrize("case", recorded("m2po"), ids=lambda case: f"clip at {case['highest_ratio']:.3g}")
+def test_m2po_trains_the_tokens_that_its_authors_train(case: dict[str, Any]) -> None:
+    log_ratios, advantages = (torch.tensor(case[name], dtype=torch.float64) for name in ("log_ratios", "advantages"))
+    sampled = torch.full_like(log_ratios, -3.0)
+    logprobs = (sampled + log_ratios).requires_grad_()
+    bound = second_moment_bound(log_ratios, advantages, budget=0.04)
+    objective, clipped = second_moment_objective(logprobs, sampled, advantages, bound)
+    [gradients] = torch.autograd.grad(objective.sum(), logprobs)
+    assert np.exp(bound) >= case["highest_ratio"] - 1e-6 or bound == 0.2
+    # The authors put the clip on the largest token that they keep, and rounding decides whether it has a gradient.
+    on_the_clip = (log_ratios.abs().exp() - case["highest_ratio"]).abs() < 1e-6
+    theirs = torch.tensor(case["gradients"], dtype=torch.float64)
+    assert torch.allclose(gradients[~on_the_clip], theirs[~on_the_clip], atol=1e-7)
+    assert clipped.tolist() == ((gradients == 0) & (advantages != 0)).double().tolist()
 
 
-def test_m2po_trains_all_tokens_of_a_step_without_tokens() -> None:
-    assert second_moment_bound(torch.zeros(0), 0.04) == float("inf")
+def test_m2po_counts_only_tokens_that_moved_in_the_direction_of_their_advantage() -> None:
+    """Among them, squares of 0.01, 0.04 and 4. With the largest limited to the bound b they add up to 0.05 + b²."""
+    log_ratios = torch.tensor([0.1, -0.2, 2.0, -9.0, 9.0, 7.0])
+    advantages = torch.tensor([1.0, -1.0, 0.5, 1.0, -1.0, 0.0])
+    bounds = {1.36: float("inf"), 0.35: 1.0, 0.02: np.sqrt(0.025), 0.005: np.sqrt(0.005)}
+    found = [second_moment_bound(log_ratios, advantages, budget) for budget in bounds]
+    assert found == pytest.approx(list(bounds.values()), abs=1e-6)
+
+
+def test_m2po_trains_harmless_tokens_however_far_they_have_moved() -> None:
+    sampled = torch.full((4,), -4.0)
+    logprobs = (sampled + torch.tensor([-1.0, 0.05, -0.05, 1.0])).requires_grad_()
+    objective, clipped = second_moment_objective(logprobs, sampled, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2)
+    objective.sum().backward()
+    assert clipped.tolist() == [0, 0, 0, 0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([np.exp(-1.0), np.exp(0.05), -np.exp(-0.05), -np.e])
+
+
+def test_m2po_gives_a_clipped_ratio_that_overflows_no_gradient() -> None:
+    logprobs = torch.tensor([-0.5, -0.5], requires_grad=True)
+    objective, clipped = second_moment_objective(logprobs, torch.tensor([-200.0, -0.6]), torch.ones(2), 0.2)
+    objective.sum().backward()
+    assert clipped.tolist() == [1, 0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.0, np.exp(0.1)])
+
+
+@pytest.mark.parametrize("advantages", [[], [0.0, 0.0]])
+def test_m2po_clips_nothing_if_no_token_has_an_advantage(advantages: list[float]) -> None:
+    assert second_moment_bound(torch.ones(len(advantages)), torch.tensor(advantages), 0.04) == float("inf")
 
 
 def test_all_tokens_of_a_sequence_share_its_ratio() -> None:

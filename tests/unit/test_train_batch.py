@@ -250,7 +250,7 @@ def packed_share(**settings: Any) -> float:
     [
         *({"advantage_estimator": name} for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")),
         *({"policy_objective": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo")),
-        {"policy_objective": "dppo", "off_policy_correction": "none"},
+        *({"policy_objective": name, "off_policy_correction": "none"} for name in ("dppo", "m2po")),
         *({"off_policy_correction": name} for name in ("tis", "decoupled", "icepop", "sequence", "none")),
         {"grpo_std_normalization": False},
     ],
@@ -274,7 +274,6 @@ def test_reinforce_plus_plus_skips_samples_with_the_mean_reward_of_the_batch() -
     [
         {"loss_type": "sft_loss"},
         {"advantage_estimator": "ppo"},
-        {"policy_objective": "m2po", "off_policy_correction": "none"},
         {"use_kl_loss": True},
         {"kl_coef": 0.1},
         {"entropy_coef": 0.01},

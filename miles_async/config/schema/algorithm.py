@@ -36,16 +36,16 @@ class Algorithm(Section):
     dppo_threshold: float = Field(0.2, gt=0, le=1)
     """Change of a token's probability beyond which policy_objective dppo stops its gradient."""
     m2po_budget: float = Field(0.04, gt=0)
-    """Largest mean square of log-ratios in an optimizer step with policy_objective m2po. Tokens with the largest
-    log-ratios are excluded until the rest is within this budget."""
+    """Largest mean square of log-ratios in an optimizer step with policy_objective m2po, over the tokens that moved in
+    the direction of their advantage. Their ratios are clipped at the bound that brings the mean down to this budget."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount factor of later rewards per token. Only advantage_estimator ppo uses it."""
     lambd: float = Field(1.0, ge=0, le=1)
     """Lambda of generalized advantage estimation: 0 relies on the critic's values, 1 on the observed rewards. Only
     advantage_estimator ppo uses it."""
     normalize_advantages: bool = False
-    """Normalize advantages to mean 0 and variance 1 over the tokens of an optimizer step. Only advantage_estimator ppo
-    uses it."""
+    """Normalize advantages to mean 0 and variance 1 over the tokens of a batch. Only advantage_estimator ppo uses
+    it."""
     value_clip: float = Field(0.2, gt=0)
     """Clip range of the critic's values (PPO value clipping): how far a value may move from its value before the
     batch's first optimizer step while its loss still decreases."""
@@ -102,8 +102,10 @@ class Algorithm(Section):
     """Estimator of the KL divergence, for both the KL loss and the KL penalty on rewards: k1 is the log-ratio, k2 half
     of its square, k3 the unbiased estimator of low variance."""
     kl_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL penalty that is subtracted from the reward of each token. Above 0, a frozen reference model
-    is kept in memory beside the policy. 0 disables the penalty."""
+    """Coefficient of the KL penalty that is subtracted from the reward of each token. With advantage_estimator ppo,
+    reinforce_plus_plus and reinforce_plus_plus_baseline this happens before advantages are estimated and normalized,
+    with the other estimators afterwards. Above 0, a frozen reference model is kept in memory beside the policy. 0
+    disables the penalty."""
     ref_load: str | None = None
     """Hugging Face checkpoint of the reference model. If unset, the reference is the checkpoint from which training
     starts."""

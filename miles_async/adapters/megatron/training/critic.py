@@ -79,8 +79,6 @@ class Critic:
             )
             advantages.append(batch_advantages)
             returns.append(batch_returns)
-        if self._algorithm.normalize_advantages:
-            advantages = _normalize(advantages)
         return CriticOutput(values, advantages, returns)
 
     def compute_gradients(self, step: TrainStep, critic_output: CriticOutput) -> Gradients:
@@ -114,14 +112,3 @@ class Critic:
 
         finite = math.isfinite(metrics["value_loss"]) and math.isfinite(norm)
         return Gradients({**metrics, "critic_grad_norm": norm, "critic_lr": lr}, finite, apply)
-
-
-def _normalize(advantages: list[Tensor]) -> list[Tensor]:
-    """Shift and scale to mean 0 and variance 1 over all tokens of the step on all data-parallel ranks."""
-    flat = torch.cat(advantages)
-    sums = torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()])
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    count, total, squares = sums.tolist()
-    mean = total / max(count, 1.0)
-    deviation = math.sqrt(max(squares / max(count, 1.0) - mean**2, 0.0)) + 1e-6
-    return [(batch_advantages - mean) / deviation for batch_advantages in advantages]

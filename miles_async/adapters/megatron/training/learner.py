@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +34,7 @@ from miles_async.adapters.megatron.model.process_groups import (
     gather_over_data_parallel,
 )
 from miles_async.adapters.megatron.training import inference
+from miles_async.adapters.megatron.training.advantages import normalize, penalized_returns, reward_penalties
 from miles_async.adapters.megatron.training.critic import Critic, CriticOutput
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.offloading import Offloaded, offload
@@ -46,9 +47,15 @@ from miles_async.adapters.megatron.training.optimizer import (
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
-from miles_async.config.derived import keeps_reference, learning_rate, reference_batching, shares_prefixes
+from miles_async.config.derived import (
+    keeps_reference,
+    learning_rate,
+    penalizes_before_normalization,
+    reference_batching,
+    shares_prefixes,
+)
 from miles_async.config.schema import RunConfig
-from miles_async.losses.objectives import kl_penalty, second_moment_bound
+from miles_async.losses.objectives import second_moment_bound
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
@@ -56,6 +63,7 @@ from miles_async.losses.policy import (
     TokenColumns,
     TokenSums,
     objective_sum,
+    penalized_advantages,
     policy_loss,
     policy_metrics,
 )
@@ -71,14 +79,14 @@ log = structlog.get_logger(__name__)
 class PreStepValues:
     """Inputs of one optimizer step that are computed before the batch's first step: one tensor [m] per micro-batch."""
 
+    advantages: list[Tensor] | None
+    """None if those of the batch are used as they are."""
     old_logprobs: list[Tensor] | None
     """None if the step's own forward pass gives the same values."""
     reference: list[Tensor] | None
     """Log-probabilities under the reference model; None if there is none."""
     critic_output: CriticOutput | None
     """None if there is no critic."""
-    within_budget: list[Tensor] | None
-    """Whether M2PO trains each token; None for other objectives."""
 
 
 class MegatronLearner:
@@ -99,6 +107,7 @@ class MegatronLearner:
         self._algorithm = config.algorithm
         torch.use_deterministic_algorithms(config.learner.deterministic_mode)
         self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
+        self._penalizes_returns = penalizes_before_normalization(config.algorithm)
         # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
@@ -154,7 +163,7 @@ class MegatronLearner:
         """
         started = time.monotonic()
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
-        pre_step_values = [self._pre_step_values(step, is_one_of_several=len(steps) > 1) for step in steps]
+        pre_step_values = self._pre_step_values(steps)
         # A single step is only applied if it is finite, so it needs no snapshot.
         restore = self._snapshot() if len(steps) > 1 else None
         metrics: list[Mapping[str, float]] = []
@@ -181,34 +190,47 @@ class MegatronLearner:
             metrics=_combine_steps(metrics) | performance,
         )
 
-    def _pre_step_values(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
-        """Compute what a step needs from the weights before the batch's first step."""
-        reference = self._reference_logprobs(step)
-        needs_penalties = self._critic is not None and reference is not None
-        selects_tokens = self._loss.objective == "m2po"
-        # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
-        old = self._old_logprobs(step) if is_one_of_several or needs_penalties or selects_tokens else None
-        within_budget = self._within_budget(step, old) if old is not None and selects_tokens else None
-        if self._critic is None:
-            return PreStepValues(old, reference, None, within_budget)
-        penalties = None
-        if old is not None and reference is not None:
-            algorithm = self._algorithm
-            penalties = [
-                algorithm.kl_coef * kl_penalty(batch_old, batch_reference, algorithm.kl_loss_type)
-                for batch_old, batch_reference in zip(old, reference, strict=True)
-            ]
-        return PreStepValues(old, reference, self._critic.evaluate(step, penalties), within_budget)
+    def _pre_step_values(self, steps: Sequence[TrainStep]) -> list[PreStepValues]:
+        """Compute what the steps need from the weights before the batch's first step."""
+        values = [self._values_of(step, is_one_of_several=len(steps) > 1) for step in steps]
+        if self._penalizes_returns or (self._critic is not None and self._algorithm.normalize_advantages):
+            normalized = normalize([one.advantages or [] for one in values], self._device)
+            values = [replace(one, advantages=advantages) for one, advantages in zip(values, normalized, strict=True)]
+        return values
 
-    def _within_budget(self, step: TrainStep, old: list[Tensor]) -> list[Tensor]:
-        """Select M2PO's tokens. The budget holds for the whole step, so ranks and micro-batches share one bound."""
-        log_ratios = [
-            logprobs - torch.from_numpy(batch.rollout_log_probs).to(self._device)
-            for batch, logprobs in zip(step.micro_batches, old, strict=True)
-        ]
-        own = torch.cat(log_ratios) if log_ratios else torch.zeros(0, device=self._device)
-        bound = second_moment_bound(gather_over_data_parallel(own), self._loss.m2po_budget)
-        return [one.abs() <= bound for one in log_ratios]
+    def _values_of(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
+        reference = self._reference_logprobs(step)
+        needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
+        # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
+        old = self._policy_logprobs(step) if is_one_of_several or needs_penalties else None
+        advantages = critic_output = penalties = None
+        if old is not None and reference is not None:
+            penalties = reward_penalties(old, reference, self._algorithm)
+        if self._critic is not None:
+            critic_output = self._critic.evaluate(step, penalties)
+            advantages = critic_output.advantages
+        elif self._penalizes_returns and penalties is not None:
+            advantages = penalized_returns(step, penalties, self._device)
+        return PreStepValues(advantages, old, reference, critic_output)
+
+    def _m2po_bound(self, step: TrainStep, values: PreStepValues) -> float:
+        """Compute the log-ratio at which M2PO clips this step; infinity for other objectives.
+
+        The budget holds for the whole step, so ranks and micro-batches share one bound. Earlier steps on the batch have
+        moved the policy, so the ratios come from a forward pass with the current weights.
+        """
+        if self._loss.objective != "m2po":
+            return math.inf
+        log_ratios, advantages = [torch.zeros(0, device=self._device)], [torch.zeros(0, device=self._device)]
+        for number, logprobs in enumerate(self._policy_logprobs(step)):
+            columns = self._token_columns(step.micro_batches[number], logprobs, values, number)
+            log_ratios.append(logprobs - columns.rollout_log_probs)
+            advantages.append(penalized_advantages(columns, self._loss))
+        return second_moment_bound(
+            gather_over_data_parallel(torch.cat(log_ratios)),
+            gather_over_data_parallel(torch.cat(advantages)),
+            self._loss.m2po_budget,
+        )
 
     def _snapshot(self) -> Callable[[], None]:
         """Copy models, optimizers and step counts to host memory; returns the function that restores them."""
@@ -244,6 +266,7 @@ class MegatronLearner:
 
     def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor]:
         """Run forward and backward passes; returns the global `TokenSums.sums` and `TokenSums.maximum`."""
+        bound = self._m2po_bound(step, values)
         clear_gradients(self._model)
 
         def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
@@ -251,7 +274,8 @@ class MegatronLearner:
             if self._settings.loss_type == "sft_loss":
                 return sft_loss(logprobs, entropy, total_tokens=step.total_tokens)
             columns = self._token_columns(model_input.batch, logprobs, values, number)
-            return policy_loss(logprobs, entropy, columns, total_tokens=step.total_tokens, settings=self._loss)
+            total = step.total_tokens
+            return policy_loss(logprobs, entropy, columns, total_tokens=total, settings=self._loss, m2po_bound=bound)
 
         parts = run_forward_backward(self._model, self._inputs(step), loss)
         # Only the last stage of a pipeline computes losses. The other stages receive the result from it.
@@ -289,21 +313,18 @@ class MegatronLearner:
         def to_device(column: NDArray[Any]) -> Tensor:
             return torch.from_numpy(column).to(self._device)
 
-        advantages = to_device(batch.advantages)
-        if values.critic_output is not None:
-            advantages = values.critic_output.advantages[number]
         return TokenColumns(
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
             rollout_log_probs=to_device(batch.rollout_log_probs),
-            advantages=advantages,
+            advantages=to_device(batch.advantages) if values.advantages is None else values.advantages[number],
             loss_weights=to_device(batch.loss_weights),
             sequences=to_device(batch.sequences),
             staleness=to_device(self._staleness(batch.versions)),
             reference_logprobs=None if values.reference is None else values.reference[number],
-            within_budget=None if values.within_budget is None else values.within_budget[number],
         )
 
-    def _old_logprobs(self, step: TrainStep) -> list[Tensor]:
+    def _policy_logprobs(self, step: TrainStep) -> list[Tensor]:
+        """[m] log-probabilities of each micro-batch under the current weights."""
         return inference.frozen_logprobs(
             self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
         )

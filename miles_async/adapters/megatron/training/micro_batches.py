@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
@@ -76,18 +77,43 @@ def run_forward_backward(
 
     `loss(number, input, output)` returns the micro-batch's loss and any other result; the other results are returned.
     The output and the empty list on earlier stages are as in `run_forward`.
+
+    Auxiliary losses that the model's configuration turns on (load balance and z-loss of the routers) are added. Each is
+    its coefficient times the mean of its values on the micro-batches of all data-parallel ranks, weighted by tokens.
+    With experts this is a collective operation of the data-parallel ranks.
     """
     results: dict[int, R] = {}
     no_tokens = torch.zeros((), dtype=torch.int)
+    scale = _auxiliary_scale(model, inputs)
 
     def compute_loss(number: int, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, results[number] = loss(number, inputs[number], output[0])
         # Megatron divides gradients by the number of tokens returned here, and leaves them unchanged if it is 0. The
-        # loss is already divided by the tokens of the whole step.
-        return value, no_tokens, {}
+        # loss is already divided by the tokens of the whole step, and `grad_scale_func` takes back the other factor.
+        return value / scale, no_tokens, {}
 
+    model.config.grad_scale_func = None if scale == 1.0 else lambda value: value * scale
     _run_schedule(model, inputs, compute_loss, forward_only=False, collect_non_loss_data=False)
+    model.config.grad_scale_func = None
     return [results[number] for number in sorted(results)]
+
+
+def _auxiliary_scale(model: MegatronModel, inputs: Sequence[ModelInput]) -> float:
+    """Factor of auxiliary losses; 1 for a model without experts, which has none.
+
+    For each micro-batch Megatron multiplies an auxiliary loss by the tokens of a router, because it expects that all
+    gradients are divided by the tokens of the step in the end. Here this division is a part of the loss, so auxiliary
+    losses need it too. Tokens are those that the routers process: prompts and padding count, skipped samples do not.
+    """
+    if model.config.num_moe_experts is None:
+        return 1.0
+    # Ranks with context parallelism have a part of the tokens each, so that their sum is that of the micro-batches.
+    device = next(model.chunks[0].parameters()).device
+    tokens = torch.tensor([float(sum(len(one.tokens) for one in inputs))], device=device)
+    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    # Megatron 0.16 multiplies by the tokens of one of the ranks that share a micro-batch, Megatron 0.19 by all of them.
+    sharing = parallel_state.get_tensor_and_context_parallel_group().size() if (MAJOR, MINOR) < (0, 19) else 1
+    return sharing / max(float(tokens), 1.0)
 
 
 def _run_schedule(

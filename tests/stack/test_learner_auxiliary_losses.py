@@ -1,0 +1,94 @@
+"""Auxiliary losses of the routers, which a model plug-in turns on, against transformers and plain autograd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from miles_async.adapters.megatron.model.factory import MegatronModel
+from miles_async.batching.batch import PackedBatch, TrainStep, rank_batches
+from miles_async.models.experts import Qwen3Moe
+from tests.configuration import run_config
+from tests.stack.learning import create_experts, learning, uneven_groups
+
+pytestmark = pytest.mark.stack
+
+BALANCE, SIZE = 0.01, 0.002
+"""Coefficients of the load-balancing loss and of the z-loss."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3MoeForCausalLM]:
+    path = tmp_path_factory.mktemp("models") / "experts"
+    return path, create_experts(path, 1).float()
+
+
+def router_gradients(path: Path, role: str, max_tokens: int, **of_the_model: Any) -> tuple[torch.Tensor, TrainStep]:
+    """[layers, experts, hidden] gradients of one optimizer step, for a plug-in with these fields."""
+    usual = Qwen3Moe.transformer_config
+    run = run_config(lr=1e-4, share_prefixes=False, max_tokens_per_gpu=max_tokens)
+    if role == "critic":
+        run = run_config(lr=1e-4, share_prefixes=False, max_tokens_per_gpu=max_tokens, advantage_estimator="ppo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3Moe, "transformer_config", lambda self, config: usual(self, config) | of_the_model)
+        with learning(path, run) as learner:
+            [[step]] = rank_batches(uneven_groups(0), run, 1)
+            [values] = learner._pre_step_values([step])
+            if learner._critic is None:
+                learner._policy_gradients(step, values)
+                return stacked_gradients(learner._model), step
+            assert values.critic_output is not None
+            learner._critic.compute_gradients(step, values.critic_output)
+            return stacked_gradients(learner._critic.model), step
+
+
+def stacked_gradients(model: MegatronModel) -> torch.Tensor:
+    [chunk] = model.chunks
+    found = {name: one.main_grad for name, one in chunk.named_parameters() if name.endswith("router.weight")}
+    return torch.stack([found[name] for name in sorted(found)]).clone()
+
+
+def auxiliary_loss(model: Qwen3MoeForCausalLM, batches: list[PackedBatch]) -> torch.Tensor:
+    """The mean over micro-batches, weighted by their tokens.
+
+    Of a micro-batch and a layer: experts times the sum over experts of the share of choices and the mean probability
+    (Switch Transformer, arXiv 2101.03961, equation 4), and the mean squared log of the router's normalizer (ST-MoE,
+    arXiv 2202.08906, equation 5).
+    """
+    parts = []
+    for batch in batches:
+        sequences = torch.from_numpy(batch.tokens).split(batch.lengths.tolist())
+        outputs = [model(one[None], output_router_logits=True).router_logits for one in sequences]
+        for logits in (torch.cat(layer) for layer in zip(*outputs, strict=True)):
+            probabilities = logits.softmax(-1)
+            chosen = torch.zeros_like(logits).scatter(1, probabilities.topk(2, dim=-1).indices, 1.0)
+            balance = logits.shape[1] * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
+            size = logits.logsumexp(-1).square().mean()
+            parts.append(len(logits) * (BALANCE * balance + SIZE * size))
+    tokens = sum(len(batch.tokens) for batch in batches)
+    return torch.stack(parts).sum() / tokens
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("max_tokens, micro_batches", [(1000, 1), (40, 4)])
+def test_auxiliary_losses_of_routers_are_added_at_the_scale_of_their_coefficients(
+    experts: tuple[Path, Qwen3MoeForCausalLM], role: str, max_tokens: int, micro_batches: int
+) -> None:
+    path, reference = experts
+    without, step = router_gradients(path, role, max_tokens)
+    turned_on = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": SIZE}
+    found, _ = router_gradients(path, role, max_tokens, **turned_on)
+    assert len(step.micro_batches) == micro_batches
+    weights = [layer.mlp.gate.weight for layer in reference.model.layers]
+    expected = torch.stack(torch.autograd.grad(auxiliary_loss(reference, step.micro_batches), weights))
+    assert expected.abs().max() > 1e-4
+    assert torch.allclose(found - without, expected, atol=1e-6)
