@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,12 @@ class CheckpointTokenizer:
         return str(self.transformers.eos_token)
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        answer_next: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render chat messages as text. `answer_next` appends what precedes the model's answer.
 
@@ -55,7 +61,7 @@ class CheckpointTokenizer:
             )
         try:
             text = self.transformers.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=answer_next
+                messages, tools=tools, tokenize=False, add_generation_prompt=answer_next, **(template_kwargs or {})
             )
         except Exception as error:
             # A template is code from the checkpoint and may raise any exception.
