@@ -12,7 +12,7 @@ from miles_async.config.asynchrony import Asynchrony, asynchrony_of
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
 from miles_async.config.objectives import described, policy_objective
-from miles_async.config.schema import Learner, Model, RunConfig
+from miles_async.config.schema import Algorithm, Learner, Model, RunConfig
 from miles_async.scheduling.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from miles_async.types import Prompt
@@ -16,9 +17,17 @@ class Bytes:
     encode_text = encode
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode()
+        return bytes(ids).decode(errors="replace")
 
     text_of = decode
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        answer_next: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return text + "assistant: " * answer_next

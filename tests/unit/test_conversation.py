@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -14,7 +14,7 @@ from miles_async.adapters.agents import conversation
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
-from miles_async.errors import EngineLostError, PromptTooLongError
+from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.unit.byte_tokenizer import Bytes
 
@@ -71,8 +71,19 @@ class Sampled(Bytes):
 
     text_of = decode
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        return (f"tools: {tools}\n" if tools else "") + super().render(messages)
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        answer_next: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        shown = "".join(f"{name}: {value}\n" for name, value in (template_kwargs or {}).items())
+        for before, message in zip([{}, *messages], messages, strict=False):
+            if message["role"] == "tool" and "tool_calls" not in before:
+                raise TrajectoryError("the chat template refused the messages: a result needs a call")
+        return (f"tools: {tools}\n" if tools else "") + shown + super().render(messages, answer_next=answer_next)
 
 
 class Agent:
@@ -211,6 +222,60 @@ async def test_a_repeated_request_gets_the_same_answer_also_while_the_first_one_
         await agent.ask("b")
         assert await agent.ask("a") is first
         agent.check(segments=2)
+
+
+async def test_a_request_with_other_limits_is_another_attempt_in_its_own_segment() -> None:
+    async with an_agent() as agent:
+        cut = await agent.ask("a", max_tokens=2)
+        assert (cut.message["content"], cut.finish_reason) == ("<0", "length")
+        whole = await agent.ask("a", max_tokens=9)
+        assert (whole.message["content"], whole.finish_reason) == ("<1>", "stop")
+        assert await agent.ask("a", max_tokens=9) is whole
+        assert (await agent.ask("a", max_tokens=9, stop=["END"])).message["content"] == "<2>"
+        await agent.ask("a", whole, "b")
+        agent.check(segments=3)
+        assert text(agent.talk.segments[-1]) == "user: a\nassistant: [<1>]\nuser: b\nassistant: [<3>]"
+
+
+async def test_another_attempt_at_a_later_answer_departs_at_the_answer_before_it() -> None:
+    async with an_agent() as agent:
+        first = await agent.ask("a")
+        await agent.ask("a", first, "b", max_tokens=1)
+        await agent.ask("a", first, "b")
+        agent.check(segments=2)
+        assert [text(one) for one in agent.talk.segments] == [
+            "user: a\nassistant: [<0>]\nuser: b\nassistant: [<]",
+            "user: a\nassistant: <0>\nuser: b\nassistant: [<2>]",
+        ]
+
+
+async def test_other_arguments_of_the_chat_template_are_another_history() -> None:
+    async with an_agent() as agent:
+        brief = {"enable_thinking": False}
+        first = await agent.ask("a")
+        other = await agent.ask("a", template_kwargs=brief)
+        await agent.ask("a", other, "b", template_kwargs=brief)
+        await agent.ask("a", first, "b")
+        agent.check(segments=2)
+        assert [text(one) for one in agent.talk.segments] == [
+            "enable_thinking: False\nuser: a\nassistant: [<1>]\nuser: b\nassistant: [<2>]",
+            "user: a\nassistant: [<0>]\nuser: b\nassistant: [<3>]",
+        ]
+
+
+async def test_messages_that_the_chat_template_refuses_are_refused_and_the_conversation_goes_on() -> None:
+    async with an_agent() as agent:
+        result = Completion({"role": "tool", "tool_call_id": "1", "content": "42"}, "", [], [], 0)
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="refused the messages: a result needs a call"):
+                await agent.ask("a", result)
+        assert not agent.talk.segments
+        first = await agent.ask("a")
+        with pytest.raises(InvalidRequestError, match="a result needs a call"):
+            await agent.ask("a", first, result)
+        await agent.ask("a", first, "b")
+        agent.check(segments=1)
+        assert agent.talk.segments == [agent.sample]
 
 
 async def test_a_request_that_ends_with_a_recorded_answer_is_refused() -> None:

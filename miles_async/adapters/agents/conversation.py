@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from miles_async.adapters.agents.continuation import tokens_after
 from miles_async.adapters.agents.messages import (
     AnswerParser,
     Message,
@@ -78,19 +79,35 @@ class _Answer(NamedTuple):
     """Whether the model ended its turn."""
 
 
+class _Request(NamedTuple):
+    """Everything in a request that the answer depends on."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    template_kwargs: Mapping[str, Any]
+    max_tokens: int | None
+    stop: Sequence[str]
+
+    def repeats(self, other: _Request) -> bool:
+        return self[1:] == other[1:] and same(self.messages, other.messages)
+
+
 @dataclass(slots=True, eq=False)
 class _Segment:
     """A history that only grows."""
 
     sample: Sample
-    tools: list[dict[str, Any]] | None
+    asked: _Request
+    """The latest request."""
     history: list[Message] = field(default_factory=list)
     """All messages up to and including the last answer."""
     answers: list[_Answer] = field(default_factory=list)
-    asked: list[Message] = field(default_factory=list)
-    """The messages of the latest request."""
     completion: asyncio.Future[Completion] = field(default_factory=asyncio.Future)
     """The answer to the latest request."""
+
+    def shows_alike(self, request: _Request) -> bool:
+        """Whether the template gets the same tools and arguments. It renders them before all messages."""
+        return self.asked[1:3] == request[1:3]
 
     def continued_by(self, messages: list[Message]) -> bool:
         known = len(self.history)
@@ -143,39 +160,41 @@ class Conversation:
         self._sampler.forget(self.sample)
 
     async def complete(self, request: Mapping[str, Any]) -> Completion:
-        """Answer one request with `messages`, `tools`, `max_tokens` and `stop` in the format of chat completions.
+        """Answer one request in the form that `Format.read` returns.
 
-        Requests of different segments run concurrently. A request that is cancelled leaves no trace. Raises
-        InvalidRequestError if the request is invalid or too long, and SessionClosedError after a failure or an abort.
+        Requests of different segments run concurrently. A request that is cancelled or refused leaves no trace. Raises
+        InvalidRequestError if the request is invalid or too long, or if the chat template refuses its messages, and
+        SessionClosedError after a failure or an abort.
         """
-        messages, tools = self._read(request)
+        asked = self._read(request)
         if self.failure is not None:
             raise SessionClosedError(str(self.failure))
-        while (asked := self._asked(messages, tools)) is not None:
+        while (earlier := next((one for one in self._open if asked.repeats(one.asked)), None)) is not None:
             # The client repeats a request because it lost the connection before it received the answer.
-            repeated = asked.completion
+            repeated = earlier.completion
             await asyncio.wait([repeated])
             if not repeated.cancelled():
                 return repeated.result()
-        segment, source, answer = self._find_segment(messages, tools)
+        segment, source, answer = self._find_segment(asked)
         before = segment.asked, segment.completion, _fields(segment.sample)
-        segment.asked, segment.completion = messages, asyncio.Future()
+        segment.asked, segment.completion = asked, asyncio.Future()
         try:
             await self._extend(segment, source, answer)
-            completion = await self._answer(segment, request)
+            completion = await self._answer(segment)
         except MilesError as failure:
             error = self._failed(segment, failure)
             segment.completion.set_exception(error)
             segment.completion.exception()  # nobody may wait for it
             raise error from failure
         except BaseException:
-            # The client has disconnected, the session has ended, or there is an error in this program.
+            # The client has disconnected, the session has ended, the chat template refused the messages, or there is
+            # an error in this program.
             self._withdraw(segment, *before)
             raise
         segment.completion.set_result(completion)
         return completion
 
-    def _read(self, request: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    def _read(self, request: Mapping[str, Any]) -> _Request:
         messages = request.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequestError("messages must be a list with at least one message")
@@ -183,16 +202,20 @@ class Conversation:
             read = [plain(message) for message in messages]
             for message in read:
                 for_template(message)
-            return read, request.get("tools")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise InvalidRequestError(f"a message does not have the format of a chat message: {error!r}") from error
+        return _Request(
+            read,
+            request.get("tools"),
+            request.get("template_kwargs") or {},
+            request.get("max_tokens"),
+            request.get("stop") or (),
+        )
 
-    def _find_segment(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[_Segment, _Segment | None, _Answer | None]:
-        """Return the segment that answers these messages, and the last answer that they follow, with its segment."""
-        # Templates render the tools before all messages, so other tools are another history.
-        alike = [segment for segment in self._open if segment.tools == tools]
+    def _find_segment(self, request: _Request) -> tuple[_Segment, _Segment | None, _Answer | None]:
+        """Return the segment that answers this request, and the last answer that it follows, with its segment."""
+        messages = request.messages
+        alike = [segment for segment in self._open if segment.shows_alike(request)]
         recorded = any(same(segment.history[: len(messages)], messages) for segment in alike)
         if recorded and messages[-1]["role"] == "assistant":
             raise InvalidRequestError(
@@ -209,52 +232,58 @@ class Conversation:
             )
         common = [(segment, answer) for segment in alike if (answer := segment.last_common_answer(messages))]
         source, answer = max(common, key=lambda pair: pair[1].messages, default=(None, None))
-        opened = _Segment(self._sampler.open_segment(self.sample) if self._open else self.sample, tools)
+        opened = _Segment(self._sampler.open_segment(self.sample) if self._open else self.sample, request)
         self._open.append(opened)
         return opened, source, answer
 
-    def _asked(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> _Segment | None:
-        """The segment whose latest request had these messages."""
-        alike = (segment for segment in self._open if segment.tools == tools and same(segment.asked, messages))
-        return next(alike, None)
-
     async def _extend(self, segment: _Segment, source: _Segment | None, answer: _Answer | None) -> None:
         """Append the messages that follow `answer` in `source` to the segment."""
-        sample, tokenizer, messages = segment.sample, self._sampler.tokenizer, segment.asked
+        sample, messages = segment.sample, segment.asked.messages
+        render = partial(self._render, segment.asked)
         if source is None or answer is None:
-            sample.tokens = await self._encode(await self._render(messages, segment.tools))
+            sample.tokens = await self._encode(await render(messages))
             return
         if source is not segment:
             prompt, shared = source.sample.prompt_length, source.sample.tokens[: answer.tokens]
             sample.tokens = shared[:prompt]
             self._sampler.observe_ids(sample, shared[prompt:])
-        # The chat template renders the history with a unique marker in place of the last answer. The text after the
-        # marker is the text that the model did not sample: the end of its turn and the new messages.
-        marked = {"role": "assistant", "content": self._marker}
-        rendered = [*messages[: answer.messages - 1], marked, *messages[answer.messages :]]
-        text = await self._render(rendered, segment.tools)
-        _, marker, continuation = text.rpartition(self._marker)
-        if not marker:
-            raise TrajectoryError("the chat template omits the last answer, so it cannot be continued token by token")
-        # A completed answer ends with the end-of-turn token, which the template renders once more.
-        last = tokenizer.text_of(sample.tokens[-1:])
-        if answer.completed and last and continuation.startswith(last):
-            continuation = continuation[len(last) :]
+        tokens = await tokens_after(
+            answer.messages - 1,
+            messages,
+            sample.tokens[-1] if answer.completed else None,
+            marker=self._marker,
+            render=render,
+            encode=self._encode,
+            is_special=self._is_special,
+        )
         # Tokens beyond the limit are dropped, and the next answer then ends with finish_reason `length`: an agent
         # cannot make a sample longer than the learner accepts.
         room = max(self._params["max_new_tokens"] - sample.response_length, 0)
-        self._sampler.observe_ids(sample, (await self._encode(continuation))[:room])
+        self._sampler.observe_ids(sample, tokens[:room])
 
-    async def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> str:
+    async def _render(self, request: _Request, messages: Sequence[Message], answer_next: bool = True) -> str:
         size = sum(len(message["content"]) for message in messages)
-        render = partial(self._sampler.tokenizer.render, [*map(for_template, messages)], tools)
-        return await _without_blocking(size, render)
+        render = partial(
+            self._sampler.tokenizer.render,
+            [*map(for_template, messages)],
+            request.tools,
+            answer_next=answer_next,
+            template_kwargs=request.template_kwargs,
+        )
+        try:
+            return await _without_blocking(size, render)
+        except TrajectoryError as refusal:
+            raise InvalidRequestError(str(refusal)) from refusal
+
+    def _is_special(self, token: int) -> bool:
+        tokenizer = self._sampler.tokenizer
+        return not tokenizer.decode([token]) and bool(tokenizer.text_of([token]))
 
     async def _encode(self, text: str) -> list[int]:
         return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text))
 
     def _withdraw(
-        self, segment: _Segment, asked: list[Message], completion: asyncio.Future[Completion], values: dict[str, Any]
+        self, segment: _Segment, asked: _Request, completion: asyncio.Future[Completion], values: dict[str, Any]
     ) -> None:
         """Undo a request without an answer; the values are those before it. What was answered before is trained."""
         segment.completion.cancel()
@@ -272,14 +301,14 @@ class Conversation:
         else:
             self._sampler.drop_segment(segment.sample)
 
-    async def _answer(self, segment: _Segment, request: Mapping[str, Any]) -> Completion:
-        sample, params = segment.sample, dict(self._params)
+    async def _answer(self, segment: _Segment) -> Completion:
+        sample, asked, params = segment.sample, segment.asked, dict(self._params)
         # `max_new_tokens` limits the whole response of the sample, all turns together; a request limits only its
         # answer.
         before = sample.response_length
-        if requested := request.get("max_tokens"):
-            params["max_new_tokens"] = min(params["max_new_tokens"], before + requested)
-        params["stop"] = [*(params.get("stop") or ()), *(request.get("stop") or ())] or None
+        if asked.max_tokens is not None:
+            params["max_new_tokens"] = min(params["max_new_tokens"], before + asked.max_tokens)
+        params["stop"] = [*(params.get("stop") or ()), *asked.stop] or None
         await self._sampler.sample(sample, params)
         if sample.status is SampleStatus.ABORTED:
             raise TrajectoryError("the run aborted the sample")
@@ -291,12 +320,12 @@ class Conversation:
             self._parser,
             context=sample.tokens[max(0, first - CONTEXT_TOKENS) : first],
             ended=completed,
-            tools=segment.tools,
-            calls_before=sum(len(message.get("tool_calls", ())) for message in segment.asked),
+            tools=asked.tools,
+            calls_before=sum(len(message.get("tool_calls", ())) for message in asked.messages),
             stop=params["stop"] or (),
         )
         reason = "tool_calls" if "tool_calls" in message else "stop"
-        segment.history = [*segment.asked, message]
+        segment.history = [*asked.messages, message]
         segment.answers.append(_Answer(len(segment.history), len(sample.tokens), completed))
         return Completion(
             message,

@@ -7,6 +7,7 @@ them and encode them again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -81,14 +82,31 @@ def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": compact}}
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call for a chat template: an object, as most templates expect, that is also its JSON.
+
+    The templates of DeepSeek append the arguments to a text, and those of Kimi and Hermes print them.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+
 def for_template(message: Message) -> Message:
-    """Decode the arguments of tool calls, which chat templates expect as objects."""
+    """Decode the arguments of tool calls. Raises msgspec.ValidationError if they are not an object."""
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
-        calls.append({**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"])}})
+        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
+        calls.append({**call, "function": {**function, "arguments": Arguments(arguments)}})
     return {**message, "tool_calls": calls}
 
 

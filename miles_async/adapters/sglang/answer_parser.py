@@ -23,6 +23,8 @@ from miles_async.errors import UserError
 
 START_SECONDS = 120.0
 MAX_LINE_BYTES = 1 << 26
+CLOSING = ("<|call|>", "<|return|>", "<|tools_suffix|>")
+"""Tokens that end a turn and without which its last call is incomplete (gpt-oss, Apertus)."""
 
 log = structlog.get_logger(__name__)
 
@@ -57,16 +59,11 @@ class AnswerParserProcess:
         offered = tools if self.chosen.tool_calls is not None else None
         if not offered and self.chosen.reasoning is None:
             return None
-        # A call in Harmony, the format of gpt-oss, is complete only with this token.
-        text += end if self.chosen.tool_calls == "gpt-oss" else ""
-        question = Question(text, context, msgspec.json.encode(offered).decode() if offered else "")
-        process = await self._running()
-        assert process.stdin is not None, "started with a pipe"
-        answer: asyncio.Future[Parsed | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(answer)
-        process.stdin.write(msgspec.json.encode(question) + b"\n")
-        parsed = await answer
-        if parsed is None or not (parsed.calls or parsed.reasoning):
+        text += end if end in CLOSING else ""
+        parsed = await self.ask(Question(text, context, msgspec.json.encode(offered).decode() if offered else ""))
+        # An answer in Harmony has the name of its channel before its text, which is a part of other answers.
+        harmony = "gpt-oss" in (self.chosen.tool_calls, self.chosen.reasoning)
+        if parsed is None or not (parsed.calls or parsed.reasoning or (harmony and parsed.content != text)):
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning:
@@ -81,6 +78,14 @@ class AnswerParserProcess:
                 for index, call in enumerate(parsed.calls)
             ]
         return message
+
+    async def ask(self, question: Question) -> Parsed | None:
+        process = await self._running()
+        assert process.stdin is not None, "started with a pipe"
+        answer: asyncio.Future[Parsed | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        process.stdin.write(msgspec.json.encode(question) + b"\n")
+        return await answer
 
     def _call_id(self, call: Call, position: int) -> str:
         # The chat templates of Kimi show the ID to the model, and that of Mistral demands nine characters.

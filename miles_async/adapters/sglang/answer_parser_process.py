@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -27,6 +28,9 @@ import msgspec
 PARSE_SECONDS = 2.0
 """Time limit for one answer. A pattern of a parser may need time that grows with the square of the length."""
 AUTO, NONE = "auto", "none"
+_RECIPIENT_FIRST = re.compile(
+    r"(^|<\|start\|>assistant)( to=[^\s<]+)<\|channel\|>commentary(?: ?(?:<\|constrain\|>)?json)?"
+)
 _UNUSED_MODULES = ("xgrammar", "xgrammar.structural_tag", "sglang.srt.arg_groups.overrides")
 
 
@@ -92,6 +96,8 @@ class Parsers:
         self._tools = functools.lru_cache(maxsize=64)(self._read_tools)
 
     def parse(self, question: Question) -> Parsed:
+        if self.chosen.tool_calls == "gpt-oss":
+            question = msgspec.structs.replace(question, text=_in_one_form(question.text))
         reasoning, content = "", question.text
         if self.chosen.reasoning is not None:
             reasoning, content = self._split_reasoning(question)
@@ -130,6 +136,16 @@ class Parsers:
 
     def _read_tools(self, tools: str) -> list[Any]:
         return [self._tool.model_validate(tool) for tool in json.loads(tools)]
+
+
+def _in_one_form(text: str) -> str:
+    """Write calls in Harmony in the form that SGLang's parser knows.
+
+    The recipient of a call may stand on either side of its channel, and the chat template has written the header of the
+    first message.
+    """
+    text = _RECIPIENT_FIRST.sub(r"\1<|channel|>commentary\2 <|constrain|>json", text)
+    return f"<|start|>assistant{text}" if text.startswith("<|channel|>commentary to=") else text
 
 
 def _named(setting: str, name: str, detected: str | None, known: dict[str, Any]) -> str | None:

@@ -22,7 +22,14 @@ from miles_async.types import Group, Sample, SampleStatus
 class TurnTokenizer(PromptTokenizer, Protocol):
     def encode_text(self, text: str) -> list[int]: ...
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str: ...
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        answer_next: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str: ...
 
     def text_of(self, ids: list[int]) -> str: ...
 

@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
-from miles_async.adapters.agents.formats.format import MODEL, event, function, limit, objects, strings
+from miles_async.adapters.agents.formats.format import (
+    MODEL,
+    event,
+    function,
+    limit,
+    objects,
+    refuse,
+    strings,
+    template_kwargs,
+)
 from miles_async.adapters.agents.messages import Message, text_of_parts
 
 PING = event({"type": "ping"}, "ping")
@@ -20,7 +29,10 @@ def read(request: Mapping[str, Any]) -> dict[str, Any]:
     if request.get("max_tokens") is None:
         raise InvalidRequestError("max_tokens is missing: set it to the largest number of tokens of the answer")
     tools = objects(request.get("tools"), "tools")
-    refused = (request.get("tool_choice") or {}).get("type") == "none"
+    refuse(request, {"mcp_servers": "the endpoint runs no tools", "container": "the endpoint runs no tools"})
+    choice = request.get("tool_choice") or {}
+    if not isinstance(choice, dict):
+        raise InvalidRequestError("tool_choice must be an object with the entry type")
     messages: list[Message] = []
     try:
         if system := text_of_parts(request.get("system")):
@@ -34,7 +46,8 @@ def read(request: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequestError(f"messages[{position}] cannot be read: {error!r}") from error
     return {
         "messages": messages,
-        "tools": [function(tool, "input_schema") for tool in tools if not refused] or None,
+        "tools": [function(tool, "input_schema") for tool in tools if choice.get("type") != "none"] or None,
+        "template_kwargs": template_kwargs(request),
         "max_tokens": limit(request["max_tokens"], "max_tokens"),
         "stop": strings(request.get("stop_sequences"), "stop_sequences"),
     }

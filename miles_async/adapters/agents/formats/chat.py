@@ -8,8 +8,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
-from miles_async.adapters.agents.formats.format import MODEL, event, function, limit, objects, strings
+from miles_async.adapters.agents.formats.format import (
+    MODEL,
+    event,
+    function,
+    limit,
+    objects,
+    refuse,
+    strings,
+    template_kwargs,
+)
 
+_REFUSED = {
+    "functions": "describe them in tools",
+    "function_call": "describe functions in tools",
+    "continue_final_message": "every answer is a separate message",
+    "web_search_options": "the endpoint runs no tools",
+    "audio": "the model answers with text",
+}
 PING = b": the model is generating\n\n"
 
 
@@ -18,12 +34,17 @@ def read(request: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(
             "n must be 1: the run itself generates several samples per prompt, each in another session"
         )
+    refuse(request, _REFUSED)
+    options = request.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise InvalidRequestError("stream_options must be an object")
     tools = objects(request.get("tools"), "tools")
     stop = request.get("stop")
     name = "max_tokens" if request.get("max_completion_tokens") is None else "max_completion_tokens"
     return {
         "messages": objects(request.get("messages"), "messages"),
         "tools": [_tool(tool) for tool in tools if request.get("tool_choice") != "none"] or None,
+        "template_kwargs": template_kwargs(request),
         "max_tokens": limit(request.get(name), name),
         "stop": strings([stop] if isinstance(stop, str) else stop, "stop"),
     }

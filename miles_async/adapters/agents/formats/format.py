@@ -13,6 +13,13 @@ MODEL = "policy"
 """Name of the trained model in answers; requests may use any model name."""
 
 
+_RESERVED = frozenset(
+    "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
+    "return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
+)
+"""Arguments of transformers' `apply_chat_template` that are not variables of the template."""
+
+
 class Format(Protocol):
     """A wire format, implemented by a module. The functions are pure, apart from random IDs and the time of answers."""
 
@@ -22,8 +29,9 @@ class Format(Protocol):
         ...
 
     def read(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a request to `messages`, `tools`, `max_tokens` and `stop` in the format of chat completions.
+        """Convert a request to `messages`, `tools`, `template_kwargs`, `max_tokens` and `stop`.
 
+        Messages and tools have the format of chat completions. `template_kwargs` are arguments of the chat template.
         Raises InvalidRequestError if that is impossible.
         """
         ...
@@ -48,6 +56,25 @@ def limit(value: Any, name: str) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise InvalidRequestError(f"{name} must be a positive integer, not {value!r}")
     return value
+
+
+def template_kwargs(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Read `chat_template_kwargs`, in which servers of open models take further variables of the chat template."""
+    value = request.get("chat_template_kwargs")
+    if value is not None and not isinstance(value, dict):
+        raise InvalidRequestError('chat_template_kwargs must be an object, such as {"enable_thinking": false}')
+    if reserved := _RESERVED & (value or {}).keys():
+        raise InvalidRequestError(
+            f"chat_template_kwargs may not contain {min(reserved)}, which the endpoint sets: remove it"
+        )
+    return value or {}
+
+
+def refuse(request: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Refuse fields that would change the answer, and that the endpoint does not offer."""
+    for name, reason in reasons.items():
+        if request.get(name):
+            raise InvalidRequestError(f"{name} is not available: {reason}")
 
 
 def objects(value: Any, name: str) -> Sequence[Mapping[str, Any]]:

@@ -12,18 +12,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
-from miles_async.adapters.agents.formats.format import MODEL, event, function, limit, objects
+from miles_async.adapters.agents.formats.format import MODEL, event, function, limit, objects, refuse, template_kwargs
 from miles_async.adapters.agents.messages import Message, text_of_parts
 
+_REFUSED = {
+    **dict.fromkeys(
+        ("previous_response_id", "conversation", "prompt"),
+        "the endpoint keeps no responses; send the whole history as input",
+    ),
+    "background": "the endpoint keeps no responses; wait for the answer, or stream it",
+}
 PING = b": the model is generating\n\n"
 
 
 def read(request: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("previous_response_id", "conversation", "prompt"):
-        if request.get(name) is not None:
-            raise InvalidRequestError(
-                f"{name} is not available, because the endpoint keeps no responses: send the whole history as input"
-            )
+    refuse(request, _REFUSED)
     tools = objects(request.get("tools"), "tools")
     given = request.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
@@ -32,6 +35,7 @@ def read(request: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "messages": _messages(items),
         "tools": [function(tool, "parameters") for tool in tools if request.get("tool_choice") != "none"] or None,
+        "template_kwargs": template_kwargs(request),
         "max_tokens": limit(request.get("max_output_tokens"), "max_output_tokens"),
         "stop": [],
     }
