@@ -259,8 +259,11 @@ class RolloutWorker:
                 eval_sets=[
                     EvalSet(
                         name=name,
-                        problems=eval_groups(config, name, dataset, checkpoint=surroundings.checkpoint),
+                        problems=eval_groups(
+                            config, name, dataset, checkpoint=surroundings.checkpoint, warn=self._warn
+                        ),
                         generator=generators.evaluation(eval_sampling_of(config, dataset)),
+                        rewarder=rewarder.of(dataset),
                     )
                     for name, dataset in config.rollout.eval_datasets.items()
                 ],
@@ -427,13 +430,10 @@ class RolloutWorker:
         """A generator that records or replays calls of `live`; None if no skip role is enabled."""
         config = self._config
 
-        def warn(text: str) -> None:
-            self._journal.emit(WarningRaised(time=time.time(), text=text))
-
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
-        manager = SkipManager.init(config, SkipContext(identity=identity, limits=limits, warn=warn))
+        manager = SkipManager.init(config, SkipContext(identity=identity, limits=limits, warn=self._warn))
         if not manager.any_enabled:
             return None
         return SkippingGenerator(
@@ -444,6 +444,9 @@ class RolloutWorker:
             events=self._journal,
             live_version=self._live_version,
         )
+
+    def _warn(self, text: str) -> None:
+        self._journal.emit(WarningRaised(time=time.time(), text=text))
 
     def _live_version(self) -> int:
         return self._service.run_state.live_version if self._service is not None else -1
