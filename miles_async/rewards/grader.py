@@ -3,8 +3,9 @@
 The process reads pickled requests from standard input and answers each with one JSON object per line on standard
 output. Pickle keeps every type of a sample's metadata; only the parent process writes requests. Answers are JSON,
 because the parent does not trust them. The first request is a dictionary with the fields of `Graders`; the answer is
-sent once the function is imported and the process is confined. Every further request is a list of samples. The process
-ends when its standard input is closed, so it never outlives the run.
+sent once the function is imported and the process is confined. Every further request is a list of samples, and has one
+answer for each sample, or one for all with `whole_groups`. The process ends when its standard input is closed, so it
+never outlives the run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import inspect
 import os
 import pickle
 import sys
+from collections.abc import Awaitable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,20 +52,32 @@ def main() -> None:
             samples = pickle.load(requests)
         except EOFError:
             return
+        # Each sample has the whole CPU time.
         if confined:
             limit_cpu(task["timeout_seconds"])
-        answers.write(grade(function, args, samples, task["whole_groups"], task["timeout_seconds"]) + b"\n")
-        answers.flush()
+        for answer in grade(function, args, samples, task):
+            answers.write(answer + b"\n")
+            answers.flush()
+            if confined:
+                limit_cpu(task["timeout_seconds"])
 
 
-def grade(function: Any, args: Any, samples: list[Sample], whole_groups: bool, timeout_seconds: float) -> bytes:
-    """Return one JSON object: `results` has `{"reward": ...}` or `{"error": ..., "cause": ...}` for each sample.
+def grade(function: Any, args: Any, samples: list[Sample], task: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield a JSON object for each sample, or one for the group with `whole_groups`: `reward`, or `error` and `cause`.
 
-    `cause` is one of those in `cause_of`. With `whole_groups`, an error takes the place of `results`. An async function
-    has `timeout_seconds` for each sample; the parent process enforces the deadline of a plain one.
+    `cause` is one of those in `cause_of`. A plain function scores one sample after the other. An async function scores
+    all at once, and has `timeout_seconds` for each; the parent process enforces the deadline of a plain one.
     """
-    answer = asyncio.run(_grade(function, args, samples, whole_groups, timeout_seconds))
-    return msgspec.json.encode(answer)
+    if task["is_async"] and not task["whole_groups"]:
+        yield from asyncio.run(_grade_at_once(function, args, samples, task["timeout_seconds"]))
+        return
+    for scored in [samples] if task["whole_groups"] else samples:
+        try:
+            reward = function(args, scored)
+            yield _answer(asyncio.run(_awaited(reward)) if inspect.isawaitable(reward) else reward)
+        except Exception as error:
+            # User code, or a parser that reads text from a model, can raise any exception.
+            yield _failure(f"raised {type(error).__name__}: {error}", cause_of(error))
 
 
 def cause_of(error: BaseException) -> str:
@@ -73,44 +87,30 @@ def cause_of(error: BaseException) -> str:
     return "infrastructure" if is_infrastructure(error) else "function"
 
 
-async def _grade(
-    function: Any, args: Any, samples: list[Sample], whole_groups: bool, timeout_seconds: float
-) -> dict[str, Any]:
-    if not whole_groups:
-        scores = (_score(function, args, sample, timeout_seconds) for sample in samples)
-        return {"results": await asyncio.gather(*scores)}
-    answer = await _score(function, args, samples, None)
-    if "error" in answer:
-        return answer
-    rewards = msgspec.json.decode(answer["reward"])
-    if not isinstance(rewards, list):
-        return _failure(TypeError(f"it returned a {type(rewards).__name__}, not a list"))
-    return {"results": [{"reward": reward} for reward in rewards]}
+async def _grade_at_once(function: Any, args: Any, samples: list[Sample], timeout_seconds: float) -> list[bytes]:
+    async def score(sample: Sample) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_seconds) as limit:
+                return _answer(await function(args, sample))
+        except Exception as error:
+            if limit.expired():
+                return _failure(f"took longer than {timeout_seconds:g} s (reward_timeout_seconds)", "infrastructure")
+            return _failure(f"raised {type(error).__name__}: {error}", cause_of(error))
+
+    return await asyncio.gather(*map(score, samples))
 
 
-async def _score(
-    function: Any, args: Any, scored: Sample | list[Sample], timeout_seconds: float | None
-) -> dict[str, Any]:
-    try:
-        async with asyncio.timeout(timeout_seconds) as limit:
-            reward = await _call(function, args, scored)
-        # Encoded here, so that a reward that is no JSON value fails its own sample only.
-        return {"reward": msgspec.Raw(msgspec.json.encode(reward, enc_hook=float))}
-    except Exception as error:
-        # User code, or a parser that reads text from a model, can raise any exception.
-        if limit.expired():
-            sentence = f"took longer than {timeout_seconds:g} s (reward_timeout_seconds)"
-            return {"error": sentence, "cause": "infrastructure"}
-        return _failure(error)
+async def _awaited(reward: Awaitable[Any]) -> Any:
+    return await reward
 
 
-def _failure(error: Exception) -> dict[str, Any]:
-    return {"error": f"raised {type(error).__name__}: {error}", "cause": cause_of(error)}
+def _answer(reward: Any) -> bytes:
+    """Raises TypeError if the reward is not a JSON value."""
+    return msgspec.json.encode({"reward": reward}, enc_hook=float)
 
 
-async def _call(function: Any, args: Any, scored: Sample | list[Sample]) -> Any:
-    reward = function(args, scored)
-    return await reward if inspect.isawaitable(reward) else reward
+def _failure(sentence: str, cause: str) -> bytes:
+    return msgspec.json.encode({"error": sentence, "cause": cause})
 
 
 if __name__ == "__main__":

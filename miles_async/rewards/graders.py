@@ -73,41 +73,57 @@ class Graders:
         self._permits = asyncio.Semaphore(self.processes)
 
     async def grade(self, samples: Sequence[Sample]) -> list[Any]:
-        """Return, for each sample, its reward, or a GraderError in its place."""
-        parts = [list(samples)] if self.is_async else [[sample] for sample in samples]
-        return list(chain.from_iterable(await asyncio.gather(*map(self._grade_part, parts))))
+        """Return, for each sample, its reward or a GraderError in its place."""
+        results: list[Any] = []
+        while len(results) < len(samples):
+            results += await self._grade_some(list(samples[len(results) :]))
+        return results
 
     async def grade_group(self, samples: Sequence[Sample]) -> list[Any]:
-        """Return the rewards of a group. Raises GraderError; `whole_groups` must be set."""
-        return await self._ask(list(samples))
+        """Return what the function returns for a group. Raises GraderError; `whole_groups` must be set."""
+        results, error = await self._ask(list(samples), answers=1)
+        for failure in [error, *results]:
+            if isinstance(failure, GraderError):
+                raise failure
+        [rewards] = results
+        return list(rewards)
 
-    async def _grade_part(self, samples: list[Sample], again: bool = True) -> list[Any]:
-        try:
-            return await self._ask(samples)
-        except UnavailableError as error:
-            return [error] * len(samples)
-        except GraderError as error:
-            if len(samples) > 1:
-                # Any of the samples may be at fault.
-                alone = await asyncio.gather(*(self._grade_part([sample]) for sample in samples))
-                return list(chain.from_iterable(alone))
-            if again and isinstance(error, _KilledError):
-                # The system may have killed the process for a reason outside of the sample.
-                return await self._grade_part(samples, again=False)
-            return [error]
+    async def _grade_some(self, samples: list[Sample], again: bool = True) -> list[Any]:
+        """Grade samples in order up to the first one that ends its process, whose result is the error."""
+        results, error = await self._ask(samples, answers=len(samples))
+        if error is None:
+            return results
+        if isinstance(error, UnavailableError):
+            return [*results, *[error] * (len(samples) - len(results))]
+        if self.is_async and len(samples) > 1:
+            # All were being scored, so any of them may be at fault.
+            alone = await asyncio.gather(*(self.grade([sample]) for sample in samples))
+            return list(chain.from_iterable(alone))
+        if again and isinstance(error, _KilledError):
+            # The system may have killed the process for a reason outside of the sample.
+            return [*results, *await self._grade_some([samples[len(results)]], again=False)]
+        return [*results, error]
 
-    async def _ask(self, samples: list[Sample]) -> list[Any]:
-        """Return one result per sample. A process that gave no answer has been killed by then."""
+    async def _ask(self, samples: list[Sample], *, answers: int) -> tuple[list[Any], GraderError | None]:
+        """Return the results up to the first one that did not come, and the reason why it did not.
+
+        A process that gave no answer has been killed by then.
+        """
         confined = self.memory_bytes is not None
         request = pickle.dumps([_without_tokens(sample) for sample in samples] if confined else samples)
         seconds = self.timeout_seconds + (GRACE_SECONDS if self.is_async else 0.0)
-        async with self._permits:
-            process = self._idle_process() or await self._start()
-            answer = await self._request(process, request, seconds, "reward_timeout_seconds")
-            self._idle.append(process)
-        if "error" in answer:
-            raise self._error(answer)
-        return [self._error(result) if "error" in result else result["reward"] for result in answer["results"]]
+        results: list[Any] = []
+        try:
+            async with self._permits:
+                process = self._idle_process() or await self._start()
+                while len(results) < answers:
+                    answer = await self._request(process, request, seconds, "reward_timeout_seconds")
+                    results.append(self._error(answer) if "error" in answer else answer["reward"])
+                    request = b""
+                self._idle.append(process)
+        except GraderError as error:
+            return results, error
+        return results, None
 
     def _error(self, answer: dict[str, Any]) -> GraderError:
         if answer["cause"] == "limit":
@@ -160,6 +176,7 @@ class Graders:
             "args": self.args,
             "timeout_seconds": self.timeout_seconds,
             "whole_groups": self.whole_groups,
+            "is_async": self.is_async,
             "memory_bytes": self.memory_bytes,
         }
         answer = await self._request(process, pickle.dumps(task), START_SECONDS, "limit for starting")
@@ -173,6 +190,7 @@ class Graders:
         return process
 
     async def _request(self, process: Process, request: bytes, seconds: float, limit: str) -> dict[str, Any]:
+        """Send a request, or nothing if it is empty, and return the next answer."""
         assert process.stdout is not None, "started with a pipe"
         try:
             async with asyncio.timeout(seconds):

@@ -150,8 +150,8 @@ async def test_a_grader_whose_run_has_died_ends_by_its_cpu_limit() -> None:
         sys.executable, "-m", "miles_async.rewards.grader", stdin=PIPE, stdout=PIPE
     )
     assert grader.stdin is not None
-    task = {"path": EVALUATES, "setting": "rm_type", "args": {}, "timeout_seconds": 1.0, "whole_groups": False}
-    grader.stdin.write(pickle.dumps({**task, "memory_bytes": 4 * GIGABYTE}))
+    task = {"path": EVALUATES, "setting": "rm_type", "args": {}, "timeout_seconds": 1.0}
+    grader.stdin.write(pickle.dumps({**task, "memory_bytes": 4 * GIGABYTE, "whole_groups": False, "is_async": False}))
     grader.stdin.write(pickle.dumps([Sample(response="9**9**9")]))
     grader.stdin.close()
     assert await grader.wait() == -signal.SIGXCPU
@@ -168,7 +168,7 @@ async def test_a_grader_that_dies_between_two_groups_is_replaced() -> None:
 
 async def test_a_kernel_that_cannot_block_the_network_causes_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(self: Graders, process: Any, request: bytes, seconds: float, limit: str) -> dict[str, Any]:
-        return {"network_closed": False, "results": [{"reward": 1.0}]}
+        return {"network_closed": False, "reward": 1.0}
 
     monkeypatch.setattr(Graders, "_request", answer)
     with capture_logs() as lines:

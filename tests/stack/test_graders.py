@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -100,9 +101,11 @@ async def test_an_isolated_async_reward_that_is_late_is_infrastructure_and_one_t
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_each_grader_process_scores_one_sample_at_a_time(processes: int) -> None:
+async def test_each_grader_process_scores_one_group_at_a_time(processes: int) -> None:
     async with graders("process_id", processes=processes) as pool:
-        assert len(set(await pool.grade([Sample() for _ in range(4)]))) == processes
+        rewards = await asyncio.gather(*(pool.grade([Sample(), Sample()]) for _ in range(4)))
+        assert all(first == second for first, second in rewards)
+        assert len({first for first, _ in rewards}) == processes
 
 
 @pytest.mark.parametrize(

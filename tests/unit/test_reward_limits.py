@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from miles_async.errors import InfrastructureError, TrajectoryError
+from miles_async.rewards.graders import Graders
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rewards.threads import _Series
 from miles_async.types import REWARD_ERROR, Group, Sample
@@ -132,6 +133,25 @@ async def test_an_async_reward_of_a_whole_group_that_takes_too_long_is_infrastru
     with pytest.raises(InfrastructureError, match="took longer") as raised:
         await limited(waits, whole_groups=True).score(group)
     assert raised.value.samples == list(group)
+
+
+class Recording(Graders):
+    """Grader processes that give 1 to every response, without processes."""
+
+    seen: list[str]
+
+    async def grade(self, samples: Sequence[Sample]) -> list[Any]:
+        self.seen = [sample.response for sample in samples]
+        return [1.0] * len(samples)
+
+
+async def test_grader_processes_score_only_the_samples_without_a_reward() -> None:
+    graders = Recording("my.reward", "rm_type", {}, processes=1, timeout_seconds=60.0)
+    group = group_of("scored by the generate function", "4")
+    group[0].reward = 0.25
+    await Rewarder(graders, None, name="math", timeout_seconds=None).score(group)
+    assert graders.seen == ["4"]
+    assert [sample.reward for sample in group] == [0.25, 1.0]
 
 
 async def test_the_samples_that_only_infrastructure_has_failed_are_not_generated_again() -> None:

@@ -17,7 +17,7 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.filters import check_reward_nonzero_std
 from miles_async.rewards.factory import RunRewards, open_rewarder
 from miles_async.rewards.grader import grade
-from miles_async.rewards.rewarder import Rewarder
+from miles_async.rewards.rewarder import Rewarder, is_async
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
@@ -150,7 +150,7 @@ async def awaited_length(args: Any, sample: Sample) -> float:
     ],
 )
 def test_a_grader_process_answers_for_any_result_of_its_function(function: Any, answer: tuple[Any, Any]) -> None:
-    [result] = json.loads(grade(function, None, list(group_of("ab")), False, 0.01))["results"]
+    [result] = graded(function, "ab")
     value, cause = answer
     assert result.get("cause") == cause
     given = result["reward"] if cause is None else result["error"][: len(value)]
@@ -158,10 +158,18 @@ def test_a_grader_process_answers_for_any_result_of_its_function(function: Any, 
 
 
 def test_a_grader_process_answers_for_each_sample_of_a_group() -> None:
-    answer = json.loads(grade(lambda args, sample: 1 / (sample.index - 8), None, list(group_of(*"abc")), False, 60.0))
-    first, second, third = answer["results"]
+    first, second, third = graded(lambda args, sample: 1 / (sample.index - 8), *"abc")
     assert (first, third) == ({"reward": -1.0}, {"reward": 1.0})
     assert second["cause"] == "function"
+
+
+def test_a_grader_process_answers_once_for_a_whole_group() -> None:
+    assert graded(lambda args, samples: [len(samples)] * 3, *"abc", whole_groups=True) == [{"reward": [3, 3, 3]}]
+
+
+def graded(function: Any, *responses: str, whole_groups: bool = False) -> list[dict[str, Any]]:
+    task = {"is_async": is_async(function), "whole_groups": whole_groups, "timeout_seconds": 0.01}
+    return list(map(json.loads, grade(function, None, list(group_of(*responses)), task)))
 
 
 async def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
