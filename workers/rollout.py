@@ -187,7 +187,7 @@ class RolloutWorker:
                 cleanup.push_async_callback(self._leave_router)
             limits = sample_limits(config, surroundings.checkpoint)
             tokenizer = CheckpointTokenizer(surroundings.checkpoint)
-            service = SampleService(sampling_of(config))
+            service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
             parser: AnswerParser = PlainTextParser()
             if serves_agents(config):
                 # Otherwise the first request of an agent would stop the event loop while transformers is imported.

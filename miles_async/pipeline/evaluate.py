@@ -190,7 +190,7 @@ class Evaluator:
         while group:
             error: TrajectoryError | None
             try:
-                error = await score(group, rewarder, self.run_state.clock, max_attempts=self.max_attempts)
+                error = await score(group, rewarder, sleep=self.run_state.clock.sleep, max_attempts=self.max_attempts)
             except TrajectoryError as failure:
                 error = failure
             if error is None:

@@ -391,7 +391,7 @@ class Producer:
         error = await score(
             group,
             self._rewarder,
-            self._run_state.clock,
+            sleep=self._run_state.clock.sleep,
             max_attempts=self._max_attempts,
             stopping=lambda: self._stopping,
         )

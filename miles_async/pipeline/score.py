@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from miles_async.errors import InfrastructureError
-from miles_async.ports import Clock, Rewarder
+from miles_async.ports import Rewarder
 from miles_async.types import Group
 
 REWARD_PAUSE_SECONDS = 1.0
@@ -15,8 +15,8 @@ REWARD_PAUSE_SECONDS = 1.0
 async def score(
     group: Group,
     rewarder: Rewarder,
-    clock: Clock,
     *,
+    sleep: Callable[[float], Awaitable[None]],
     max_attempts: int,
     stopping: Callable[[], bool] = lambda: False,
 ) -> InfrastructureError | None:
@@ -34,4 +34,4 @@ async def score(
             failures += 1
             if failures == max_attempts or stopping():
                 return error
-        await clock.sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
+        await sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
