@@ -120,6 +120,8 @@ class GroupGenerated(Event, frozen=True):
     """Number of trajectories that reached the length limit, in any of their segments."""
     missing: int = 0
     """Number of trajectories that failed and without which the group is trained."""
+    unfinished_rewards: int = 0
+    """Number of trajectories that count as wrong because their reward exceeded its limits of time or memory."""
     by_worker: bool = False
     """Whether the worker of a rollout function generated the group, which is then admitted when it is returned.
 
@@ -359,13 +361,15 @@ class Evaluated(Event, frozen=True):
     reward: float
     """Mean over the trajectories with a finite reward; 0 if there are none."""
     problems: int
-    """Number of samples, at least 1."""
+    """Number of samples with a score, at least 1."""
     seconds: float
     truncated: float
     """Fraction of samples that reached the length limit."""
     versions: tuple[int, int]
     """Oldest and newest weight version of the tokens. If a user's function evaluated and reports no versions: the live
     versions at its start and its end."""
+    missing: int = 0
+    """Number of samples without a score, which no other figure includes."""
 
     @property
     def interval(self) -> tuple[float, float]:

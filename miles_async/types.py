@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from miles_async.sampling_mask import SamplingMask
 
 
+REWARD_ERROR = "reward_error"
+"""The entry of a sample's metadata that states why its reward did not finish, so that the response counts as wrong."""
+
 Prompt = str | list[dict[str, Any]]
 """A prompt as text or as chat messages."""
 
@@ -385,6 +388,12 @@ class Group(list[Sample]):
     def truncated(self) -> list[bool]:
         """Whether a segment of each trajectory reached the length limit."""
         return [any(one.status is SampleStatus.TRUNCATED for one in segments) for segments in self.trajectories]
+
+    @property
+    def unfinished_rewards(self) -> list[str]:
+        """Why the reward did not finish, for each trajectory that counts as wrong for that reason."""
+        last = (segments[-1].metadata for segments in self.trajectories)
+        return [metadata[REWARD_ERROR] for metadata in last if REWARD_ERROR in metadata]
 
     @property
     def versions(self) -> set[int]:

@@ -127,7 +127,9 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         data.seek(continuation.position)
     elif began_with is not None:
         data.seek(read_progress(began_with.folder)["data"])
-    open_rewarder(config, args)
+    rewards = open_rewarder(config, args)
+    for dataset in config.rollout.eval_datasets.values():
+        rewards.of(dataset)
     # Last, because the user modules imported above may register skip roles.
     SkipManager(config, SkipContext())
     sft_examples = _sft_examples(config, data)

@@ -189,7 +189,7 @@ class RolloutWorker:
                 cleanup.push_async_callback(self._leave_router)
             limits = sample_limits(config, surroundings.checkpoint)
             tokenizer = CheckpointTokenizer.of_run(config.data, surroundings.checkpoint)
-            service = SampleService(sampling_of(config))
+            service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
             parser: AnswerParser = PlainTextParser()
             if config.data.apply_chat_template or serves_agents(config):
                 # Otherwise the first chat would stop the event loop while transformers is imported.
@@ -262,8 +262,9 @@ class RolloutWorker:
                 eval_sets=[
                     EvalSet(
                         name=name,
-                        problems=eval_groups(config, name, dataset, tokenizer=tokenizer),
+                        problems=eval_groups(config, name, dataset, tokenizer=tokenizer, warn=self._warn),
                         generator=generators.evaluation(eval_sampling_of(config, dataset)),
+                        rewarder=rewarder.of(dataset),
                     )
                     for name, dataset in config.rollout.eval_datasets.items()
                 ],
@@ -435,13 +436,10 @@ class RolloutWorker:
         """A generator that records or replays calls of `live`; None if no skip role is enabled."""
         config = self._config
 
-        def warn(text: str) -> None:
-            self._journal.emit(WarningRaised(time=time.time(), text=text))
-
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
-        manager = SkipManager.init(config, SkipContext(identity=identity, limits=limits, warn=warn))
+        manager = SkipManager.init(config, SkipContext(identity=identity, limits=limits, warn=self._warn))
         if not manager.any_enabled:
             return None
         return SkippingGenerator(
@@ -452,6 +450,9 @@ class RolloutWorker:
             events=self._journal,
             live_version=self._live_version,
         )
+
+    def _warn(self, text: str) -> None:
+        self._journal.emit(WarningRaised(time=time.time(), text=text))
 
     def _live_version(self) -> int:
         return self._service.run_state.live_version if self._service is not None else -1

@@ -23,12 +23,11 @@ from miles_async.config.translators import Project, project_of, translate
 from miles_async.config.translators.rules import Translation
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError
+from miles_async.rewards.registry import reward_type
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
 _ROLLOUT_NUM_GPUS = ("engine", "rollout_num_gpus")
-DAPO_REWARD_KEY = "score"
-"""The entry of the reward `dapo` that is trained on by default: 1 for a correct answer, -1 for any other."""
 
 
 def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
@@ -193,9 +192,10 @@ def _resolve_engines(config: RunConfig, *, named: bool) -> RunConfig:
 def _resolve_reward_key(config: RunConfig) -> RunConfig:
     """The configuration with the key of the reward that is trained on, if the built-in reward is a dictionary."""
     rollout = config.rollout
-    if rollout.reward_key is not None or (rollout.rm_type or "").removeprefix("boxed_") != "dapo":
+    kind = reward_type(rollout.rm_type)
+    if rollout.reward_key is not None or kind is None or not kind.keys:
         return config
-    return config.model_copy(update={"rollout": rollout.model_copy(update={"reward_key": DAPO_REWARD_KEY})})
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"reward_key": kind.keys[0]})})
 
 
 def _resolve_skip(config: RunConfig) -> RunConfig:

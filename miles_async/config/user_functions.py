@@ -49,6 +49,9 @@ def check_functions(config: RunConfig) -> None:
         path = reduce(getattr, setting.path, config)
         if isinstance(path, str) and not _is_defined_here(path):
             load_function(path, setting=setting.name, plain=setting.name in PLAIN_FUNCTIONS)
+    for name, dataset in config.rollout.eval_datasets.items():
+        if dataset.custom_rm_path is not None and not _is_defined_here(dataset.custom_rm_path):
+            load_function(dataset.custom_rm_path, setting=f"eval_datasets.{name}.custom_rm_path")
 
 
 def _is_defined_here(path: str) -> bool:

@@ -282,6 +282,7 @@ class RunSummary:
     def _evaluated(self, event: Evaluated) -> None:
         self._scores[f"eval/{event.name}"] = event.reward
         self._scores[f"eval/{event.name}-truncated_ratio"] = event.truncated
+        self._scores[f"eval/{event.name}-missing_samples"] = event.missing
         self._main_set = self._main_set or event.name
         if event.name != self._main_set:
             return
@@ -316,6 +317,8 @@ class RunSummary:
         lines = {name: _line(template, figures) for name, template in _LINES.items()}
         if self._main_set is None:
             del lines["accuracy"]
+        elif (after := self._after) is not None and after.missing:
+            lines["accuracy"] += f"; {after.missing} samples without a score are left out"
         if (unwritten := self._unwritten) is not None and unwritten.letters:
             prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
             lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"

@@ -187,6 +187,7 @@ class BatchCollector:
             reward=mean_reward([group]),
             truncated=sum(group.truncated),
             missing=len(trajectories_of(group.missing)),
+            unfinished_rewards=len(group.unfinished_rewards),
             by_worker=True,
         )
 

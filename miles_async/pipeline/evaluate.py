@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from miles_async.errors import EngineLostError, MilesError, RouterLostError, TrajectoryError, UserError
+from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError, UserError
 from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
 from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.score import score
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import Generator, Rewarder
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.types import Group, Sample, SampleStatus, trajectories_of
 
 CORRECT = 0.999
 """A sample is correct from this reward on; partial credit does not count."""
@@ -24,9 +25,10 @@ MAX_INTERRUPTIONS = 300
 """A problem fails after this many aborts. The end of a batch or a publish may abort every running request."""
 RETRY_SECONDS = 1.0
 
-Scores = Mapping[str, Mapping[str, Sequence[Any]]]
-"""By data set: `rewards` and `truncated` (whether the length limit was reached), one entry per sample, as in slime; and
-`versions`, the weight versions of the tokens in ascending order. Functions of users need not return `versions`."""
+Scores = Mapping[str, Mapping[str, Any]]
+"""By data set: `rewards` and `truncated` (whether the length limit was reached), one entry per sample with a score, as
+in slime; `missing`, the number of samples without a score; and `versions`, the weight versions of the tokens in
+ascending order. Functions of users need not return `missing` and `versions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,18 @@ class EvalSet:
     name: str
     problems: Sequence[Group]
     generator: Generator
+    rewarder: Rewarder | None = None
+    """None scores with the reward of the run."""
+
+
+@dataclass(slots=True)
+class _Failures:
+    """The first error of each kind that a problem met."""
+
+    wrong: TrajectoryError | None = None
+    """Some samples could not be generated and score 0."""
+    missing: TrajectoryError | None = None
+    """Some samples could not be scored, or failed for reasons of infrastructure, and have no score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +61,16 @@ class Evaluator:
     sets: Sequence[EvalSet]
     may_generate: Callable[[], bool]
     """Returns whether requests reach an engine and may be sent now."""
+    max_attempts: int = 3
+    """How often samples are scored whose reward fails for reasons of infrastructure."""
 
-    async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
-        """Return rewards and truncation flags of every sample and the versions of their tokens, by data set.
+    async def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
+        """Return the scores of all data sets; see `Scores`.
 
-        A problem that fails scores 0; one warning per data set reports failures. Left out are data sets without
-        problems, and those with a problem that lost its engine too often: a missing score must not look like a wrong
-        answer.
+        A sample that the model cannot answer scores 0. A sample without a score is missing: neither an error of the
+        reward nor a failure of infrastructure may look like a wrong answer. One warning per data set reports the
+        samples of either kind. Left out are data sets without problems, those with a problem that lost its engine too
+        often, and those of which no sample has a score.
         """
         sets = [eval_set for eval_set in self.sets if eval_set.problems]
         scores = await asyncio.gather(*map(self._evaluate_set, sets))
@@ -86,64 +103,131 @@ class Evaluator:
                     accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
                     reward=sum(rewards) / len(rewards),
                     problems=len(rewards),
+                    missing=int(set_scores.get("missing", 0)),
                     seconds=seconds,
                     truncated=sum(truncated) / len(truncated),
                     versions=(min(versions), max(versions)),
                 )
             )
 
-    async def _evaluate_set(self, eval_set: EvalSet) -> dict[str, list[float]] | None:
-        """Return the scores of one data set, or None if a problem lost its engine too often."""
+    async def _evaluate_set(self, eval_set: EvalSet) -> dict[str, Any] | None:
+        """Return the scores of one data set, or None if it has none."""
         # Each evaluation works on copies, because the same problems are evaluated again later.
         groups = [Group(map(_copy_prompt, problem), feed_index=problem.feed_index) for problem in eval_set.problems]
-        failures = await asyncio.gather(*(self._answer(group, eval_set.generator) for group in groups))
-        failed = [failure for failure in failures if failure is not None]
-        if unanswered := [failure for failure in failed if isinstance(failure, EngineLostError)]:
+        outcomes = await asyncio.gather(*(self._answer(group, eval_set) for group in groups))
+        name = eval_set.name
+        if lost := [outcome for outcome in outcomes if isinstance(outcome, EngineLostError)]:
             self._warn(
-                f"{eval_set.name} was not evaluated: {len(unanswered)} of {len(groups)} problems lost their engine "
-                f"{MAX_ENGINE_LOSSES} times: {unanswered[0]}"
+                f"{name} was not evaluated: {len(lost)} of {len(groups)} problems lost their engine "
+                f"{MAX_ENGINE_LOSSES} times: {lost[0]}"
             )
             return None
-        if failed:
-            self._warn(f"{len(failed)} of {len(groups)} problems of {eval_set.name} failed and score 0: {failed[0]}")
+        failures = [outcome for outcome in outcomes if isinstance(outcome, _Failures)]
+        missing = sum(len(trajectories_of(group.missing)) for group in groups)
+        rewards = [reward for group in groups for reward in group.rewards]
+        self._report_failures(name, groups, failures, missing, len(rewards))
+        if not rewards:
+            return None
         return {
-            "rewards": [reward for group in groups for reward in group.rewards],
+            "rewards": rewards,
             "truncated": [float(truncated) for group in groups for truncated in group.truncated],
+            "missing": missing,
             "versions": sorted({span.version for group in groups for sample in group for span in sample.spans}),
         }
 
-    async def _answer(self, group: Group, generator: Generator) -> MilesError | None:
-        """Generate and score a problem in place. After a failure, set its rewards to 0 and return the error."""
+    def _report_failures(
+        self, name: str, groups: Sequence[Group], failures: Sequence[_Failures], missing: int, scored: int
+    ) -> None:
+        wrong = [failure.wrong for failure in failures if failure.wrong is not None]
+        unscored = [failure.missing for failure in failures if failure.missing is not None]
+        unfinished = [cause for group in groups for cause in group.unfinished_rewards]
+        if wrong:
+            self._warn(
+                f"{len(wrong)} of {len(groups)} problems of {name} have samples that failed and score 0: {wrong[0]}"
+            )
+        if unfinished:
+            self._warn(
+                f"{len(unfinished)} of {missing + scored} samples of {name} count as wrong, because their reward did "
+                f"not finish: {unfinished[0]}"
+            )
+        if unscored:
+            then = "they are missing from its results" if scored else "it was not evaluated"
+            self._warn(
+                f"{missing} of {missing + scored} samples of {name} could not be scored, and {then}: {unscored[0]}"
+            )
+
+    async def _answer(self, group: Group, eval_set: EvalSet) -> _Failures | EngineLostError:
+        """Generate and score a problem in place. The group is left without the samples that have no score.
+
+        Returns the error instead if the problem lost its engine too often.
+        """
+        failures = _Failures()
+        error = await self._generate(group, eval_set.generator)
+        if isinstance(error, EngineLostError):
+            return error
+        failed: Sequence[Sample] = []
+        if error is not None:
+            failed = error.samples or list(group)
+        if isinstance(error, InfrastructureError):
+            failures.missing = error
+            group.leave_out(failed)
+            failed = []
+        else:
+            failures.wrong = error
+        zero = set(map(id, failed))
+        answered = Group((one for one in group if id(one) not in zero), feed_index=group.feed_index)
+        with self.run_state.working():
+            unscored = await self._score(answered, eval_set.rewarder or self.rewarder)
+        failures.missing = failures.missing or unscored
+        group.leave_out(answered.missing)
+        for sample in failed:
+            sample.reward, sample.reward_key = 0.0, None
+        return failures
+
+    async def _score(self, group: Group, rewarder: Rewarder) -> TrajectoryError | None:
+        """Score the samples, and leave out those that cannot be scored. Returns the first error."""
+        first: TrajectoryError | None = None
+        while group:
+            error: TrajectoryError | None
+            try:
+                error = await score(group, rewarder, sleep=self.run_state.clock.sleep, max_attempts=self.max_attempts)
+            except TrajectoryError as failure:
+                error = failure
+            if error is None:
+                break
+            first = first or error
+            group.leave_out(error.samples or list(group))
+        return first
+
+    async def _generate(self, group: Group, generator: Generator) -> TrajectoryError | EngineLostError | None:
+        """Generate a problem, again after an abort or the loss of an engine. Returns the error that ended it."""
         losses = interruptions = 0
         while True:
+            failure: TrajectoryError | EngineLostError
             try:
-                await self._generate(group, generator)
+                await self._request(group, generator)
                 if not _interrupted(group):
-                    with self.run_state.working():
-                        await self.rewarder.score(group)
                     return None
-                failure: MilesError = TrajectoryError(
-                    f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)"
+                failure = InfrastructureError(
+                    f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)",
+                    [sample for sample in group if sample.status is SampleStatus.ABORTED],
                 )
                 interruptions += 1
             except TrajectoryError as error:
-                failure = error
                 if not _interrupted(group):
-                    break
+                    return error
                 # The aborted conversation of an agent cannot be continued, only restarted.
                 group.reset()
+                failure = InfrastructureError(str(error), list(group))
                 interruptions += 1
             except EngineLostError as error:
                 failure = error
                 losses += not isinstance(error, RouterLostError)
             if losses == MAX_ENGINE_LOSSES or interruptions == MAX_INTERRUPTIONS:
-                break
+                return failure
             await self.run_state.clock.sleep(RETRY_SECONDS)
-        for sample in group:
-            sample.reward = 0.0
-        return failure
 
-    async def _generate(self, group: Group, generator: Generator) -> None:
+    async def _request(self, group: Group, generator: Generator) -> None:
         """Generate once requests may be sent."""
         await self.run_state.changed.until(self.may_generate)
         self.run_state.evaluation_requests += 1

@@ -25,6 +25,7 @@ from miles_async.events import AdmissionBlocked, GroupFiltered, GroupGenerated, 
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, sequence_of
 from miles_async.pipeline.sample_display import SampleDisplay
+from miles_async.pipeline.score import score
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.pipeline.training import mean_reward
 from miles_async.ports import DataSource, Generator, Rewarder
@@ -37,8 +38,6 @@ from miles_async.types import DropReason, Group, SampleStatus, Verdict, trajecto
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
 """Delay before a group whose engine or router was lost is fed again: the next health check has to notice the loss."""
-REWARD_PAUSE_SECONDS = 1.0
-"""Delay before samples are scored again whose reward failed; it doubles with each failure."""
 
 
 class Outcome(Enum):
@@ -365,6 +364,7 @@ class Producer:
                 reward=mean_reward([group]),
                 truncated=sum(group.truncated),
                 missing=len(trajectories_of(group.missing)),
+                unfinished_rewards=len(group.unfinished_rewards),
             )
         )
         self._sample_display.offer(group)
@@ -399,20 +399,18 @@ class Producer:
                         sample.reset()
 
     async def _score(self, group: Group) -> None:
-        """Score the samples, and again those whose reward server failed, which keep their tokens."""
-        failures = 0
-        while True:
-            try:
-                await self._rewarder.score(group)
-                return
-            except InfrastructureError as error:
-                failures += 1
-                if failures == self._max_attempts or self._stopping:
-                    self._leave_out(group, error)
-                    for sample in error.samples:
-                        self._run_state.discard(group, sample, DropReason.FAILED, str(error))
-                    return
-            await self._run_state.clock.sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
+        """Score the samples. Raises the error if too few would be left without those that cannot be scored."""
+        error = await score(
+            group,
+            self._rewarder,
+            sleep=self._run_state.clock.sleep,
+            max_attempts=self._max_attempts,
+            stopping=lambda: self._stopping,
+        )
+        if error is not None:
+            self._leave_out(group, error)
+            for sample in error.samples:
+                self._run_state.discard(group, sample, DropReason.FAILED, str(error))
 
     def _leave_out(self, group: Group, error: InfrastructureError) -> None:
         """Continue without the failed samples. Raises the error if too few would be left."""

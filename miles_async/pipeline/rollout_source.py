@@ -166,7 +166,7 @@ class RolloutSource:
             )
         return await self._collector.generate(rollout_id, size, over_sampling, choose)
 
-    async def evaluate(self, rollout_id: int) -> dict[str, dict[str, list[float]]]:
+    async def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
         """Rewards and truncation flags on the held-out problems, by data set."""
         return await self._evaluator.evaluate(rollout_id)
 

@@ -188,7 +188,13 @@ class Service:
         )
         held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
         eval_sets = [held_out, *ports.eval_sets]
-        self._evaluator = Evaluator(self.run_state, ports.rewarder, eval_sets, self._evaluation_may_generate)
+        self._evaluator = Evaluator(
+            self.run_state,
+            ports.rewarder,
+            eval_sets,
+            self._evaluation_may_generate,
+            max_attempts=config.rollout.max_attempts,
+        )
         self._evaluations = DueEvaluations(self.run_state, self._tasks, self._evaluate, self._evaluation_may_generate)
         self._source = RolloutSource(
             data=ports.data,

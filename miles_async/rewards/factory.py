@@ -1,90 +1,182 @@
-"""Builds the rewarder that the configuration selects."""
+"""Builds the rewarders that the configuration, the rows of the data and the evaluation data sets name."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import importlib
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from miles_async.config.checks.rollouts import BUILT_IN_REWARDS
+from miles_async import ports
 from miles_async.config.derived import generates
 from miles_async.config.fields import SETTINGS
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import UserError
-from miles_async.rewards.builtin import exact, f1, gpqa
+from miles_async.errors import TrajectoryError, UserError
+from miles_async.rewards.builtin import exact
 from miles_async.rewards.graders import Graders
-from miles_async.rewards.instructions import ifeval
+from miles_async.rewards.registry import BOXED, RewardType, RunsIn, complaints, reward_type, row_reward
 from miles_async.rewards.remote import RemoteReward
-from miles_async.rewards.rewarder import Rewarder, RewardFunction
-from miles_async.types import Sample
-
-IN_PROCESS: dict[str, RewardFunction] = {"exact": exact, "f1": f1, "gpqa": gpqa, "ifeval": ifeval}
-"""Rewards in linear time that evaluate nothing, which run in a thread of this process."""
-IN_GRADER_PROCESSES = {
-    "math": "miles_async.rewards.mathematics.math",
-    "dapo": "miles_async.rewards.mathematics.dapo",
-    "deepscaler": "miles_async.rewards.mathematics.deepscaler",
-    "reasoning_gym": "miles_async.rewards.gym.ReasoningGymReward",
-}
-"""Rewards that parse or evaluate text of the model, which can hang: they run in confined processes."""
+from miles_async.rewards.rewarder import Rewarder, is_async, raise_first
+from miles_async.types import Group, Sample
 
 
-def open_rewarder(config: RunConfig, args: Any) -> Rewarder:
-    """Return the rewarder for `rm_type` or `custom_rm_path`. `args` is the flat configuration that rewards receive.
+class RunRewards:
+    """The rewards of a run. Implements the `Rewarder` port for training; `of` is the rewarder of a data set.
 
-    Raises UserError if `rm_type` is unknown or incomplete, or if the user's function cannot be imported.
+    Each rewarder is opened when it is first needed, and shared by all rows and data sets that name the same reward.
     """
-    rollout = config.rollout
-    if config.data.environment is not None:
-        # The environment computes the rewards, which this rewarder only checks.
-        return Rewarder(exact, args, name=config.data.environment, timeout_seconds=None)
-    if not generates(config):
-        # Saved batches contain their rewards, and supervised examples need none: this rewarder is never called.
-        return Rewarder(exact, args, name="none", timeout_seconds=None)
-    if rollout.custom_rm_path is not None:
-        return _custom(config, rollout.custom_rm_path, args)
-    name = str(rollout.rm_type)
-    kind, boxed = name.removeprefix("boxed_"), name.startswith("boxed_")
-    timeout = rollout.reward_timeout_seconds
-    match kind, config.data.reasoning_gym_task:
-        case fast, _ if fast in IN_PROCESS:
-            return Rewarder(IN_PROCESS[fast], args, name=name, timeout_seconds=timeout, boxed=boxed)
-        case "remote_rm", _:
-            return _remote(config, args, name=name, boxed=boxed)
-        case "reasoning_gym", None:
-            raise UserError("rm_type reasoning_gym needs reasoning_gym_task: set it to a task such as chain_sum")
-        case slow, _ if slow in IN_GRADER_PROCESSES:
-            return _evaluating(config, IN_GRADER_PROCESSES[slow], name=name, boxed=boxed)
-        case _:
-            raise UserError(
-                f"rm_type {rollout.rm_type!r} is unknown: set one of {', '.join(BUILT_IN_REWARDS)}, or name your own "
-                "function with custom_rm_path"
+
+    def __init__(self, config: RunConfig, args: Any) -> None:
+        """`args` is the flat configuration that rewards receive.
+
+        Raises UserError if the reward for training is unknown or incomplete, or the user's function cannot be imported.
+        """
+        self._config = config
+        self._args = args
+        self._opened: dict[tuple[str, str | None], Rewarder] = {}
+        self._training = self._of_training(config.rollout.reward_key)
+
+    async def score(self, group: Group) -> None:
+        """Score a group for training; see `Rewarder.score`."""
+        await self._training.score(group)
+
+    def of(self, dataset: EvalDataset) -> ports.Rewarder | None:
+        """Return the rewarder of an evaluation data set; None if it is that for training.
+
+        Raises UserError as the constructor does.
+        """
+        rollout = self._config.rollout
+        key = dataset.reward_key or rollout.reward_key
+        if dataset.custom_rm_path is not None:
+            return self._custom(dataset.custom_rm_path, key)
+        if dataset.rm_type is not None:
+            # The rows name it in their metadata too (`eval_groups`), so none of them chooses another one.
+            return self._by_row(dataset.rm_type, key)
+        return None if dataset.reward_key is None else self._of_training(key)
+
+    async def close(self) -> None:
+        """Release threads, processes and connections."""
+        for rewarder in self._opened.values():
+            await rewarder.close()
+
+    def _of_training(self, key: str | None) -> ports.Rewarder:
+        environment, rollout = self._config.data.environment, self._config.rollout
+        if environment is not None or not generates(self._config):
+            # The environment computes the rewards, which this rewarder only checks. Saved batches contain theirs, and
+            # supervised examples need none.
+            name = environment or "none"
+            return self._opened.setdefault((name, None), Rewarder(exact, self._args, name=name, timeout_seconds=None))
+        if rollout.custom_rm_path is not None:
+            return self._custom(rollout.custom_rm_path, key)
+        for complaint in complaints(rollout.rm_type, self._config):
+            raise UserError(complaint)
+        return self._by_row(str(rollout.rm_type), key)
+
+    def _by_row(self, default: str, key: str | None) -> ports.Rewarder:
+        self._named(default, key)
+        return _ByRow(default, lambda name: self._named(name, key))
+
+    def _named(self, name: str, key: str | None) -> Rewarder:
+        """Return the rewarder of a built-in reward."""
+        for complaint in complaints(name, self._config):
+            raise UserError(complaint)
+        kind = reward_type(name)
+        assert kind is not None, "an unknown reward has a complaint"
+        key = kind.key(key)
+        if (name, key) not in self._opened:
+            self._opened[name, key] = _built_in(self._config, self._args, kind, name=name, key=key)
+        return self._opened[name, key]
+
+    def _custom(self, path: str, key: str | None) -> Rewarder:
+        """Return the rewarder of the user's function at `path`."""
+        if (path, key) not in self._opened:
+            self._opened[path, key] = _custom(self._config, self._args, path, key)
+        return self._opened[path, key]
+
+
+class _ByRow:
+    """Scores each sample with the built-in reward that its row names in `metadata["rm_type"]`, or else with `default`.
+
+    Rows differ within a group only if a user's function has put samples of several rows together.
+    """
+
+    def __init__(self, default: str, named: Callable[[str], Rewarder]) -> None:
+        self._default = default
+        self._named = named
+
+    async def score(self, group: Group) -> None:
+        parts: dict[str, list[Sample]] = {}
+        for segments in group.trajectories:
+            parts.setdefault(row_reward(segments[-1].metadata) or self._default, []).extend(segments)
+        if len(parts) == 1:
+            await self._score_part(next(iter(parts)), group)
+            return
+        groups = {name: Group(part, feed_index=group.feed_index) for name, part in parts.items()}
+        scores = (self._score_part(name, part) for name, part in groups.items())
+        results = await asyncio.gather(*scores, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, TrajectoryError):
+                raise result
+        raise_first([result for result in results if isinstance(result, TrajectoryError)])
+
+    async def _score_part(self, name: str, group: Group) -> None:
+        try:
+            rewarder = self._named(name)
+        except UserError as error:
+            # The data source refuses such rows, but a user's function may have changed the metadata.
+            raise TrajectoryError(f"group {group.feed_index}: {error}", list(group)) from error
+        await rewarder.score(group)
+
+
+def open_rewarder(config: RunConfig, args: Any) -> RunRewards:
+    """Return the rewards of a run. Raises UserError as `RunRewards` does."""
+    return RunRewards(config, args)
+
+
+def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key: str | None) -> Rewarder:
+    rollout, boxed = config.rollout, name.startswith(BOXED)
+    match kind.runs_in:
+        case RunsIn.GRADER:
+            return Rewarder(
+                _confined(config, kind.path),
+                args,
+                name=name,
+                timeout_seconds=None,
+                reward_key=key,
+                boxed=boxed,
+                wrong=kind.wrong,
+            )
+        case RunsIn.SERVER:
+            reward = RemoteReward(
+                str(rollout.rm_url),
+                concurrency=rollout.remote_rm_concurrency,
+                retries=rollout.remote_rm_retries,
+                timeout_seconds=rollout.reward_timeout_seconds,
+            )
+            # Each request has its own deadline: a deadline here would count the time in the queue and in retries.
+            return Rewarder(
+                reward, args, name=name, timeout_seconds=None, reward_key=key, boxed=boxed, close=reward.close
+            )
+        case RunsIn.THREAD:
+            module, _, function = kind.path.rpartition(".")
+            return Rewarder(
+                getattr(importlib.import_module(module), function),
+                args,
+                name=name,
+                timeout_seconds=rollout.reward_timeout_seconds,
+                boxed=boxed,
             )
 
 
-def _custom(config: RunConfig, path: str, args: Any) -> Rewarder:
-    rollout = config.rollout
-    function = load_function(path, setting="custom_rm_path")
-    if rollout.custom_rm_isolated:
-        return _isolated(config, path)
-    return Rewarder(
-        function,
-        args,
-        name=path,
-        timeout_seconds=rollout.reward_timeout_seconds,
-        reward_key=rollout.reward_key,
-        whole_groups=rollout.group_rm,
-    )
+def _confined(config: RunConfig, path: str) -> Graders:
+    """Return the processes of a built-in reward that evaluates text of the model.
 
-
-def _evaluating(config: RunConfig, path: str, *, name: str, boxed: bool) -> Rewarder:
-    """Return a rewarder for the built-in function at `path`, which evaluates text of the model in confined processes.
-
-    The processes receive only the settings that they need, because settings can hold keys.
+    They receive only the settings that they need, because settings can hold keys.
     """
     data, rollout = config.data, config.rollout
-    graders = Graders(
+    return Graders(
         path=path,
         setting="rm_type",
         args={
@@ -96,68 +188,33 @@ def _evaluating(config: RunConfig, path: str, *, name: str, boxed: bool) -> Rewa
         memory_bytes=int(rollout.reward_memory_gb * 1e9),
     )
 
-    async def grade(args: Any, samples: list[Sample]) -> list[Any]:
-        return await graders.grade([_without_tokens(sample) for sample in samples])
 
-    return _in_processes(graders, grade, name=name, reward_key=rollout.reward_key, boxed=boxed)
-
-
-def _isolated(config: RunConfig, path: str) -> Rewarder:
-    """Return a rewarder for the user's function at `path`, which runs in processes with the environment of this one."""
+def _custom(config: RunConfig, args: Any, path: str, key: str | None) -> Rewarder:
+    """Return the rewarder of the user's function at `path`, which runs here or in processes with this environment."""
     rollout = config.rollout
-    graders = Graders(
+    function: Any = load_function(path, setting="custom_rm_path")
+    timeout: float | None = rollout.reward_timeout_seconds
+    if rollout.custom_rm_isolated:
+        function, timeout = _isolated(config, path, is_async=is_async(function)), None
+    return Rewarder(
+        function,
+        args,
+        name=path,
+        timeout_seconds=timeout,
+        reward_key=key,
+        whole_groups=rollout.group_rm,
+        wrong=0.0 if key is None else {key: 0.0},
+    )
+
+
+def _isolated(config: RunConfig, path: str, *, is_async: bool) -> Graders:
+    rollout = config.rollout
+    return Graders(
         path=path,
         setting="custom_rm_path",
         args={name: reduce(getattr, field.path, config) for name, field in SETTINGS.items()},
         processes=rollout.reward_processes,
         timeout_seconds=rollout.reward_timeout_seconds,
         whole_groups=rollout.group_rm,
-    )
-
-    async def grade(args: Any, samples: list[Sample]) -> list[Any]:
-        return await graders.grade(samples)
-
-    return _in_processes(graders, grade, name=path, reward_key=rollout.reward_key)
-
-
-def _in_processes(
-    graders: Graders, grade: RewardFunction, *, name: str, reward_key: str | None, boxed: bool = False
-) -> Rewarder:
-    # The graders enforce the deadline: a deadline here would count the time spent waiting for a free process.
-    return Rewarder(
-        grade,
-        None,
-        name=name,
-        timeout_seconds=None,
-        reward_key=reward_key,
-        whole_groups=True,
-        boxed=boxed,
-        close=graders.close,
-    )
-
-
-def _without_tokens(sample: Sample) -> Sample:
-    """Return a copy with text only: serialising tens of thousands of tokens for a text reward is wasted time."""
-    return replace(sample, tokens=[], rollout_log_probs=[], sampling_mask=None, spans=[], loss_mask=None)
-
-
-def _remote(config: RunConfig, args: Any, *, name: str, boxed: bool) -> Rewarder:
-    rollout = config.rollout
-    if rollout.rm_url is None:
-        raise UserError("rm_type remote_rm needs a reward server: set rm_url to the address of the server")
-    reward = RemoteReward(
-        rollout.rm_url,
-        concurrency=rollout.remote_rm_concurrency,
-        retries=rollout.remote_rm_retries,
-        timeout_seconds=rollout.reward_timeout_seconds,
-    )
-    # Each request has its own deadline: a deadline here would count the time spent in the queue and in retries.
-    return Rewarder(
-        reward,
-        args,
-        name=name,
-        timeout_seconds=None,
-        reward_key=rollout.reward_key,
-        boxed=boxed,
-        close=reward.close,
+        is_async=is_async,
     )

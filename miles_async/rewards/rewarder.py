@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from contextvars import copy_context
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from numbers import Real
-from queue import SimpleQueue
 from typing import Any
+
+import structlog
 
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError, is_infrastructure
 from miles_async.json_values import json_value
 from miles_async.rewards.answers import last_boxed
-from miles_async.rewards.graders import GraderError
-from miles_async.types import Group, Sample
+from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
+from miles_async.rewards.threads import Threads
+from miles_async.types import REWARD_ERROR, Group, Sample
 
 RewardFunction = Callable[..., Any]
 """`fn(args, sample)`, plain or async, as in slime; it returns a number or a dictionary.
@@ -32,17 +29,22 @@ With `group_rm` it is `fn(args, samples)` instead and returns a list with one re
 CANCEL_GRACE_SECONDS = 5.0
 """Time that an async reward function has to end after it was cancelled."""
 
+log = structlog.get_logger(__name__)
+
 
 class Rewarder:
     """Implements the `Rewarder` port.
 
-    A plain function runs in a thread, one thread per group, so it may block. An async function runs for all samples of
-    a group concurrently.
+    A plain function runs in a thread, for one sample after the other, so it may block. An async function runs for all
+    samples of a group concurrently.
+
+    A plain function computes, so one that exceeds its limits has found an expensive response: the sample gets the
+    reward of a wrong one. An async function waits for a server, so one that misses its deadline is infrastructure.
     """
 
     def __init__(
         self,
-        function: RewardFunction,
+        function: RewardFunction | Graders,
         args: Any,
         *,
         name: str,
@@ -50,18 +52,20 @@ class Rewarder:
         reward_key: str | None = None,
         whole_groups: bool = False,
         boxed: bool = False,
+        wrong: float | Mapping[str, Any] = 0.0,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Create a rewarder.
 
         Args:
-            function: the reward function.
+            function: the reward function, or the processes that call it.
             args: the flat configuration that `function` receives first.
             name: name of the reward in error messages.
-            timeout_seconds: deadline per group; None if `function` enforces its own deadline.
+            timeout_seconds: deadline per sample, or per group with `whole_groups`; None if `function` enforces its own.
             reward_key: the entry that counts if the reward is a dictionary.
             whole_groups: `function` scores a group per call.
             boxed: `function` sees only the contents of the last box in the response.
+            wrong: the reward of a response whose reward exceeds its limits.
             close: releases processes and connections of `function`.
         """
         self._function = function
@@ -71,9 +75,12 @@ class Rewarder:
         self._reward_key = reward_key
         self._whole_groups = whole_groups
         self._boxed = boxed
+        self._wrong = wrong
         self._close = close
-        self._threads = _Threads()
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._threads = Threads()
+        self._is_async = function.is_async if isinstance(function, Graders) else is_async(function)
+        self._scored: Sample | None = None
+        """The last sample that was scored, which shows whether the function still works."""
 
     async def score(self, group: Group) -> None:
         """Set `reward` and `reward_key` of every sample.
@@ -82,63 +89,101 @@ class Rewarder:
         result. It is not called for a trajectory with a reward, which the generate function has set: segments without
         one get the same. A function for whole groups is always called, for all trajectories.
 
-        Raises TrajectoryError if the function raises, misses its deadline or returns an invalid reward, and UserError
-        if it returns a dictionary and `reward_key` is not set. Raises InfrastructureError if infrastructure failed, or
-        if an async function missed its deadline; the error names the samples, and all others have their reward.
+        A trajectory whose reward exceeds its limits of time or memory gets `wrong`, and the reason in its metadata
+        (`types.REWARD_ERROR`).
+
+        Raises TrajectoryError if the function raises or returns an invalid reward, and UserError if it returns a
+        dictionary and `reward_key` is not set. Raises InfrastructureError if infrastructure failed, if an async
+        function missed its deadline, or if the function finishes for no response any more. The error names the samples,
+        and all others have their reward. An error of a function for whole groups may name no samples.
         """
         group.share_rewards()
         trajectories = [one for one in group.trajectories if self._whole_groups or one[-1].reward is None]
         shown = [_boxed(segments[-1]) if self._boxed else segments[-1] for segments in trajectories]
-        try:
-            rewards = await self._rewards(shown, group)
-        except TrajectoryError as error:
-            named = set(map(id, error.samples))
-            pairs = zip(shown, trajectories, strict=True)
-            error.samples = [sample for one, segments in pairs if id(one) in named for sample in segments]
-            raise
-        if len(rewards) != len(shown):
-            raise TrajectoryError(
-                f"group {group.feed_index}: reward {self._name} returned {len(rewards)} rewards "
-                f"for {len(shown)} samples"
-            )
-        errors: list[InfrastructureError] = []
-        failed: list[Sample] = []
-        for segments, reward in zip(trajectories, rewards, strict=True):
-            if isinstance(reward, InfrastructureError):
-                errors.append(reward)
-                failed += segments
+        results = await (self._score_together(shown, group) if self._whole_groups else self._score_each(shown))
+        errors: list[TrajectoryError] = []
+        for segments, result in zip(trajectories, results, strict=True):
+            if isinstance(result, TrajectoryError):
+                result.samples = segments
+                errors.append(result)
                 continue
             for segment in segments:
-                segment.reward = reward
-        unscored = set(map(id, failed))
+                segment.reward = result
+        unscored = {id(sample) for error in errors for sample in error.samples}
         for sample in group:
-            if id(sample) not in unscored:
+            if id(sample) in unscored:
+                continue
+            try:
                 sample.reward, sample.reward_key = self._checked(sample, sample.reward)
-        if errors:
-            raise InfrastructureError(str(errors[0]), failed)
+            except TrajectoryError as error:
+                sample.reward = None
+                errors.append(error)
+        raise_first(errors)
 
     async def close(self) -> None:
         """Release threads, processes and connections; the rewarder cannot score afterwards."""
         self._threads.close()
+        if isinstance(self._function, Graders):
+            await self._function.close()
         if self._close is not None:
             await self._close()
 
-    async def _rewards(self, shown: list[Sample], group: Group) -> list[Any]:
-        """The reward of each shown sample, or an InfrastructureError in its place."""
-        if self._is_async and not self._whole_groups:
-            return await self._score_concurrently(shown)
-        try:
-            async with asyncio.timeout(self._timeout_seconds):
-                if self._whole_groups:
-                    return await self._score_together(shown, group)
-                return await self._score_in_thread(shown)
-        except TimeoutError:
-            raise TrajectoryError(f"group {group.feed_index}: {self._too_slow()}") from None
+    async def _score_each(self, shown: list[Sample]) -> list[Any]:
+        """Return the reward of each shown sample, or a TrajectoryError in its place."""
+        if not shown:
+            return []
+        for sample in shown:
+            sample.metadata.pop(REWARD_ERROR, None)
+        results = await self._call_each(shown)
+        scored = [
+            sample for sample, result in zip(shown, results, strict=True) if not isinstance(result, BaseException)
+        ]
+        if scored:
+            self._scored = replace(scored[-1], metadata=dict(scored[-1].metadata))
+        unfinished = [result for result in results if isinstance(result, UnfinishedError)]
+        broken = len(unfinished) == len(results) and not await self._still_scores()
+        return [self._outcome(*pair, broken) for pair in zip(shown, results, strict=True)]
 
-    def _too_slow(self) -> str:
-        return f"reward {self._name} took longer than {self._timeout_seconds:g} s (reward_timeout_seconds)"
+    async def _still_scores(self) -> bool:
+        """Whether the function finishes for a sample for which it has finished before."""
+        if self._scored is None:
+            return False
+        [result] = await self._call_each([replace(self._scored, metadata=dict(self._scored.metadata))])
+        return not isinstance(result, UnfinishedError | InfrastructureError)
 
-    async def _score_concurrently(self, shown: list[Sample]) -> list[Any]:
+    def _outcome(self, sample: Sample, result: Any, broken: bool) -> Any:
+        if not isinstance(result, BaseException):
+            return result
+        sentence = f"sample {sample.index}: reward {self._name} {_failure(result)}"
+        if isinstance(result, UnfinishedError):
+            if broken:
+                return InfrastructureError(f"{sentence}; it finishes for no other response either")
+            log.warning(
+                "a reward did not finish, and its sample counts as wrong",
+                reward=self._name,
+                sample=sample.index,
+                cause=str(result),
+            )
+            sample.metadata[REWARD_ERROR] = sentence
+            return self._wrong
+        failure = InfrastructureError(sentence) if is_infrastructure(result) else TrajectoryError(sentence)
+        failure.__cause__ = result
+        return failure
+
+    async def _call_each(self, shown: list[Sample]) -> list[Any]:
+        """Return the reward of each shown sample, or the error in its place."""
+        if isinstance(self._function, Graders):
+            return await self._function.grade(shown)
+        if self._is_async:
+            return await self._call_concurrently(shown)
+        results: list[Any] = []
+        while len(results) < len(shown):
+            results += await self._threads.score(self._call, shown[len(results) :], self._timeout_seconds)
+            if len(results) < len(shown):
+                results.append(UnfinishedError(self._too_slow()))
+        return results
+
+    async def _call_concurrently(self, shown: list[Sample]) -> list[Any]:
         """Score each sample with the async function. No call is left when this method raises.
 
         Otherwise a call could write into the samples while the next attempt at the group generates them.
@@ -152,58 +197,49 @@ class Rewarder:
             # A function may ignore its cancellation, so the wait is limited.
             await asyncio.wait(calls, timeout=CANCEL_GRACE_SECONDS)
 
-    async def _score_in_thread(self, shown: list[Sample]) -> list[Any]:
-        """Score the samples with the plain function, one after the other, in a thread.
-
-        A call cannot be interrupted, but no further sample is scored once the group has missed its deadline.
-        """
-        abandoned = threading.Event()
-
-        def score() -> list[Any]:
-            rewards: list[Any] = []
-            for sample in shown:
-                if abandoned.is_set():
-                    break
-                rewards.append(self._call(sample))
-            return rewards
-
-        try:
-            return await _run_in_thread(self._threads, score)  # type: ignore[no-any-return]
-        finally:
-            abandoned.set()
-
     async def _score_together(self, shown: list[Sample], group: Group) -> list[Any]:
+        """Return the rewards of a group. Raises TrajectoryError, or InfrastructureError, which names all samples."""
         try:
-            if self._is_async:
-                rewards = await self._function(self._args, shown)
-            else:
-                rewards = await _run_in_thread(self._threads, lambda: self._function(self._args, shown))
-            return list(rewards)
+            async with asyncio.timeout(self._timeout_seconds) as limit:
+                rewards = list(await self._call_together(shown))
         except (Exception, SystemExit) as error:
-            kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
-            raise kind(f"group {group.feed_index}: reward {self._name} {_failure(error)}", shown) from error
+            late = limit.expired() or isinstance(error, UnfinishedError)
+            cause = self._too_slow() if limit.expired() else _failure(error)
+            sentence = f"group {group.feed_index}: reward {self._name} {cause}"
+            if self._is_async if late else is_infrastructure(error):
+                raise InfrastructureError(sentence, list(group)) from error
+            # Nobody knows which sample is at fault.
+            raise TrajectoryError(sentence) from error
+        if len(rewards) != len(shown):
+            raise TrajectoryError(
+                f"group {group.feed_index}: reward {self._name} returned {len(rewards)} rewards "
+                f"for {len(shown)} samples"
+            )
+        return rewards
+
+    async def _call_together(self, shown: list[Sample]) -> Sequence[Any]:
+        if isinstance(self._function, Graders):
+            return await self._function.grade_group(shown)
+        function: RewardFunction = self._function
+        if self._is_async:
+            return await function(self._args, shown)  # type: ignore[no-any-return]
+        return await self._threads.run(lambda: function(self._args, shown))  # type: ignore[no-any-return]
+
+    def _too_slow(self) -> str:
+        return f"took longer than {self._timeout_seconds:g} s (reward_timeout_seconds)"
 
     async def _await(self, sample: Sample) -> Any:
         try:
             async with asyncio.timeout(self._timeout_seconds) as limit:
-                return await self._function(self._args, sample)
+                return await self._function(self._args, sample)  # type: ignore[operator]
         except (Exception, SystemExit) as error:
-            if limit.expired():
-                return InfrastructureError(f"sample {sample.index}: {self._too_slow()}")
-            return self._failed(sample, error)
+            return UnavailableError(self._too_slow()) if limit.expired() else error
 
     def _call(self, sample: Sample) -> Any:
         try:
-            return self._function(self._args, sample)
+            return self._function(self._args, sample)  # type: ignore[operator]
         except (Exception, SystemExit) as error:
-            return self._failed(sample, error)
-
-    def _failed(self, sample: Sample, error: BaseException) -> InfrastructureError:
-        """The error to return in place of a reward. Raises TrajectoryError if the same response would fail again."""
-        sentence = f"sample {sample.index}: reward {self._name} {_failure(error)}"
-        if not is_infrastructure(error):
-            raise TrajectoryError(sentence, [sample]) from error
-        return InfrastructureError(sentence)
+            return error
 
     def _checked(self, sample: Sample, reward: Any) -> tuple[Any, str | None]:
         """Return the validated reward, and the key of the entry that counts if the reward is a dictionary."""
@@ -232,78 +268,25 @@ class Rewarder:
         return float(reward)
 
 
+def raise_first(errors: Sequence[TrajectoryError]) -> None:
+    """Raise the first error, and name the samples of all errors of its kind; an InfrastructureError comes last.
+
+    Samples that only infrastructure has failed are scored again in the next attempt.
+    """
+    for kind in (False, True):
+        if chosen := [error for error in errors if isinstance(error, InfrastructureError) is kind]:
+            chosen[0].samples = [sample for error in chosen for sample in error.samples]
+            raise chosen[0]
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether a reward function, or the call of such an object, is a coroutine function."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def _boxed(sample: Sample) -> Sample:
     return replace(sample, response=last_boxed(sample.response) or "")
 
 
 def _failure(error: BaseException) -> str:
     return str(error) if isinstance(error, GraderError) else f"raised {type(error).__name__}: {error}"
-
-
-_Calls = SimpleQueue[Callable[[], None] | None]
-"""The calls of one thread; None ends it."""
-
-
-class _Threads:
-    """Daemon threads that are reused; a call always finds a free one.
-
-    The pool of the standard library would not do: a reward that hangs forever would occupy one of its threads, and keep
-    the process alive. A new thread per group would cost more time than a simple reward.
-    """
-
-    def __init__(self) -> None:
-        self._free: deque[_Calls] = deque()
-        """The queues of the threads that wait for a call."""
-        self._closed = False
-
-    def start(self, call: Callable[[], None]) -> None:
-        """Run `call`, which must not raise, in a thread."""
-        try:
-            calls = self._free.pop()
-        except IndexError:
-            calls = SimpleQueue()
-            threading.Thread(target=self._serve, args=(calls,), name="reward", daemon=True).start()
-        calls.put(call)
-
-    def close(self) -> None:
-        """End the threads; a thread that runs a call ends after it."""
-        self._closed = True
-        for calls in list(self._free):
-            calls.put(None)
-
-    def _serve(self, calls: _Calls) -> None:
-        while (call := calls.get()) is not None:
-            call()
-            self._free.append(calls)
-            if self._closed:
-                return
-
-
-async def _run_in_thread(threads: _Threads, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, which runs in one of the threads."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def resolve(result: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except BaseException as error:
-            # `sys.exit` in a reward must not end the run, and a future does not accept StopIteration.
-            ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            failure = error if ordinary else RuntimeError(repr(error))
-        # The event loop is closed if the run ended without waiting for this reward.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(resolve, result, failure)
-
-    # The thread gets a copy of the context: the skip manager and the fields of log lines are context variables.
-    threads.start(partial(copy_context().run, run))
-    return await done

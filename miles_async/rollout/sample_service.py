@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError
+from miles_async.pipeline.score import score
 from miles_async.ports import Rewarder
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -40,10 +41,14 @@ class SampleService:
         await args.sample_service.score(group)
     """
 
-    def __init__(self, sampling: SamplingParams) -> None:
-        """`sampling` are the parameters of training samples. Nothing can be generated or scored before `connect`."""
+    def __init__(self, sampling: SamplingParams, *, max_attempts: int) -> None:
+        """`sampling` are the parameters of training samples. Nothing can be generated or scored before `connect`.
+
+        Samples whose reward fails for reasons of infrastructure are scored up to `max_attempts` times.
+        """
         self._loop = asyncio.get_running_loop()
         self._sampling = sampling
+        self._max_attempts = max_attempts
         self._generator: SampleGenerator
         self._evaluator: SampleGenerator
         self._rewarder: Rewarder
@@ -79,7 +84,7 @@ class SampleService:
     async def rewards_of(self, samples: list[Sample]) -> list[Any]:
         """Return the rewards of the samples, which stay as they are. Raises TrajectoryError if the reward fails."""
         copies = Group(replace(sample, reward=None, trajectory=None) for sample in samples)
-        await self._in_pipeline(self._rewarder.score(copies))
+        await self._in_pipeline(self._score_again(copies))
         return [sample.reward for sample in copies]
 
     async def abort(self) -> None:
@@ -102,11 +107,17 @@ class SampleService:
 
     async def _score(self, group: Group) -> None:
         try:
-            await self._rewarder.score(group)
+            await self._score_again(group)
         except InfrastructureError as error:
             _mark_failed(error.samples, error)
         except TrajectoryError as error:
             _mark_failed(group, error)
+
+    async def _score_again(self, group: Group) -> None:
+        """Raises InfrastructureError for the samples that still have no reward after the last attempt."""
+        error = await score(group, self._rewarder, sleep=asyncio.sleep, max_attempts=self._max_attempts)
+        if error is not None:
+            raise error
 
 
 async def _when_reachable(generator: SampleGenerator, group: Group, sampling: SamplingParams) -> None:

@@ -309,5 +309,5 @@ def test_the_reward_types_of_the_walkthrough_exist(rm_type: str) -> None:
 
 
 def test_an_unknown_reward_type_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"rm_type 'rouge' is unknown: set one of .*deepscaler.*custom_rm_path"):
+    with pytest.raises(UserError, match=r"rm_type 'rouge' is unknown: set .*deepscaler.*custom_rm_path"):
         open_rewarder(run_config(rm_type="rouge"), args=None)

@@ -20,7 +20,7 @@ import pytest
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_slime_imports
-from miles_async.errors import RouterLostError, TrajectoryError
+from miles_async.errors import InfrastructureError, RouterLostError, TrajectoryError
 from miles_async.events import GroupGenerated, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
@@ -83,6 +83,8 @@ class FakeRewarder:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.error: str | None = None
+        self.failures = 0
+        """How often the reward of the first sample still fails for reasons of infrastructure."""
 
     async def score(self, group: Group) -> None:
         self.sizes.append(len(group))
@@ -90,6 +92,10 @@ class FakeRewarder:
             raise TrajectoryError(self.error)
         for sample in group:
             sample.reward = float(sample.response == "2")
+        if self.failures:
+            self.failures -= 1
+            group[0].reward = None
+            raise InfrastructureError("the judge is down", group[:1])
 
 
 @dataclass
@@ -101,7 +107,7 @@ class Run:
     rewarder: FakeRewarder = field(default_factory=FakeRewarder)
 
     def args(self, **settings: Any) -> Arguments:
-        service = SampleService(SAMPLING)
+        service = SampleService(SAMPLING, max_attempts=3)
         service.connect(generator=self.generator, evaluator=self.evaluator, rewarder=self.rewarder)
         return flat_args(
             run_config(**settings), sample_service=service, tokenizer=SimpleNamespace(transformers="its tokenizer")
@@ -176,6 +182,20 @@ async def test_rewards_that_are_set_stay_unless_a_reward_needs_the_whole_group(
     await generate_and_rm_group(args, samples, GenerateState(args).sampling_params)
     assert run.rewarder.sizes == scored
     assert samples[0].reward == (0.0 if group_rm else 0.25)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("failures, first", [(2, 1.0), (3, None)])
+async def test_samples_whose_reward_server_fails_are_scored_again_as_in_the_pipeline(
+    failures: int, first: float | None
+) -> None:
+    run = Run()
+    run.rewarder.failures = failures
+    args = run.args()
+    samples = await generate_and_rm_group(args, group(), GenerateState(args).sampling_params)
+    assert [sample.reward for sample in samples] == [first, 1.0]
+    assert [sample.status is SampleStatus.FAILED for sample in samples] == [first is None, False]
+    assert len(run.rewarder.sizes) == 3
 
 
 async def test_with_a_reward_for_groups_a_single_sample_is_not_scored() -> None:
@@ -265,7 +285,7 @@ class WorkerRun(World):
 
     def _ports(self, clock: VirtualClock) -> Ports:
         engines: Any = self.fleet
-        service = SampleService(SAMPLING)
+        service = SampleService(SAMPLING, max_attempts=3)
         service.connect(generator=engines, evaluator=engines, rewarder=Judge(clock, self.reward_seconds))
         args = flat_args(self.config, sample_service=service, tokenizer=None)
         adapter = RolloutFunctionAdapter(

@@ -14,7 +14,7 @@ from miles_async.events import GroupGenerated, GroupMoved, SampleDiscarded
 from miles_async.observability.diagnosis.verdict import Bottleneck, Verdicts
 from miles_async.observability.diagnosis.waste import WastedTokens
 from miles_async.pipeline.run_ports import Ports
-from miles_async.types import DropReason, Group
+from miles_async.types import REWARD_ERROR, DropReason, Group
 from tests.configuration import run_config
 from tests.sim.agents import AgentModel, AgentWorld
 from tests.sim.engines import EngineModel
@@ -122,6 +122,27 @@ def test_a_group_is_trained_without_the_sample_whose_reward_server_never_answers
     assert generated
     assert all(event.missing == 1 for event in generated)
     assert len(world.trace.of(SampleDiscarded)) >= len(generated)
+
+
+class LimitedJudge(Judge):
+    """The reward of the first sample of each group does not finish."""
+
+    async def score(self, group: Group) -> None:
+        await super().score(group)
+        group[0].reward, group[0].metadata[REWARD_ERROR] = 0.0, "sample 0: it took too long"
+
+
+class LimitedWorld(AgentWorld):
+    def _ports(self, clock: VirtualClock) -> Ports:
+        return replace(super()._ports(clock), rewarder=LimitedJudge(clock, 0.1))
+
+
+def test_a_sample_whose_reward_does_not_finish_is_trained_as_wrong_and_counted() -> None:
+    world = LimitedWorld(config=config(num_rollout=5), agents=AgentModel(failure_rate=0.0)).run()
+    generated = world.trace.of(GroupGenerated)
+    assert [(event.unfinished_rewards, event.missing) for event in generated] == [(1, 0)] * len(generated)
+    assert {event.reward for event in generated} == {7 / 8}
+    assert not any(event.reason == DropReason.FAILED for event in world.trace.of(GroupMoved))
 
 
 def test_tokens_of_a_sample_that_cannot_be_scored_are_wasted_once() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 from miles_async.types import Sample
@@ -35,3 +39,39 @@ def process_id(args: Any, sample: Sample) -> float:
 
 def positions(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
     return [float(position) for position in range(len(samples))]
+
+
+def kills_itself(args: Any, sample: Sample) -> float:
+    if sample.response == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def is_killed_once(args: Any, sample: Sample) -> float:
+    if not (mark := Path(sample.response)).exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+_together = asyncio.Barrier(3)
+
+
+async def meets(args: Any, sample: Sample) -> float:
+    """Ends only if three samples are scored at once."""
+    await _together.wait()
+    if sample.response == "down":
+        raise ConnectionError("the judge is down")
+    return 1.0
+
+
+def blocks() -> None:
+    time.sleep(600)
+
+
+async def waits_or_blocks(args: Any, sample: Sample) -> float:
+    if sample.response == "block":
+        blocks()
+    if sample.response == "wait":
+        await asyncio.sleep(600)
+    return 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from reasoning_gym import create_dataset
 from structlog.testing import capture_logs
 
 from miles_async.errors import TrajectoryError
-from miles_async.rewards import factory
+from miles_async.rewards import registry
 from miles_async.rewards.factory import open_rewarder
 from miles_async.rewards.graders import GraderError, Graders
-from miles_async.types import Group, Sample
+from miles_async.rewards.registry import RewardType, RunsIn
+from miles_async.types import REWARD_ERROR, Group, Sample
 from tests.configuration import run_config
 
 pytestmark = pytest.mark.stack
@@ -80,11 +82,21 @@ async def test_a_task_sees_its_problem_with_all_types_preserved() -> None:
 
 
 @pytest.mark.parametrize("task, entry", [("countdown", COUNTDOWN), ("puzzle24", PUZZLE_24)])
-async def test_responses_that_never_finish_cost_their_group_the_limit_once(task: str, entry: dict[str, Any]) -> None:
-    failures = await gym_rewards(task, entry, ["9**9**9"] * 8, reward_timeout_seconds=1)
-    assert failures == [
-        "group sample_0_0: reward reasoning_gym took longer than 1 s (reward_timeout_seconds); its process was killed"
-    ]
+async def test_responses_that_never_finish_count_as_wrong(task: str, entry: dict[str, Any]) -> None:
+    [mixed, poisoned] = await gym_rewards(
+        task, entry, ["1", *["9**9**9"] * 2, "2"], ["9**9**9"] * 2, reward_timeout_seconds=1
+    )
+    assert mixed[1:3] == poisoned == [0.0, 0.0]
+
+
+async def test_an_expensive_formula_counts_as_wrong_and_the_other_answers_keep_their_rewards() -> None:
+    answers = ["5", r"9^{9^{9^9}}", "5", "4"]
+    samples = [Sample(index=i, label="5", response=rf"\boxed{{{text}}}") for i, text in enumerate(answers)]
+    assert await rewards_of(samples, rm_type="math", reward_timeout_seconds=3) == [[1.0, 0.0, 1.0, 0.0]]
+    for sample in samples:
+        sample.reward, sample.response = None, sample.response.replace("boxed", "text").replace(r"\text", "Answer: ")
+    [scores] = await rewards_of(samples, rm_type="dapo", reward_key="score", reward_timeout_seconds=3)
+    assert [score["score"] for score in scores] == [1.0, -1.0, 1.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +114,9 @@ async def test_responses_that_never_finish_cost_their_group_the_limit_once(task:
     ],
 )
 async def test_a_response_cannot_use_the_network_other_processes_or_many_resources(response: str, error: str) -> None:
-    with pytest.raises(GraderError, match=error):
-        await evaluated(response)
+    [failure] = await evaluated(response)
+    assert isinstance(failure, GraderError)
+    assert re.search(error, str(failure))
 
 
 async def test_a_response_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +129,20 @@ async def test_a_response_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     reason="the kernel permits no user namespaces",
 )
 async def test_a_response_does_not_see_the_environment_of_the_rollout_worker() -> None:
-    with pytest.raises(GraderError, match="PermissionError"):
-        await evaluated("open(f'/proc/{os.getppid()}/environ').read()")
+    [failure] = await evaluated("open(f'/proc/{os.getppid()}/environ').read()")
+    assert "PermissionError" in str(failure)
 
 
-async def test_a_response_that_needs_too_much_memory_fails_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(factory.IN_GRADER_PROCESSES, "math", EVALUATES)
-    samples = [Sample(index=3, response="len(bytes(2 * 10**9))")]
-    assert await rewards_of(samples, rm_type="math") == [[1.0]]
-    [failure] = await rewards_of(samples, rm_type="math", reward_memory_gb=1)
-    assert "MemoryError" in failure
-    assert "(sample 3)" in failure
+async def test_a_response_that_needs_too_much_memory_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.REWARD_TYPES, "math", RewardType(EVALUATES, RunsIn.GRADER))
+
+    def samples() -> list[Sample]:
+        return [Sample(index=3, response="len(bytes(2 * 10**9))"), Sample(index=4, response="1")]
+
+    assert await rewards_of(samples(), rm_type="math") == [[1.0, 1.0]]
+    group = samples()
+    assert await rewards_of(group, rm_type="math", reward_memory_gb=1) == [[0.0, 1.0]]
+    assert group[0].metadata[REWARD_ERROR] == "sample 3: reward math raised MemoryError: "
 
 
 async def test_a_grader_whose_run_has_died_ends_by_its_cpu_limit() -> None:
@@ -134,8 +150,8 @@ async def test_a_grader_whose_run_has_died_ends_by_its_cpu_limit() -> None:
         sys.executable, "-m", "miles_async.rewards.grader", stdin=PIPE, stdout=PIPE
     )
     assert grader.stdin is not None
-    task = {"path": EVALUATES, "setting": "rm_type", "args": {}, "timeout_seconds": 1.0, "whole_groups": False}
-    grader.stdin.write(pickle.dumps({**task, "memory_bytes": 4 * GIGABYTE}))
+    task = {"path": EVALUATES, "setting": "rm_type", "args": {}, "timeout_seconds": 1.0}
+    grader.stdin.write(pickle.dumps({**task, "memory_bytes": 4 * GIGABYTE, "whole_groups": False, "is_async": False}))
     grader.stdin.write(pickle.dumps([Sample(response="9**9**9")]))
     grader.stdin.close()
     assert await grader.wait() == -signal.SIGXCPU
@@ -152,7 +168,7 @@ async def test_a_grader_that_dies_between_two_groups_is_replaced() -> None:
 
 async def test_a_kernel_that_cannot_block_the_network_causes_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(self: Graders, process: Any, request: bytes, seconds: float, limit: str) -> dict[str, Any]:
-        return {"network_closed": False, "rewards": [1.0]}
+        return {"network_closed": False, "reward": 1.0}
 
     monkeypatch.setattr(Graders, "_request", answer)
     with capture_logs() as lines:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles_async.errors import TrajectoryError
+from miles_async.errors import InfrastructureError, TrajectoryError
 from miles_async.rewards import mathematics
-from miles_async.rewards.graders import GraderError, Graders
+from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.graders import Graders, UnavailableError, UnfinishedError
 from miles_async.rewards.instructions import follows
-from miles_async.types import Sample
+from miles_async.types import Group, Sample
+from tests.configuration import run_config
 from tests.scoring import scored
 
 pytestmark = pytest.mark.stack
@@ -28,30 +33,79 @@ async def test_an_isolated_reward_runs_in_another_process_and_sees_the_settings(
     assert await scored("ab", "", custom_rm_path=path, n_samples_per_prompt=4, **ISOLATED) == [6.0, 4.0]
 
 
-async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_next_sample_is_scored() -> None:
-    graders = Graders(f"{REWARDS}.hangs", "custom_rm_path", {}, processes=1, timeout_seconds=1.0)
+@asynccontextmanager
+async def graders(name: str, **options: Any) -> AsyncIterator[Graders]:
+    pool = Graders(f"{REWARDS}.{name}", "custom_rm_path", {}, **{"processes": 1, "timeout_seconds": 60.0} | options)
     try:
-        with pytest.raises(GraderError) as failure:
-            await graders.grade([Sample(response="fine"), Sample(response="hang")])
-        assert str(failure.value) == "took longer than 1 s (reward_timeout_seconds); its process was killed"
-        assert await graders.grade([Sample(response="fine")]) == [1.0]
+        yield pool
     finally:
-        await graders.close()
+        await pool.close()
+
+
+async def test_an_isolated_reward_that_hangs_is_ended_at_its_deadline_and_the_other_samples_are_scored() -> None:
+    async with graders("hangs", timeout_seconds=1.0) as pool:
+        first, hung, last = await pool.grade([Sample(response=text) for text in ("fine", "hang", "fine")])
+        assert (first, last) == (1.0, 1.0)
+        assert isinstance(hung, UnfinishedError)
+        assert str(hung) == "took longer than 1 s (reward_timeout_seconds); its process was killed"
+
+
+async def test_an_isolated_reward_whose_process_is_killed_for_a_sample_again_and_again_has_crashed() -> None:
+    async with graders("kills_itself") as pool:
+        fine, crashed = await pool.grade([Sample(response="fine"), Sample(response="crash")])
+        assert fine == 1.0
+        assert isinstance(crashed, UnfinishedError)
+        assert str(crashed) == "ended its process by signal 9"
+
+
+async def test_a_sample_whose_process_is_killed_once_is_scored_again(tmp_path: Path) -> None:
+    async with graders("is_killed_once") as pool:
+        assert await pool.grade([Sample(response=str(tmp_path / "killed"))]) == [1.0]
+    assert (tmp_path / "killed").exists()
 
 
 async def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> None:
-    with pytest.raises(TrajectoryError, match=r"group sample_0_0: reward .*\.exits ended its process with exit code 3"):
+    with pytest.raises(TrajectoryError, match=r"sample 0: reward .*\.exits ended its process with exit code 3"):
         await scored("x", custom_rm_path=f"{REWARDS}.exits", **ISOLATED)
+
+
+async def test_a_process_that_cannot_start_is_infrastructure() -> None:
+    async with graders("no_such_reward") as pool:
+        [error] = await pool.grade([Sample()])
+        assert isinstance(error, UnavailableError)
+        assert str(error) == "could not be started: it ended its process with exit code 1"
+
+
+async def test_an_isolated_async_reward_scores_a_group_at_once_and_asks_again_for_what_it_could_not_reach() -> None:
+    samples = [Sample(index=i, response=text) for i, text in enumerate(("1", "down", "3"))]
+    group = Group(samples, feed_index="sample_0_0")
+    rewarder = open_rewarder(run_config(custom_rm_path=f"{REWARDS}.meets", **ISOLATED, reward_processes=1), None)
+    try:
+        with pytest.raises(
+            InfrastructureError, match=r"sample 1: .*raised ConnectionError: the judge is down"
+        ) as error:
+            await rewarder.score(group)
+    finally:
+        await rewarder.close()
+    assert [sample.index for sample in error.value.samples] == [1]
+    assert [sample.reward for sample in group] == [1.0, None, 1.0]
+
+
+async def test_an_isolated_async_reward_that_is_late_is_infrastructure_and_one_that_blocks_costs_its_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("miles_async.rewards.graders.GRACE_SECONDS", 0.5)
+    async with graders("waits_or_blocks", timeout_seconds=1.0, is_async=True) as pool:
+        results = await pool.grade([Sample(response=text) for text in ("fine", "wait", "block")])
+    assert [type(result) for result in results] == [float, UnavailableError, UnfinishedError]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_each_grader_process_scores_one_group_at_a_time(processes: int) -> None:
-    graders = Graders(f"{REWARDS}.process_id", "custom_rm_path", {}, processes, timeout_seconds=60.0)
-    try:
-        rewards = await asyncio.gather(*(graders.grade([Sample()]) for _ in range(4)))
-        assert len({number for [number] in rewards}) == processes
-    finally:
-        await graders.close()
+    async with graders("process_id", processes=processes) as pool:
+        rewards = await asyncio.gather(*(pool.grade([Sample(), Sample()]) for _ in range(4)))
+        assert all(first == second for first, second in rewards)
+        assert len({first for first, _ in rewards}) == processes
 
 
 @pytest.mark.parametrize(
@@ -71,7 +125,7 @@ def test_mathematical_answers_are_compared_by_value(response: str, label: Any, e
 
 async def test_mathematical_answers_are_checked_in_a_separate_process() -> None:
     assert await scored(r"so \boxed{\sqrt{4}}", r"\boxed{3}", label="2", rm_type="math") == [1.0, 0.0]
-    with pytest.raises(TrajectoryError, match=r"reward math raised TypeError: the label is \[\], a list.*\(sample 0\)"):
+    with pytest.raises(TrajectoryError, match=r"sample 0: reward math raised TypeError: the label is \[\], a list"):
         await scored("4", label=[], rm_type="math")
 
 

@@ -35,6 +35,13 @@ def test_a_function_that_cannot_be_imported_is_refused(
     assert f"{setting} '{path}'" in capsys.readouterr().err
 
 
+def test_the_reward_of_an_evaluation_data_set_that_cannot_be_imported_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert check("eval_datasets", "{aime: {path: rows.jsonl, custom_rm_path: no_such_module.f}}") == 2
+    assert "eval_datasets.aime.custom_rm_path 'no_such_module.f'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", ["miles_async.filters.mask_truncated", "user_filters.mine"])
 def test_a_function_that_exists_is_accepted(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -385,7 +385,7 @@ def test_recomputation_must_be_configured_completely(settings: dict[str, Any], s
 
 def test_a_reward_names_the_setting_that_it_needs() -> None:
     assert "rm_type remote_rm needs a reward server: set rm_url" in refusal(rm_type="remote_rm")
-    assert "set it to score (1 or -1) or acc (1 or 0)" in refusal(rm_type="boxed_dapo", reward_key="accuracy")
+    assert "set it to score or acc" in refusal(rm_type="boxed_dapo", reward_key="accuracy")
     assert "custom_rm_isolated has no effect without custom_rm_path" in refusal(custom_rm_isolated=True)
     assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
 

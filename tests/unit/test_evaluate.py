@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError
-from miles_async.events import EvaluationSkipped, WarningRaised
+from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError
+from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
 from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import DirectJournal, Trace
@@ -156,5 +158,116 @@ async def test_a_problem_that_cannot_be_answered_scores_zero_and_is_reported() -
 
 async def test_an_answer_that_is_aborted_again_and_again_is_given_up() -> None:
     rewards, seen, [warning] = await evaluated(*[aborted_after_a_token] * 1000)
-    assert (rewards, len(seen)) == ([0.0], 300)
+    assert (rewards, len(seen)) == ([], 300)
+    assert "1 of 1 samples of held_out could not be scored, and it was not evaluated" in warning
     assert "aborted again and again" in warning
+
+
+@dataclass
+class Evaluation:
+    """An evaluation of 16 samples of one problem."""
+
+    scores: dict[str, Any]
+    warnings: list[str]
+    event: Evaluated | None
+    calls: list[int | None]
+    """The samples for which the reward was called, in order."""
+
+
+async def scored_by(reward: Callable[[Sample, int], float], *script: Attempt, own: Any = None) -> Evaluation:
+    """Evaluate with `reward(sample, number of its call for this sample)`, or with the data set's rewarder `own`."""
+    calls: list[int | None] = []
+
+    async def function(args: Any, sample: Sample) -> float:
+        calls.append(sample.index)
+        return reward(sample, calls.count(sample.index))
+
+    trace = Trace()
+    run_state = RunState(VirtualClock(), DirectJournal(trace))
+    rewarder = Rewarder(function, None, name="judge", timeout_seconds=60.0)
+    problems = [Group([Sample(index=i, prompt="?") for i in range(16)], feed_index="eval_0")]
+    sets = [EvalSet(name="aime", problems=problems, generator=Scripted(list(script)), rewarder=own)]
+    evaluator = Evaluator(run_state, rewarder, sets, lambda: True, max_attempts=3)
+    scores = await evaluator.evaluate(0)
+    evaluator.report(0, scores, 1.0, (0, 0))
+    warnings = [event.text for event in trace.of(WarningRaised)]
+    return Evaluation(scores.get("aime", {}), warnings, next(iter(trace.of(Evaluated)), None), calls)
+
+
+async def test_a_sample_whose_reward_server_fails_is_scored_again_alone() -> None:
+    def restarts(sample: Sample, call: int) -> float:
+        if sample.index == 2 and call < 3:
+            raise ConnectionError("reward server restarted")
+        return 1.0
+
+    evaluation = await scored_by(restarts)
+    assert evaluation.scores["rewards"] == [1.0] * 16
+    assert (evaluation.scores["missing"], evaluation.warnings) == (0, [])
+    assert evaluation.calls == [*range(16), 2, 2]
+
+
+def never_judges_the_third(sample: Sample, call: int) -> float:
+    if sample.index == 2:
+        raise ConnectionError("reward server is gone")
+    return 1.0
+
+
+def has_a_bug(sample: Sample, call: int) -> float:
+    return 1.0 if sample.index != 2 else float(sample.metadata["score"])
+
+
+@pytest.mark.parametrize(
+    "reward, cause", [(never_judges_the_third, "ConnectionError: reward server is gone"), (has_a_bug, "KeyError")]
+)
+async def test_a_sample_that_cannot_be_scored_is_missing_and_not_wrong(reward: Any, cause: str) -> None:
+    evaluation = await scored_by(reward)
+    assert (evaluation.scores["rewards"], evaluation.scores["missing"]) == ([1.0] * 15, 1)
+    assert len(evaluation.scores["truncated"]) == 15
+    [warning] = evaluation.warnings
+    assert warning.startswith(
+        "1 of 16 samples of aime could not be scored, and they are missing from its results: sample 2: reward judge"
+    )
+    assert cause in warning
+    event = evaluation.event
+    assert event is not None
+    assert (event.accuracy, event.reward, event.problems, event.missing) == (1.0, 1.0, 15, 1)
+
+
+async def test_a_data_set_without_any_score_is_left_out() -> None:
+    def down(sample: Sample, call: int) -> float:
+        raise ConnectionError("reward server is gone")
+
+    evaluation = await scored_by(down)
+    assert (evaluation.scores, evaluation.event) == ({}, None)
+    [warning] = evaluation.warnings
+    assert warning.startswith("16 of 16 samples of aime could not be scored, and it was not evaluated")
+
+
+def failing(error: type[TrajectoryError]) -> Attempt:
+    def attempt(group: Group) -> None:
+        ends(group)
+        raise error("sample 5: the tool failed", [group[5]])
+
+    return attempt
+
+
+async def test_a_sample_whose_tool_server_fails_is_missing_and_the_others_are_scored() -> None:
+    evaluation = await scored_by(lambda sample, call: 1.0, failing(InfrastructureError))
+    assert (evaluation.scores["rewards"], evaluation.scores["missing"]) == ([1.0] * 15, 1)
+    assert 5 not in evaluation.calls
+
+
+async def test_a_sample_that_cannot_be_answered_scores_zero_and_the_others_keep_their_scores() -> None:
+    evaluation = await scored_by(lambda sample, call: 1.0, failing(TrajectoryError))
+    assert evaluation.scores["rewards"] == [1.0] * 5 + [0.0] + [1.0] * 10
+    assert evaluation.scores["missing"] == 0
+    [warning] = evaluation.warnings
+    assert warning.startswith("1 of 1 problems of aime have samples that failed and score 0: sample 5: the tool failed")
+
+
+async def test_a_data_set_may_have_its_own_reward() -> None:
+    async def half(args: Any, sample: Sample) -> float:
+        return 0.5
+
+    evaluation = await scored_by(lambda sample, call: 1.0, own=Rewarder(half, None, name="half", timeout_seconds=60.0))
+    assert (evaluation.scores["rewards"], evaluation.calls) == ([0.5] * 16, [])

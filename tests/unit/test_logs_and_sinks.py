@@ -134,6 +134,7 @@ def test_curves_have_the_names_of_slime_over_steps_and_rollouts() -> None:
     assert (evaluation.axis, evaluation.step) == ("rollout/step", 5)
     assert evaluation.values["eval/aime"] == 0.25
     assert evaluation.values["eval/aime-truncated_ratio"] == 0.125
+    assert evaluation.values["eval/aime-missing_samples"] == 0
     assert evaluation.values["eval/aime-oldest_weight_version"] == 3
     assert evaluation.values["eval/aime-newest_weight_version"] == 4
 

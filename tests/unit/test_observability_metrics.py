@@ -271,6 +271,7 @@ def generated(sequence: int, started: float, ended: float, versions: tuple[int, 
         response_tokens=10,
         reward=1.0,
         truncated=1,
+        unfinished_rewards=2,
     )
 
 
@@ -323,6 +324,7 @@ def test_metrics_show_the_ages_of_recycled_and_queued_groups() -> None:
         moved("queued", time=104.0),
         moved("dropped", time=106.0, reason="stale"),
     )
+    assert see("unfinished_rewards_total") == 2
     assert see("staleness_versions_sum", groups="queued") == 2
     assert see("staleness_seconds_sum", groups="recycled") == 4.0
 
@@ -340,8 +342,9 @@ def test_an_evaluation_names_its_weight_versions_and_skipped_ones_are_counted() 
         RUN,
         EvaluationSkipped(time=103.0, rollout=4, overtaken_by=9),
         EvaluationSkipped(time=104.0, rollout=9, overtaken_by=14),
-        Evaluated(time=105.0, name="math", rollout=14, versions=(14, 16), **scores),
+        Evaluated(time=105.0, name="math", rollout=14, versions=(14, 16), missing=3, **scores),
     )
+    assert see("eval_missing_samples", name="math") == 3
     assert see("skipped_evaluations_total") == 2
     assert see("eval_oldest_weight_version", name="math") == 14
     assert see("eval_newest_weight_version", name="math") == 16

@@ -250,6 +250,12 @@ def test_the_summary_has_the_confidence_intervals_of_the_accuracies() -> None:
     assert summary_of([RUN]).figures()["accuracy_after_interval"] is None
 
 
+def test_the_summary_names_the_samples_of_the_last_evaluation_that_have_no_score() -> None:
+    summary = summary_of([RUN, evaluated(-1, 0.2), structs.replace(evaluated(9, 0.4), missing=3)])
+    assert summary.figures()["scores"]["eval/heldout-missing_samples"] == 3
+    assert "0.200 before, 0.400 after; 3 samples without a score are left out" in summary.text()
+
+
 @pytest.mark.parametrize(
     "correct, problems, low, high",
     [(0, 10, 0.0, 0.2775), (8, 10, 0.4902, 0.9433), (10, 10, 0.7225, 1.0), (64, 128, 0.4147, 0.5853)],

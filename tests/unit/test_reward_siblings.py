@@ -1,4 +1,4 @@
-"""Calls of a reward function that are still running when their group fails."""
+"""Calls of a reward function that are still running when another call of their group fails."""
 
 from __future__ import annotations
 
@@ -21,36 +21,48 @@ def pair() -> Group:
     return Group([Sample(index=0), Sample(index=1)], feed_index="sample_0_0")
 
 
-def test_other_async_calls_of_a_failed_group_have_ended_when_the_failure_is_raised() -> None:
-    async def story() -> None:
-        second_runs, resume = asyncio.Event(), asyncio.Event()
+async def test_other_async_calls_of_a_failed_group_have_ended_and_keep_their_rewards() -> None:
+    second_runs = asyncio.Event()
 
-        async def reward(args: Any, sample: Sample) -> float:
-            if sample.index == 0:
-                await second_runs.wait()
-                raise RuntimeError("the judge is down")
-            second_runs.set()
-            try:
-                await resume.wait()
-                sample.metadata["written"] = "late"
-            finally:
-                # A function may await something when it is cancelled.
-                await asyncio.sleep(0)
-                sample.metadata["ended"] = True
-            return 1.0
-
-        group = pair()
-        with pytest.raises(TrajectoryError, match="the judge is down"):
-            await rewarder(reward).score(group)
-        assert group[1].metadata == {"ended": True}
-        resume.set()
+    async def reward(args: Any, sample: Sample) -> float:
+        if sample.index == 0:
+            await second_runs.wait()
+            raise RuntimeError("the judge is down")
+        second_runs.set()
         await asyncio.sleep(0)
-        assert "written" not in group[1].metadata
+        sample.metadata["ended"] = True
+        return 1.0
 
-    asyncio.run(story())
+    group = pair()
+    with pytest.raises(TrajectoryError, match="the judge is down"):
+        await rewarder(reward).score(group)
+    assert group[1].metadata == {"ended": True}
+    assert [sample.reward for sample in group] == [None, 1.0]
 
 
-def test_a_plain_reward_that_missed_its_deadline_scores_no_further_sample() -> None:
+async def test_async_calls_have_ended_when_the_scoring_of_their_group_is_cancelled() -> None:
+    runs, resume = asyncio.Event(), asyncio.Event()
+
+    async def reward(args: Any, sample: Sample) -> float:
+        try:
+            runs.set()
+            await resume.wait()
+        finally:
+            # A function may await something when it is cancelled.
+            await asyncio.sleep(0)
+            sample.metadata["ended"] = True
+        return 1.0
+
+    group = pair()
+    scoring = asyncio.create_task(rewarder(reward).score(group))
+    await runs.wait()
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert [sample.metadata for sample in group] == [{"ended": True}] * 2
+
+
+def test_the_thread_of_a_plain_reward_that_missed_its_deadline_scores_no_further_sample() -> None:
     release, scored = threading.Event(), []
 
     def reward(args: Any, sample: Sample) -> float:
@@ -70,5 +82,5 @@ def test_a_plain_reward_that_missed_its_deadline_scores_no_further_sample() -> N
     release.set()
     for thread in started:
         thread.join(20)
-    # On a busy machine the deadline may pass before the thread starts, or before it scores the first sample.
-    assert scored in ([], [0])
+    # On a busy machine the deadline may pass before a thread starts, or before it scores its first sample.
+    assert len(scored) == len(set(scored))

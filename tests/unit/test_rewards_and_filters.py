@@ -15,9 +15,9 @@ import pytest
 
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.filters import check_reward_nonzero_std
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards, open_rewarder
 from miles_async.rewards.grader import grade
-from miles_async.rewards.rewarder import Rewarder
+from miles_async.rewards.rewarder import Rewarder, is_async
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
@@ -27,7 +27,7 @@ def group_of(*responses: str, **fields: Any) -> Group:
     return Group(samples, feed_index="sample_0_3")
 
 
-async def scored(rewarder: Rewarder, group: Group) -> list[Any]:
+async def scored(rewarder: Rewarder | RunRewards, group: Group) -> list[Any]:
     await rewarder.score(group)
     return [sample.reward for sample in group]
 
@@ -36,7 +36,7 @@ def custom(function: Callable[[Any, Sample], Any], timeout_seconds: float = 5.0)
     return Rewarder(function, args=None, name="my.reward", timeout_seconds=timeout_seconds)
 
 
-def configured(**settings: Any) -> Rewarder:
+def configured(**settings: Any) -> RunRewards:
     return open_rewarder(run_config(**settings), args=None)
 
 
@@ -129,6 +129,10 @@ async def test_a_plain_reward_runs_in_the_context_of_its_group() -> None:
     assert await scored(custom(lambda args, sample: here.get()), group_of("4")) == [2.0]
 
 
+async def judge_is_down(args: Any, sample: Sample) -> float:
+    raise ConnectionError("the judge is down")
+
+
 async def awaited_length(args: Any, sample: Sample) -> float:
     return float(len(sample.response))
 
@@ -136,17 +140,36 @@ async def awaited_length(args: Any, sample: Sample) -> float:
 @pytest.mark.parametrize(
     "function, answer",
     [
-        (awaited_length, {"rewards": [2.0]}),
-        (lambda args, sample: np.float32(0.5), {"rewards": [0.5]}),
-        (lambda args, sample: object(), {"error": "TypeError: float() argument must be a string or a real number"}),
-        (lambda args, sample: 1 / 0, {"error": "ZeroDivisionError: division by zero (sample 7)"}),
+        (awaited_length, (2.0, None)),
+        (lambda args, sample: np.float32(0.5), (0.5, None)),
+        (lambda args, sample: object(), ("raised TypeError: float() argument must be a string or a real", "function")),
+        (lambda args, sample: 1 / 0, ("raised ZeroDivisionError: division by zero", "function")),
+        (lambda args, sample: [0] * 10**18, ("raised MemoryError: ", "limit")),
+        (judge_is_down, ("raised ConnectionError: the judge is down", "infrastructure")),
+        (never, ("took longer than 0.01 s (reward_timeout_seconds)", "infrastructure")),
     ],
 )
-def test_a_grader_process_answers_for_any_result_of_its_function(function: Any, answer: dict[str, Any]) -> None:
-    [(key, value)] = json.loads(grade(function, None, list(group_of("ab")), whole_groups=False)).items()
-    [(expected, start)] = answer.items()
-    assert key == expected
-    assert value == start or str(value).startswith(str(start))
+def test_a_grader_process_answers_for_any_result_of_its_function(function: Any, answer: tuple[Any, Any]) -> None:
+    [result] = graded(function, "ab")
+    value, cause = answer
+    assert result.get("cause") == cause
+    given = result["reward"] if cause is None else result["error"][: len(value)]
+    assert given == value
+
+
+def test_a_grader_process_answers_for_each_sample_of_a_group() -> None:
+    first, second, third = graded(lambda args, sample: 1 / (sample.index - 8), *"abc")
+    assert (first, third) == ({"reward": -1.0}, {"reward": 1.0})
+    assert second["cause"] == "function"
+
+
+def test_a_grader_process_answers_once_for_a_whole_group() -> None:
+    assert graded(lambda args, samples: [len(samples)] * 3, *"abc", whole_groups=True) == [{"reward": [3, 3, 3]}]
+
+
+def graded(function: Any, *responses: str, whole_groups: bool = False) -> list[dict[str, Any]]:
+    task = {"is_async": is_async(function), "whole_groups": whole_groups, "timeout_seconds": 0.01}
+    return list(map(json.loads, grade(function, None, list(group_of(*responses)), task)))
 
 
 async def test_rewards_that_hang_in_threads_do_not_stop_others() -> None:
@@ -187,9 +210,9 @@ async def test_numpy_numbers_and_booleans_are_numbers() -> None:
 @pytest.mark.parametrize(
     "settings, complaint",
     [
-        ({}, "rm_type None is unknown: set one of reasoning_gym, exact, math"),
+        ({}, "rm_type None is unknown: set reasoning_gym, exact, math"),
         ({"rm_type": "exakt"}, "rm_type 'exakt' is unknown"),
-        ({"rm_type": "reasoning_gym"}, "needs reasoning_gym_task"),
+        ({"rm_type": "reasoning_gym"}, "scores only reasoning_gym_task problems"),
         ({"custom_rm_path": "no_such_module.f"}, "custom_rm_path 'no_such_module.f' cannot be imported: .*No module"),
     ],
 )

@@ -208,10 +208,11 @@ async def test_a_remote_reward_may_be_a_dictionary() -> None:
 
 
 def test_the_number_of_concurrent_remote_reward_requests_is_limited() -> None:
-    rewarder: Any = open_rewarder(
+    rewards: Any = open_rewarder(
         run_config(rm_type="remote_rm", rm_url="http://x", remote_rm_concurrency=2),
         args=None,
     )
+    [rewarder] = rewards._opened.values()
     assert rewarder._function._permits._value == 2
 
 

@@ -281,6 +281,9 @@ def test_an_evaluation_is_one_line() -> None:
         "accuracy   0.408 before training (512 problems of heldout in 2.10 s)",
         "accuracy   0.408 after batch 100 (512 problems of heldout in 2.10 s)",
     ]
+    assert lines_of(structs.replace(evaluated, missing=3)) == [
+        "accuracy   0.408 before training (512 problems of heldout, 3 more without a score, in 2.10 s)",
+    ]
 
 
 def finding(verdict: Bottleneck = Bottleneck.ROLLOUT, silent: str | None = None) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
-from miles_async.config.derived import SFT_FUNCTION, trains_only
+from miles_async.config.derived import SFT_FUNCTION, generates, trains_only
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError
+from miles_async.rewards.registry import complaints, row_reward
 from miles_async.types import Group, Prompt, as_messages
 
 
@@ -25,8 +27,17 @@ def _ignore(reason: str, sentence: str) -> None:
     """Discard reports: before the run starts, there are no events to report to."""
 
 
+def _discard(text: str) -> None:
+    """Discard a warning, as `_ignore` discards reports."""
+
+
 def open_data(
-    config: RunConfig, *, tokenizer: CheckpointTokenizer | None = None, args: Any = None, report: Report = _ignore
+    config: RunConfig,
+    *,
+    tokenizer: CheckpointTokenizer | None = None,
+    args: Any = None,
+    report: Report = _ignore,
+    rows_choose_reward: bool = True,
 ) -> BufferedSource:
     """Open the training data.
 
@@ -35,12 +46,13 @@ def open_data(
         tokenizer: renders prompts; required only with `apply_chat_template`.
         args: the flat configuration that a buffer filter receives.
         report: is called for each row or group that is skipped.
+        rows_choose_reward: whether a row may name a built-in reward in its metadata, which is then checked.
 
     Raises UserError if a file cannot be read, one of the first rows is invalid, the task is unknown, or settings do not
     fit together.
     """
     data = config.data
-    problems, warm_start, held_out = _problems(config)
+    problems, warm_start, held_out = _problems(config, rows_choose_reward)
     choose = pop_first
     if data.buffer_filter_path is not None:
         choose = load_function(data.buffer_filter_path, setting="buffer_filter_path", plain=True)
@@ -59,12 +71,20 @@ def open_data(
 
 
 def eval_groups(
-    config: RunConfig, name: str, dataset: EvalDataset, *, tokenizer: CheckpointTokenizer | None = None
+    config: RunConfig,
+    name: str,
+    dataset: EvalDataset,
+    *,
+    tokenizer: CheckpointTokenizer | None = None,
+    warn: Callable[[str], None] = _discard,
 ) -> list[Group]:
-    """Return the first `size` rows of a data set, in file order, with `n_samples` samples each.
+    """Return the first `size` valid rows of a data set, in file order, with `n_samples` samples each.
 
-    Feed indices start with `name`. `tokenizer` renders prompts. Raises UserError as `open_data` does.
+    Feed indices start with `name`. `tokenizer` renders prompts. `warn` is called once if rows are invalid. Raises
+    UserError as `open_data` does.
     """
+    # The beginning of the file may be read twice, so each row is counted by its sentence.
+    invalid: dict[str, None] = {}
     data = config.data.model_copy(
         update={
             "prompt_data": dataset.path,
@@ -75,18 +95,33 @@ def eval_groups(
             "eval_size": 0,
         }
     )
-    rollout = config.rollout.model_copy(update={"n_samples_per_prompt": dataset.n_samples})
-    source = open_data(config.model_copy(update={"data": data, "rollout": rollout}), tokenizer=tokenizer)
+    updates: dict[str, Any] = {"n_samples_per_prompt": dataset.n_samples}
+    if dataset.rm_type is not None or dataset.custom_rm_path is not None:
+        updates |= {"rm_type": dataset.rm_type, "custom_rm_path": dataset.custom_rm_path}
+    source = open_data(
+        config.model_copy(update={"data": data, "rollout": config.rollout.model_copy(update=updates)}),
+        tokenizer=tokenizer,
+        report=lambda reason, sentence: invalid.setdefault(sentence),
+        rows_choose_reward=dataset.rm_type is None,
+    )
     # The source feeds forever: the first group of the second epoch marks the end of the data.
     fed = (source.get_samples(1)[0] for _ in itertools.count())
     first_epoch = takewhile(lambda group: group.feed_index.startswith("sample_0_"), fed)
     groups = list(islice(first_epoch, dataset.size))
     for group in groups:
         group.feed_index = f"{name}_{group.feed_index}"
+        if dataset.rm_type is not None:
+            for sample in group:
+                sample.metadata["rm_type"] = dataset.rm_type
+    if invalid:
+        warn(
+            f"{name}: {len(invalid)} rows are invalid and are left out, so {len(groups)} problems are evaluated; the "
+            f"first invalid row: {next(iter(invalid))}"
+        )
     return groups
 
 
-def _problems(config: RunConfig) -> tuple[Problems, Problems, list[Problem]]:
+def _problems(config: RunConfig, rows_choose_reward: bool) -> tuple[Problems, Problems, list[Problem]]:
     """Return the problems for training, those for the warm start, and the held-out problems."""
     data = config.data
     if data.prompt_data is None:
@@ -95,8 +130,22 @@ def _problems(config: RunConfig) -> tuple[Problems, Problems, list[Problem]]:
         return (BlankProblems(), BlankProblems(), []) if blank else _gym(data)
     rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir)
     keys = Keys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key)
-    problems = FileProblems(rows, keys)
+    problems = FileProblems(rows, keys, complaint=_reward_complaint(config, rows_choose_reward))
     return problems, problems, problems.hold_out(data.eval_size) if data.eval_size else []
+
+
+def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping[str, Any]], str | None]:
+    """Return a function that says what is wrong with the reward that a row names in its metadata; None if nothing is.
+
+    Rows choose their reward only in a run with built-in rewards, as in slime.
+    """
+    built_in = config.rollout.custom_rm_path is None and config.data.environment is None and generates(config)
+
+    def complaint(metadata: Mapping[str, Any]) -> str | None:
+        name = row_reward(metadata)
+        return next(complaints(name, config), None) if rows_choose and built_in and name is not None else None
+
+    return complaint
 
 
 def _content(config: RunConfig) -> str:

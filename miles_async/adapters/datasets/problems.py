@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,13 +53,21 @@ class Keys:
 class FileProblems:
     """The rows of a data file as problems. A prompt is text or a list of chat messages."""
 
-    def __init__(self, rows: Rows, keys: Keys) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        keys: Keys,
+        *,
+        complaint: Callable[[Mapping[str, Any]], str | None] = lambda metadata: None,
+    ) -> None:
         """Raises UserError if one of the first `CHECKED_AT_START` rows is invalid.
 
-        A later invalid row raises DataRowError when it is read.
+        A later invalid row raises DataRowError when it is read. `complaint` returns what is wrong with the metadata of
+        a row.
         """
         self._rows = rows
         self._keys = keys
+        self._complaint = complaint
         self.has_chats = False
         """Whether a prompt of the first `CHECKED_AT_START` rows is a list of messages."""
         for row in range(min(len(rows), CHECKED_AT_START)):
@@ -79,6 +87,8 @@ class FileProblems:
         for key, value, kind in ((keys.metadata, metadata, dict), (keys.tools, tools, list)):
             if not isinstance(value, (kind, type(None))):
                 raise self._invalid(row, f"{key!r} is a {type(value).__name__}, not a {kind.__name__}")
+        if complaint := self._complaint(metadata or {}):
+            raise self._invalid(row, f"{keys.metadata!r}: {complaint}")
         return Problem(self._question(prompt, row), prompt, label, metadata or {}, tools)
 
     def hold_out(self, size: int) -> list[Problem]:

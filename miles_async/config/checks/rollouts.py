@@ -18,9 +18,8 @@ from miles_async.config.derived import (
 )
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
+from miles_async.rewards.registry import complaints, reward_type
 
-BUILT_IN_REWARDS = ("reasoning_gym", "exact", "math", "dapo", "deepscaler", "f1", "gpqa", "ifeval", "remote_rm")
-"""Valid values of `rm_type`, each with or without the prefix `boxed_`."""
 _TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "add_generation_prompt"}
 """Arguments of the chat template that no setting may override."""
 
@@ -82,26 +81,25 @@ def _tools(config: RunConfig) -> Iterator[str]:
 
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    kind = rollout.rm_type.removeprefix("boxed_") if rollout.rm_type is not None else None
     environment = config.data.environment is not None
-    if environment and (kind is not None or rollout.custom_rm_path is not None):
+    if environment and (rollout.rm_type is not None or rollout.custom_rm_path is not None):
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
-    if not environment and kind is None and rollout.custom_rm_path is None and generates(config):
+    if not environment and rollout.rm_type is None and rollout.custom_rm_path is None and generates(config):
         yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
-    if kind not in (None, *BUILT_IN_REWARDS):
-        known = ", ".join(BUILT_IN_REWARDS[:-1])
-        yield (
-            f"rm_type {rollout.rm_type!r} is unknown: set {known} or {BUILT_IN_REWARDS[-1]}, or name your "
-            "own function with custom_rm_path"
-        )
-    if kind is not None and rollout.custom_rm_path is not None:
-        yield "rm_type and custom_rm_path are both set: unset one of them"
-    if kind == "reasoning_gym" and config.data.reasoning_gym_task is None:
-        yield "rm_type reasoning_gym scores only reasoning_gym_task problems; set rm_type to exact, for example"
-    if kind == "remote_rm" and rollout.rm_url is None:
-        yield "rm_type remote_rm needs a reward server: set rm_url to the address of the server"
-    if kind == "dapo" and rollout.reward_key not in ("score", "acc"):
-        yield f"rm_type dapo has no reward_key {rollout.reward_key!r}: set it to score (1 or -1) or acc (1 or 0)"
+    if rollout.rm_type is not None:
+        yield from complaints(rollout.rm_type, config)
+        if rollout.custom_rm_path is not None:
+            yield "rm_type and custom_rm_path are both set: unset one of them"
+        kind = reward_type(rollout.rm_type)
+        if kind is not None and kind.keys and rollout.reward_key not in kind.keys:
+            keys = " or ".join(kind.keys)
+            yield f"rm_type {rollout.rm_type} has no reward_key {rollout.reward_key!r}: set it to {keys}"
+    for name, dataset in rollout.eval_datasets.items():
+        if dataset.rm_type is not None:
+            for complaint in complaints(dataset.rm_type, config):
+                yield f"eval_datasets.{name}: {complaint}"
+            if dataset.custom_rm_path is not None:
+                yield f"eval_datasets.{name}: rm_type and custom_rm_path are both set: unset one of them"
     if rollout.custom_rm_isolated and rollout.custom_rm_path is None:
         yield "custom_rm_isolated has no effect without custom_rm_path: set custom_rm_path, or unset custom_rm_isolated"
 

@@ -31,6 +31,12 @@ class EvalDataset(Section):
     """Sample from the k most likely tokens. -1 disables top-k sampling."""
     max_response_len: int | None = Field(None, ge=1)
     """Maximum response length in tokens. If unset, rollout_max_response_len applies."""
+    rm_type: str | None = None
+    """Built-in reward for all rows of this data set. If unset, the reward of the run applies."""
+    custom_rm_path: str | None = None
+    """User-defined reward for this data set, called as custom_rm_path of the run is."""
+    reward_key: str | None = None
+    """Key of the number that counts if the reward is a dictionary. If unset, reward_key of the run applies."""
 
 
 class Rollout(Section):
@@ -112,14 +118,14 @@ class Rollout(Section):
     them by default; set --no-rollout-skip-special-tokens for rewards that expect them."""
     rm_type: str | None = None
     """Built-in reward: reasoning_gym, exact, math, dapo, deepscaler, f1, gpqa, ifeval or remote_rm. With the prefix
-    `boxed_`, such as boxed_exact, only the content of the last \\boxed{} of the response is scored. If unset,
-    custom_rm_path defines the reward."""
+    `boxed_`, such as boxed_exact, only the content of the last \\boxed{} of the response is scored. A row chooses
+    another one with rm_type in its metadata. If unset, custom_rm_path defines the reward of all rows."""
     custom_rm_path: str | None = None
     """User-defined reward, as module.function with the signature fn(args, sample) -> number, plain or async. With
     group_rm the function receives a list of samples and returns a list of numbers."""
     custom_rm_isolated: bool = False
-    """Run custom_rm_path in separate processes, which are killed after reward_timeout_seconds. Use this for functions
-    that may hang or crash. The processes keep the environment, the files and the network of the run."""
+    """Run custom_rm_path in separate processes. A process that exceeds reward_timeout_seconds is killed. Use this for
+    functions that may hang or crash. The processes keep the environment, the files and the network of the run."""
     group_rm: bool = False
     """Call custom_rm_path once per group: fn(args, samples) -> one number per sample. If off, the function is called
     once per sample."""
@@ -133,14 +139,16 @@ class Rollout(Section):
     """Number of times a request to rm_url is repeated after a lost connection, a timeout or a 5xx response. A 4xx
     response is not retried."""
     reward_processes: int = Field(2, ge=1)
-    """Maximum number of processes for rewards that may hang: rm_type reasoning_gym, math, dapo and deepscaler, and
+    """Maximum number of processes for each reward that may hang: rm_type reasoning_gym, math, dapo and deepscaler, and
     custom_rm_path with custom_rm_isolated. A reward that hangs occupies one of them for reward_timeout_seconds."""
     reward_memory_gb: float = Field(4.0, ge=1)
     """Memory limit in GB for each process that scores rm_type reasoning_gym, math, dapo or deepscaler. A response that
-    needs more memory fails its group. The limit applies to address space."""
+    needs more memory counts as wrong. The limit applies to address space."""
     reward_timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit in seconds for scoring a group, or for one request to rm_url. A group that exceeds the limit fails and
-    is retried."""
+    """Time limit in seconds for scoring one sample, or for one request to rm_url. If a built-in reward or a plain
+    function exceeds it, the response counts as wrong: its reward is 0 (dapo: -1). If rm_url or an async function
+    exceeds it, the sample is scored again, up to max_attempts times. With group_rm, the limit is that of the group: a
+    plain function that exceeds it fails the group, which is generated again."""
     dynamic_sampling_filter_path: str | None = None
     """Function that decides whether a finished group is kept, as module.function with the signature fn(args, group) ->
     bool, Verdict, or slime's DynamicFilterOutput. If unset, every finished group is kept."""

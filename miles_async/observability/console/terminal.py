@@ -95,7 +95,8 @@ class Terminal:
                 self._print(self._table.row(event))
             case Evaluated():
                 when = "before training" if event.rollout < 0 else f"after batch {event.rollout + 1}"
-                details = f"{event.problems} problems of {event.name} in {duration(event.seconds)}"
+                without = f", {event.missing} more without a score," if event.missing else ""
+                details = f"{event.problems} problems of {event.name}{without} in {duration(event.seconds)}"
                 self._print_entry("accuracy", f"{event.accuracy:.3f} {when} ({details})")
             case VerdictChanged():
                 self._lasting = None if event.verdict in self._printed_verdicts else event

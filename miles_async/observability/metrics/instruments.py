@@ -124,6 +124,10 @@ class Instruments:
         self.left_out_samples = counter(
             "left_out_samples", "Samples that failed and without which their group is trained."
         )
+        self.unfinished_rewards = counter(
+            "unfinished_rewards",
+            "Samples that count as wrong because their reward exceeded its limits of time or memory.",
+        )
         self.filtered_groups = BoundedLabels(
             counter("filtered_groups", "Groups that a filter dropped, by reason.", "reason")
         )
@@ -207,6 +211,9 @@ class Instruments:
         self.eval_reward = BoundedLabels(gauge("eval_reward", "Mean reward on a data set.", "name"))
         self.eval_truncated = BoundedLabels(
             gauge("eval_truncated_ratio", "Fraction of truncated samples on a data set.", "name")
+        )
+        self.eval_missing = BoundedLabels(
+            gauge("eval_missing_samples", "Samples without a score in the last evaluation of a data set.", "name")
         )
         self.eval_oldest_version = BoundedLabels(
             gauge("eval_oldest_weight_version", "Oldest weight version of the last evaluation of a data set.", "name")

@@ -273,6 +273,7 @@ class MetricsRecorder:
         self._metrics.generated_samples.inc(self._samples_per_group - event.missing)
         self._metrics.truncated_samples.inc(event.truncated)
         self._metrics.left_out_samples.inc(event.missing)
+        self._metrics.unfinished_rewards.inc(event.unfinished_rewards)
 
     def _pulse(self, event: Pulse) -> None:
         self._idle = event.idle_seconds, event.time
@@ -353,6 +354,7 @@ class MetricsRecorder:
         self._metrics.eval_accuracy.labels(event.name).set(event.accuracy)
         self._metrics.eval_reward.labels(event.name).set(event.reward)
         self._metrics.eval_truncated.labels(event.name).set(event.truncated)
+        self._metrics.eval_missing.labels(event.name).set(event.missing)
         oldest, newest = event.versions
         self._metrics.eval_oldest_version.labels(event.name).set(oldest)
         self._metrics.eval_newest_version.labels(event.name).set(newest)

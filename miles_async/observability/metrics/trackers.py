@@ -85,6 +85,7 @@ class PointBuilder:
                         f"eval/{event.name}": event.reward,
                         f"eval/{event.name}-accuracy": event.accuracy,
                         f"eval/{event.name}-truncated_ratio": event.truncated,
+                        f"eval/{event.name}-missing_samples": event.missing,
                         f"eval/{event.name}-oldest_weight_version": oldest,
                         f"eval/{event.name}-newest_weight_version": newest,
                     },

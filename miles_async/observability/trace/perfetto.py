@@ -146,6 +146,7 @@ class PerfettoTrace:
             case Evaluated():
                 facts: dict[str, Any] = {
                     "accuracy": event.accuracy,
+                    "missing": event.missing,
                     "rollout": event.rollout,
                     "versions": list(event.versions),
                 }
