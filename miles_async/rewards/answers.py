@@ -1,4 +1,8 @@
-"""Extracts the answer from a response, and the expected answer from a label. Text only, no mathematics."""
+r"""Extracts the answer from a response, and the expected answer from a label. Text only, no mathematics.
+
+Two answers can differ in ways that a parser of formulas does not see: `NO` and `ON` are the same product of letters,
+`5 cm` and `5 m` the same number. The functions here separate words, units and bases from formulas.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,28 @@ import re
 
 from miles_async.types import Sample
 
-_ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_ANSWER_LINE = re.compile(r"(?i)answer[*\s]*:[*\s]*([^\n]+)")
+_FORMULA = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last `\boxed{...}`, nested braces included; None if there is none."""
-    start = text.rfind("\\boxed{")
+    r"""Return the contents of the last `\boxed{...}` or `\fbox{...}`, nested braces included; None if there is none.
+
+    TeX reads `\boxed 5` as `\boxed{5}`; the number up to the next character that is not part of it is returned.
+    """
+    start, command = max((text.rfind(command), command) for command in ("\\boxed", "\\fbox"))
     if start < 0:
         return None
+    rest = text[start + len(command) :].lstrip()
+    if not rest.startswith("{"):
+        number = _NUMBER.match(rest)
+        return number[0] if number else None
     depth = 0
-    for position in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for position, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[start + len("\\boxed{") : position]
+            return rest[1:position]
     return None
 
 
@@ -31,9 +44,15 @@ def after_thinking(response: str) -> str | None:
 
 
 def answer_line(response: str) -> str | None:
-    """Return the text of the last `Answer: ...` line in the last 300 characters (DAPO, arXiv 2503.14476)."""
+    """Return the answer of the last `Answer: ...` line in the last 300 characters (DAPO, arXiv 2503.14476).
+
+    If the line has formulas between dollar signs, the first one is the answer, as in the code of the paper.
+    """
     lines = _ANSWER_LINE.findall(response[-300:])
-    return lines[-1].strip().strip("$").strip() if lines else None
+    if not lines:
+        return None
+    formula = _FORMULA.search(lines[-1])
+    return tidy(lines[-1].strip("* ") if formula is None else formula[1] or formula[2])
 
 
 def label_of(sample: Sample) -> str:
@@ -41,3 +60,127 @@ def label_of(sample: Sample) -> str:
     if not isinstance(sample.label, (str, int, float)):
         raise TypeError(f"the label is {sample.label!r}, a {type(sample.label).__name__}, not a string or a number")
     return str(sample.label)
+
+
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|rm|bf)\s*\{([^{}]*)\}")
+_SPACES = re.compile(r"^(?:\\[ ,;:]|[ ~])++")
+_ENCLOSING = ("**", "**"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")
+_GROUPED_DIGITS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|,\\!|~|\{,\}|,| )\d{3})+(?!\d)")
+"""Digits in groups of three, such as `5\\,000`."""
+_NOTATIONS = (
+    (re.compile(r"(?<![\w.\\}])(\d++(?:\.\d*+)?|\.\d++)[eE]\+?(-?\d{1,3})(?![\w.])"), r"\1\\cdot 10^{\2}"),
+    (re.compile(r"(?<![\w.}])(\d+)\s+(\d+)/(\d+)(?![\w.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![a-zA-Z])(?:\\sqrt|(?<!\\)sqrt)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])(sqrt|pi)(?![a-zA-Z])"), r"\\\1 "),
+    (re.compile(r"°"), r"^{\\circ}"),
+    (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\\text\{\s*\\?\$\s*\}"), r"\\$"),
+)
+"""Other ways to write numbers, constants and symbols, and the LaTeX for them."""
+
+
+def tidy(formula: str) -> str:
+    r"""Return the formula in plain LaTeX.
+
+    Removes enclosing dollar signs, asterisks and braces, final punctuation and spaces between groups of digits.
+    Rewrites `1e-3`, `3 1/4`, `sqrt`, `pi` and `°`.
+    """
+    # Patterns below would read long runs of white space again and again.
+    formula, before = " ".join(formula.split()), None
+    while before != formula:
+        before = formula
+        formula = _SPACES.sub("", formula.rstrip(" .,;:~\\"), count=1)
+        for start, end in _ENCLOSING:
+            inner = formula[len(start) : len(formula) - len(end)]
+            if formula.startswith(start) and formula.endswith(end) and inner and start not in inner:
+                formula = inner
+    if (wrapped := _WRAPPED.fullmatch(formula)) and any(map(str.isdigit, wrapped[1])):
+        formula = wrapped[1]
+    formula = _GROUPED_DIGITS.sub(lambda match: re.sub(r"\D", "", match[0]), formula)
+    for pattern, replacement in _NOTATIONS:
+        formula = pattern.sub(replacement, formula)
+    return formula.strip()
+
+
+_FIGURE = re.compile(r"\\(?:angle|triangle)\b\s*")
+_LETTERS = re.compile(r"\(?[^\W\d_]\)?|[^\W\d_][^\W\d_ ,;'-]*(?:[ ,;'-]+[^\W\d_][^\W\d_,;'-]*)*")
+_JOINTS = re.compile(r"\s*(?:[,;]|\b(?:and|or)\b)\s*")
+
+
+def words_of(formula: str) -> list[str] | None:
+    """Return the words of a formula that consists of letters, without case and in sorted order; None if it does not.
+
+    A list such as `A, C` has several entries.
+    """
+    text = _unwrapped(formula).strip()
+    if _LETTERS.fullmatch(text) is None:
+        return None
+    return sorted(" ".join(part.split()) for part in _JOINTS.split(text.strip("()").lower()) if part)
+
+
+def is_text(formula: str) -> bool:
+    r"""Whether a formula of letters is text, such as `NO` and `\text{even}`, and not a product such as `ab`.
+
+    A product has at most three letters, all small and different.
+    """
+    if words_of(formula) is None:
+        return False
+    text = _unwrapped(formula)
+    if text != formula or (text != text.lower()):
+        return True
+    return any(len(word) > 3 or len(set(word)) < len(word) for word in re.findall(r"[^\W\d_]+", text))
+
+
+def _unwrapped(formula: str) -> str:
+    r"""Return the formula without `\text{...}` around words, and without the kind of figure that letters name."""
+    return _FIGURE.sub("", _WRAPPED.sub(r"\1", formula))
+
+
+_UNIT_NAMES = """
+mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|ft foot feet
+yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound|oz ounce|ml milliliter millilitre|l liter litre
+s sec second|min minute|h hr hour|day|week|month|yr year|mph|km/h kmh kph|m/s|dollar|cent|degree deg
+"""
+_UNITS = {name: row.split()[0] for row in re.split(r"[|\n]", _UNIT_NAMES.strip()) for name in row.split()}
+_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
+_QUANTITY = re.compile(
+    r"(?:(?P<number>.*[\d})\]])(?P<space>(?:\s|~|\\[,;: ])*)(?P<bare>[A-Za-z][A-Za-z/ ]*)"
+    r"|(?P<formula>.*\S)(?:\s|~|\\[,;: ])*\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(?P<wrapped>[^{}]*)\})"
+    r"(?:\^\{?(?P<power>[23])\}?)?",
+    re.DOTALL,
+)
+
+
+def split_unit(formula: str) -> tuple[str, str | None]:
+    r"""Return the number of a quantity such as `5\text{ cm}` and its unit; the unit is None if there is none.
+
+    A unit that is not in a table is any noun. `5m` is a product, and `5 m` a quantity.
+    """
+    if formula.startswith(("\\$", "$", "€", "£")):
+        return formula.lstrip("\\$€£").strip(), "dollar"
+    if (found := _QUANTITY.fullmatch(formula)) is None:
+        return formula, None
+    *powers, name = (found["wrapped"] or found["bare"] or "").strip().lower().rstrip(".").split() or [""]
+    known = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
+    if found["bare"] and not (
+        _is_plain_unit(found["number"], name, known, spaced=bool(found["space"])) and set(powers) <= set(_POWERS)
+    ):
+        return formula, None
+    power = f"^{found['power']}" if found["power"] else "".join(_POWERS.get(word, "") for word in powers)
+    return (found["number"] or found["formula"].rstrip(" ~\\,;:")).strip(), f"{known}{power}" if known else ""
+
+
+def _is_plain_unit(number: str, name: str, known: str | None, *, spaced: bool) -> bool:
+    r"""Whether letters after a number are a unit: in `\frac{1}{2} h` and `r^2 h` they are a variable."""
+    if len(name) == 1:
+        return known is not None and spaced and re.fullmatch(r"[+-]?[\d.,]+", number) is not None
+    return known is not None or (spaced and len(name) > 3)
+
+
+_IN_BASE = re.compile(r"\(?(\d[\dA-F]*)\)?_\{?(\d+)\}?")
+
+
+def digits_and_base(formula: str) -> tuple[str, ...] | None:
+    """Return the digits and the base of a number such as `12_8`, and None for any other formula."""
+    found = _IN_BASE.fullmatch(formula.replace(" ", ""))
+    return found.groups() if found else None

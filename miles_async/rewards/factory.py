@@ -155,10 +155,9 @@ def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key:
                 retries=rollout.remote_rm_retries,
                 timeout_seconds=rollout.reward_timeout_seconds,
             )
-            # Each request has its own deadline: a deadline here would count the time in the queue and in retries.
-            return Rewarder(
-                reward, args, name=name, timeout_seconds=None, reward_key=key, boxed=boxed, close=reward.close
-            )
+            # Each request has its own deadline: a deadline here would count the time in the queue and in retries. The
+            # server gets the whole response, also with the prefix, as in slime.
+            return Rewarder(reward, args, name=name, timeout_seconds=None, reward_key=key, close=reward.close)
         case RunsIn.THREAD:
             module, _, function = kind.path.rpartition(".")
             return Rewarder(

@@ -6,11 +6,22 @@ a deadline (`rewards/graders.py`). The timeouts of math-verify are off, because 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from miles_async.rewards.answers import after_thinking, answer_line, label_of, last_boxed
+from miles_async.rewards.answers import (
+    after_thinking,
+    answer_line,
+    digits_and_base,
+    is_text,
+    label_of,
+    last_boxed,
+    split_unit,
+    tidy,
+    words_of,
+)
 from miles_async.types import Sample
 
 
@@ -38,17 +49,38 @@ def dapo(args: Any, sample: Sample) -> dict[str, Any]:
 
 
 def same(answer: str, label: str, *, latex: bool = True) -> bool:
-    """Return whether answer and label are mathematically equal.
+    """Return whether answer and label are equal: as text, in their units and bases, and mathematically.
 
-    `latex=True` reads the whole answer as one formula; `latex=False` searches for a formula in the answer.
+    `latex=True` reads the whole answer as one formula; `latex=False` searches for a formula in the answer. An empty
+    answer or label equals nothing. A unit may be left out.
     """
-    if answer.strip() == label.strip():
+    given, gold = tidy(answer), tidy(last_boxed(label) or label)
+    if not given or not gold:
+        return False
+    if given == gold:
         return True
-    gold = _parse(f"\\boxed{{{last_boxed(label) or label}}}")
-    given = _parse(f"\\boxed{{{answer}}}") if latex else parse(answer, parsing_timeout=None)
-    return bool(verify(gold, given, timeout_seconds=None))
+    if not latex:
+        return _equal(split_unit(gold)[0], answer)
+    if is_text(given) or is_text(gold):
+        return words_of(given) == words_of(gold) is not None
+    if digits_and_base(given) or digits_and_base(gold):
+        return digits_and_base(given) == digits_and_base(gold)
+    (given, unit), (gold, expected) = split_unit(given), split_unit(gold)
+    # Two nouns may name the same thing, and one of the units may be left out.
+    if unit != expected and unit is not None and expected is not None:
+        return False
+    return _equal(gold, f"\\boxed{{{given}}}")
 
 
-def _parse(formula: str) -> Any:
-    # By default, math-verify also tries an expression parser, which reads plain numbers such as 1,000.
-    return parse(formula, parsing_timeout=None) or parse(formula, [LatexExtractionConfig()], parsing_timeout=None)
+def _equal(gold: str, given: str) -> bool:
+    """Return whether the formula `gold` equals the one that math-verify finds in the text `given`."""
+    expected, found = (parse(text, _FORMS, parsing_timeout=None) for text in (f"\\boxed{{{gold}}}", given))
+    # A label [1,2] also accepts 1 <= x <= 2, as a label 1 <= x <= 2 accepts [1,2].
+    return bool(verify(expected, found, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+_DEFAULT = LatexExtractionConfig()
+# The units of math-verify include variables: it takes 2t for 2.
+_LATEX = LatexExtractionConfig(normalization_config=replace(_DEFAULT.normalization_config, units=False))
+# The second form is for plain numbers such as 1,000.
+_FORMS = [_LATEX, ExprExtractionConfig()]

@@ -24,7 +24,7 @@ def test_a_multiple_choice_answer_is_found_in_linear_time(response: str) -> None
     "name, arguments, response",
     [
         ("length_constraints:number_paragraphs", {"num_paragraphs": 3}, "a" + "\n" * MANY + "b"),
-        ("length_constraints:number_sentences", {"num_sentences": 2}, "a" * MANY),
+        ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "a" * MANY),
         ("length_constraints:nth_paragraph_first_word",
          {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"}, "b" + "\n" + " " * MANY),
         ("detectable_content:number_placeholders", {"num_placeholders": 1}, "[" * MANY),
@@ -33,7 +33,8 @@ def test_a_multiple_choice_answer_is_found_in_linear_time(response: str) -> None
         ("detectable_format:title", {}, "<" * MANY),
         ("detectable_format:json_format", {}, "[" * MANY),
         ("detectable_format:multiple_sections", {"section_spliter": "S", "num_sections": 2}, "S" + " " * MANY),
-        ("change_case:capital_word_frequency", {"capital_frequency": 2}, "A" * MANY + "é"),
+        *(("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, text)
+          for text in ("A" * MANY + "é", "A" + "." * MANY, "A" + ".)" * MANY + "b", "a'" * MANY)),
     ],
 )  # fmt: skip
 def test_an_instruction_is_checked_in_linear_time(name: str, arguments: dict[str, Any], response: str) -> None:
@@ -47,8 +48,9 @@ def test_an_instruction_is_checked_in_linear_time(name: str, arguments: dict[str
         ("a > b << c\n<<<Title>>>", True),
         ("<<a<b>>", True),
         ("<<>>", False),
-        ("<<a> >b>>", False),
+        ("<<a> >b>>", True),
         ("<<a\nb>>", False),
+        ("<< >>", False),
         (">><<a>>", True),
     ],
 )

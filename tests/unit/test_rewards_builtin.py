@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ from tests.scoring import scored
         (r"so \boxed{4}", "4"),
         (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"cut: \boxed{\frac{1}{2", None),
+        (r"\fbox{4} or \boxed {5}", "5"),
+        (r"\boxed{4} or \fbox{5}", "5"),
+        (r"\boxed 5, so", "5"),
+        (r"\boxed it", None),
         ("no box", None),
     ],
 )
@@ -52,18 +57,33 @@ def test_f1_counts_common_words_without_articles_and_punctuation() -> None:
 
 
 @pytest.mark.parametrize(
-    "response, label, expected",
+    "response, label, metadata, expected",
     [
-        ("<think>A or B</think> The answer is (C).", "C", 1.0),
-        (r"\boxed{B}", "B", 1.0),
-        ("Answer: D", 3, 1.0),
-        ("Answer: D", "A", 0.0),
-        ("I cannot say", "A", 0.0),
-        ("Answer: B", "blue", 1.0),
+        ("<think>A or B</think> The answer is (C).", "C", {}, 1.0),
+        (r"\boxed{B}", "B", {}, 1.0),
+        (r"\boxed{\text{B. 5 cm}}", "B", {}, 1.0),
+        ("Answer: D", 3, {}, 1.0),
+        ("Answer: D", "A", {}, 0.0),
+        ("I cannot say", "A", {}, 0.0),
+        ("The answer is a combination of B", "B", {}, 1.0),
+        ("B is the correct answer, A is not", "B", {}, 1.0),
+        ("Answer: B", "blue", {"choices": ["red", "blue"]}, 1.0),
+        ("It is blue.", "blue", {"choices": ["red", "blue"]}, 0.0),
+        ("Blue.", "blue", {"choices": ["red", "blue"]}, 1.0),
+        ("Answer: B", "blue", {"choices": {"A": "red", "B": "blue"}}, 1.0),
+        ("Answer: B", "blue", {"choices": {"first": "red", "second": "blue"}}, 1.0),
+        ("Answer: B", "blue", {"choices": {"C": "red", "B": "blue"}}, 1.0),
+        ("Answer: B", "whatever", {"correct_letter": "b"}, 1.0),
+        ("Answer: A", "A", {"correct_letter": "B"}, 0.0),
+        ("(B) holds by theorem Z", "B", {"choices": ["red", "blue"]}, 1.0),
+        ("B. The force is 5 N", "B", {}, 1.0),
+        ("Answer: R", "R", {"valid_letters": ["Q", "R"]}, 1.0),
     ],
 )
-def test_gpqa_looks_for_the_letter(response: str, label: Any, expected: float) -> None:
-    assert gpqa(None, Sample(response=response, label=label, metadata={"choices": ["red", "blue"]})) == expected
+def test_gpqa_looks_for_the_letter_of_a_choice(
+    response: str, label: Any, metadata: dict[str, Any], expected: float
+) -> None:
+    assert gpqa(None, Sample(response=response, label=label, metadata=metadata)) == expected
 
 
 @pytest.mark.parametrize("kind", ["exact", "f1"])
@@ -78,52 +98,45 @@ async def test_a_label_of_the_wrong_type_names_its_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, arguments, right, wrong",
+    "name, arguments, complaint",
     [
-        ("keywords:existence", {"keywords": ["Cat"]}, "a cat", "a category"),
-        ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "a dog", "a cat"),
-        ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "less than"}, "cat", "cat cat"),
-        ("keywords:letter_frequency", {"letter": "a", "let_frequency": 2, "let_relation": "at least"}, "Aa", "ab"),
-        ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one two three", "one two"),
-        ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "One.", "One. Two."),
-        ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a"),
-        ("detectable_content:number_placeholders", {"num_placeholders": 1}, "Dear [name]", "Dear you"),
-        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "bye. p.s. hi", "bye"),
-        ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a"),
-        ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "*so*", "so"),
-        ("detectable_format:title", {}, "<<Title>>\ntext", "Title"),
-        ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
-        ("combination:two_responses", {}, "a******b", "a******a"),
-        ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "Say hi. Hi", "Hi"),
-        ("startend:end_checker", {"end_phrase": "The end."}, "So. The end.", "So."),
-        ("startend:quotation", {}, '"hi"', "hi"),
-        ("punctuation:no_comma", {}, "a b", "a, b"),
-        ("change_case:english_lowercase", {}, "abc", "Abc"),
-        ("detectable_format:constrained_response", {}, "Well. My answer is no.", "No."),
         (
-            "detectable_format:multiple_sections",
-            {"section_spliter": "SECTION", "num_sections": 2},
-            "SECTION 1\na\nSECTION 2\nb",
-            "SECTION 1\na",
+            "keywords:frequency",
+            {"keyword": "a", "frequency": 1, "relation": None},
+            "kwargs has ['frequency', 'keyword']",
+        ),
+        ("punctuation:no_comma", {"keyword": "a"}, "no_comma takes no arguments, but kwargs has ['keyword']"),
+        (
+            "length_constraints:number_words",
+            {"num_words": 1, "relation": "at most"},
+            "relation 'at most' is unknown: write 'less than' or 'at least'",
         ),
         (
-            "length_constraints:nth_paragraph_first_word",
-            {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "weekend"},
-            "One.\n\nWeekend, two.",
-            "Weekend.\n\nTwo.",
+            "keywords:letter_frequency",
+            {"letter": "ab", "let_frequency": 1, "let_relation": "at least"},
+            "letter 'ab' is not one visible character",
         ),
-        ("change_case:english_capital", {}, "ABC", "Abc"),
-        ("change_case:capital_word_frequency", {"capital_frequency": 1}, "so BIG", "so big"),
     ],
 )
-def test_instructions_of_ifeval_are_checked(name: str, arguments: dict[str, Any], right: str, wrong: str) -> None:
-    assert follows(right, name, arguments)
-    assert not follows(wrong, name, arguments)
+def test_an_instruction_with_missing_or_invalid_arguments_is_refused(
+    name: str, arguments: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        follows("a", name, arguments)
+
+
+def test_arguments_that_are_none_count_as_missing_and_any_character_is_counted() -> None:
+    """The data sets of the benchmark give every row all arguments, and ask for `#` in two rows."""
+    asked = {"letter": "#", "let_frequency": 2, "let_relation": "at least", "num_words": None, "keywords": None}
+    assert follows("#one #two", "keywords:letter_frequency", asked)
+    assert not follows("#one two", "keywords:letter_frequency", asked)
+    assert not follows(" \n", "punctuation:no_comma", {})
 
 
 async def test_ifeval_rewards_the_fraction_of_followed_instructions_and_refuses_unknown_ones() -> None:
     asked = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [None, {}]}
     assert ifeval(None, Sample(response="no title", metadata=asked)) == 0.5
+    assert ifeval(None, Sample(response="<<A title>>", metadata=asked)) == 1.0
     with pytest.raises(TrajectoryError, match="instruction 'language:none' is unknown"):
         await scored("x", metadata={"instruction_id_list": ["language:none"]}, rm_type="ifeval")
 
@@ -179,6 +192,12 @@ async def test_a_remote_reward_receives_prompt_response_and_label_and_a_5xx_is_r
     judge = Judge((503, "busy"), (200, 0.5))
     assert await judge.score() == 0.5
     assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}] * 2
+
+
+async def test_a_remote_reward_receives_the_whole_response_also_with_the_prefix_boxed() -> None:
+    judge = Judge((200, 0.5))
+    assert await judge.score(rm_type="boxed_remote_rm") == 0.5
+    assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}]
 
 
 async def test_a_truncated_answer_of_a_remote_reward_is_retried() -> None:

@@ -118,8 +118,9 @@ class Rollout(Section):
     them by default; set --no-rollout-skip-special-tokens for rewards that expect them."""
     rm_type: str | None = None
     """Built-in reward: reasoning_gym, exact, math, dapo, deepscaler, f1, gpqa, ifeval or remote_rm. With the prefix
-    `boxed_`, such as boxed_exact, only the content of the last \\boxed{} of the response is scored. A row chooses
-    another one with rm_type in its metadata. If unset, custom_rm_path defines the reward of all rows."""
+    `boxed_`, such as boxed_exact, only the content of the last \\boxed{} of the response is scored; remote_rm always
+    gets the whole response. A row chooses another reward with rm_type in its metadata. If unset, custom_rm_path defines
+    the reward of all rows."""
     custom_rm_path: str | None = None
     """User-defined reward, as module.function with the signature fn(args, sample) -> number, plain or async. With
     group_rm the function receives a list of samples and returns a list of numbers."""
