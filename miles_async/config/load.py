@@ -156,7 +156,8 @@ def _describe(detail: Any, sources: Mapping[tuple[str, ...], str]) -> str:
     # An invalid element of a list or a dict is reported with the assignment of the whole value.
     source = next((sources[location[:n]] for n in range(len(location), 0, -1) if location[:n] in sources), None)
     # Every field has a default, so only an element of a tuple can be missing.
-    message = "a value is missing" if detail["type"] == "missing" else detail["msg"][0].lower() + detail["msg"][1:]
+    text = detail["msg"].removeprefix("Value error, ")
+    message = "a value is missing" if detail["type"] == "missing" else text[0].lower() + text[1:]
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
         message += " in quotes"
     return f"{source or '.'.join(location)}: {message}, got {detail['input']!r}"

@@ -111,12 +111,6 @@ NEEDS = (
         "reasoning_gym_task",
     ),
     Needs(
-        "warm_start_accuracy warm_start_lr warm_start_batch_size warm_start_check_every warm_start_template "
-        "warm_start_examples_path",
-        lambda c: c.warm_start.warm_start_max_steps > 0,
-        "warm_start_max_steps",
-    ),
-    Needs(
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups max_position_embeddings init_std",
         lambda c: c.model.hf_checkpoint is None,
         "the tiny model: unset hf_checkpoint",
@@ -150,7 +144,12 @@ def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
         names = [name for name in needs.settings.split() if _is_changed(config, name)]
         if names and not needs.used(config):
             have, need = ("has", "it needs") if len(names) == 1 else ("have", "they need")
-            yield f"{' and '.join(names)} {have} no effect: {need} {needs.condition}"
+            yield f"{_listed(names)} {have} no effect: {need} {needs.condition}"
+
+
+def _listed(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _is_changed(config: RunConfig, name: str) -> bool:

@@ -8,7 +8,6 @@ from types import NoneType
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 _UNSET = ("", "null", "none", "None")
 """Texts that unset a setting which may be unset."""
@@ -39,7 +38,7 @@ class Section(BaseModel):
         entries = value if isinstance(value, list | tuple) else [value]
         if types.isdisjoint((bool, Any)) and any(isinstance(entry, bool) for entry in entries):
             kind = "number" if not types.isdisjoint((int, float)) else "text"
-            raise PydanticCustomError("bool_type", f"input should be a {kind}")
+            raise ValueError(f"input should be a {kind}")
         return value
 
 
