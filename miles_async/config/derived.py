@@ -74,6 +74,13 @@ def has_worker(config: RunConfig) -> bool:
     return not trains_only(config) and asynchrony_of(config.rollout.rollout_function_path) is Asynchrony.WORKER
 
 
+def generates_by_user(config: RunConfig) -> bool:
+    """Whether a function of the user generates samples. It may choose sampling parameters, tools and rewards itself."""
+    rollout = config.rollout
+    shipped = rollout.rollout_function_path.startswith("miles_async.")
+    return rollout.custom_generate_function_path is not None or not shipped
+
+
 def serves_agents(config: RunConfig) -> bool:
     """Whether the run has an endpoint for agents: generate functions and external generators may use it."""
     rollout = config.rollout

@@ -2,8 +2,9 @@
 
 PyYAML implements YAML 1.1, in which `yes` and `on` are true, `1:00` is 60, `010` is 8, a date is an object, and 1e-6 is
 a string. In YAML 1.2, only `true` and `false` are switches, `1:00` and dates are strings, and 1e-6 is a number. Three
-things differ from its specification. A decimal number with leading zeros is an error, because it means 8 in one version
-and 10 in the other. A key that a mapping repeats is an error. Merge keys (`<<`) of YAML 1.1 are kept.
+things differ from its specification. `010` is an error, because it means 8 in one version and 10 in the other; `0823`,
+which cannot be octal, is a string as in YAML 1.1. A key that a mapping repeats is an error. Merge keys (`<<`) of YAML
+1.1 are kept.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _CORE_SCHEMA = (
     ),
 )
 """Tag, pattern and first characters of the texts that are no strings. The first pattern that matches counts."""
+_NEVER_OCTAL = re.compile(r"^[-+]?0[0-9]*[89][0-9]*$")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 
 
@@ -86,6 +88,7 @@ def _undefined(loader: _Loader, node: yaml.Node) -> None:
 
 
 def _add_core_schema() -> None:
+    _Loader.add_implicit_resolver("tag:yaml.org,2002:str", _NEVER_OCTAL, list("-+0"))
     for name, pattern, first in _CORE_SCHEMA:
         for either in (_Loader, _Dumper):
             either.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(rf"^(?:{pattern})$"), first)

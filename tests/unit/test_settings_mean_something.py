@@ -81,7 +81,7 @@ def test_a_value_that_is_far_from_the_paper_is_noted(settings: dict[str, Any], s
 
 def test_values_near_the_paper_are_not_noted() -> None:
     assert noted(policy_objective="gspo", eps_clip=2e-3, eps_clip_high=3e-3) == []
-    assert noted(policy_objective="cispo", eps_clip=1.0, eps_clip_high=1.0) == []
+    assert noted(policy_objective="cispo", eps_clip=1.0, eps_clip_high=5.0) == []
     assert noted(eps_clip=0.01, eps_clip_high=0.9, loss_aggregation="constant") == []
     assert noted(policy_objective="dppo", off_policy_correction="none", loss_aggregation="constant") == []
 
@@ -139,6 +139,7 @@ def test_a_setting_that_would_mean_something_else_is_refused(settings: dict[str,
         {**PPO, "num_critic_only_steps": 9, "num_rollout": 10},
         {"rollout_temperature": 0, "debug_rollout_only": True},
         {"rollout_temperature": 0, "custom_generate_function_path": "my.generate"},
+        {"rollout_temperature": 0, "rollout_function_path": "my.rollout"},
         {**PPO, "rollout_temperature": 0, "n_samples_per_prompt": 1},
         {"save_debug_rollout_data": "a.st", "num_rollout": 1},
         {"profile_step_start": 5},
@@ -192,10 +193,21 @@ def test_a_setting_without_an_effect_is_noted(settings: dict[str, Any], said: st
         {**PPO, "gamma": 0.9, "lambd": 0.9},
         {"lr_decay_style": "cosine", "min_lr": 1e-7},
         {"kl_loss_coef": 0.001, "wandb_mode": "online"},
+        {"kl_loss_coef": 0},
+        {"rollout_function_path": "my.rollout", "tool_max_turns": 3, "reward_key": "acc", "rm_url": "http://x"},
+        {"eval_datasets": {"aime": {"path": "aime.jsonl", "rm_type": "dapo"}}, "reward_key": "acc"},
     ],
 )
 def test_a_setting_with_an_effect_or_its_default_is_not_noted(settings: dict[str, Any]) -> None:
     assert noted(**settings) == []
+
+
+@pytest.mark.parametrize("setting", [{"reward_key": "acc"}, {"rm_url": "http://x"}])
+def test_rows_that_choose_their_reward_are_excepted_from_the_note(tmp_path: Path, setting: dict[str, Any]) -> None:
+    """A row may name `dapo` or `remote_rm` in its metadata, and the run's `reward_key` and `rm_url` then apply."""
+    data = {"reasoning_gym_task": None, "prompt_data": str(tmp_path / "rows.jsonl")}
+    [note] = noted(**data, **setting)
+    assert "has no effect, except on rows whose metadata name another rm_type: it needs" in note
 
 
 def another_value(name: str) -> Any:

@@ -30,6 +30,7 @@ EVERYWHERE: list[tuple[str, str, Any]] = [
     ("rollout_batch_size", "yes", (AN_INTEGER,)),
     ("num_rollout", "010", (LEADING_ZERO,)),
     ("num_rollout", "+010", (LEADING_ZERO,)),
+    ("num_rollout", "08", 8),
     ("num_rollout", "0o10", 8),
     ("num_rollout", "0x10", 16),
     ("num_rollout", "0b11", (AN_INTEGER,)),
@@ -59,6 +60,7 @@ EVERYWHERE: list[tuple[str, str, Any]] = [
     ("max_weight_staleness", "true", (A_NUMBER,)),
     ("run_name", "2026-11-23", "2026-11-23"),
     ("run_name", "yes", "yes"),
+    ("run_name", "0823", "0823"),
     ("run_name", "None", None),
     ("rm_type", "null", None),
     ("engine_cpus", "[0, 0x10]", [0, 16]),
@@ -136,7 +138,7 @@ def test_merge_keys_work_and_repeated_keys_do_not() -> None:
 TEXTS = ["yes", "010", "1e3", ".5e3", "0o10", "1:00", "2026-11-23", "null", "", "<<", "=", "+1", "x: y", "NaN", ".nan"]
 
 
-@pytest.mark.parametrize("content", [*TEXTS, 1e-7, 10, 0.5, True, None, float("inf")])
+@pytest.mark.parametrize("content", [*TEXTS, "0823", 1e-7, 10, 0.5, True, None, float("inf")])
 def test_written_values_are_read_back_by_readers_of_yaml_1_1_and_1_2(content: Any) -> None:
     written = dump_yaml({"key": content})
     assert parse_yaml(written) == yaml.safe_load(written) == {"key": content}

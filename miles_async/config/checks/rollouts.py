@@ -9,6 +9,7 @@ from miles_async.config.derived import (
     SFT_FUNCTION,
     evaluation_concurrency,
     generates,
+    generates_by_user,
     hub_name,
     sampling_mask_limit,
     sampling_top_k,
@@ -138,7 +139,7 @@ def _greedy(config: RunConfig) -> Iterator[str]:
     """A user's function may choose another temperature, and a run without a learner needs no signal."""
     rollout = config.rollout
     trains = config.learner.loss_type == "policy_loss" and not config.debug.debug_rollout_only
-    if rollout.custom_generate_function_path is not None or trains_only(config) or not trains:
+    if generates_by_user(config) or trains_only(config) or not trains:
         return
     if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1:
         yield (

@@ -1,6 +1,8 @@
 """Notes on settings that have no effect, because another setting is not what they need.
 
-Only a value that differs from the default is noted: a file that lists all settings says nothing about intentions.
+Only a value that differs from the default is noted: a file that lists all settings says nothing about intentions. The
+settings of the warm start, of the tiny model and of generated problems are left out: users turn these off by a flag
+beside a file that sets them up.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
-from miles_async.config.derived import evaluates, keeps_reference, serves_agents
+from miles_async.config.derived import evaluates, generates_by_user, keeps_reference, serves_agents
 from miles_async.config.fields import SETTINGS
 from miles_async.config.objectives import clips_ratios, policy_objective
 from miles_async.config.schema import RunConfig
@@ -25,6 +27,8 @@ class Needs:
     """Whether they have an effect."""
     condition: str
     """What that is, in words."""
+    rows_choose: bool = False
+    """Whether a row of `prompt_data` can choose it by naming another `rm_type` in its metadata."""
 
 
 def _kind(config: RunConfig) -> str:
@@ -33,9 +37,7 @@ def _kind(config: RunConfig) -> str:
 
 def _own_rewards(config: RunConfig) -> bool:
     """Whether code of the user or a server may return rewards of any form."""
-    rollout = config.rollout
-    own = rollout.custom_rm_path or rollout.custom_generate_function_path or config.data.environment
-    return own is not None or not rollout.rollout_function_path.startswith("miles_async.")
+    return config.rollout.custom_rm_path is not None or config.data.environment is not None or generates_by_user(config)
 
 
 NEEDS = (
@@ -60,7 +62,8 @@ NEEDS = (
     ),
     Needs("icepop_band", lambda c: c.algorithm.off_policy_correction == "icepop", "off_policy_correction icepop"),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
-    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
+    # Scripts for slime often set it to 0 and leave the loss off.
+    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss or c.algorithm.kl_loss_coef == 0, "use_kl_loss"),
     Needs("kl_loss_type ref_env_vars", keeps_reference, "use_kl_loss or kl_coef"),
     Needs(
         "min_lr",
@@ -86,13 +89,15 @@ NEEDS = (
     Needs("group_rm", _own_rewards, "custom_rm_path, because built-in rewards score one sample at a time"),
     Needs(
         "reward_key",
-        lambda c: _own_rewards(c) or _kind(c) in ("dapo", "remote_rm"),
+        lambda c: _kind(c) in ("dapo", "remote_rm") or _own_rewards(c) or bool(c.rollout.eval_datasets),
         "rewards that are dictionaries: custom_rm_path, or rm_type dapo or remote_rm",
+        rows_choose=True,
     ),
     Needs(
         "rm_url remote_rm_concurrency remote_rm_retries",
         lambda c: _kind(c) == "remote_rm" or _own_rewards(c) or bool(c.rollout.eval_datasets),
         "rm_type remote_rm",
+        rows_choose=True,
     ),
     Needs("eval_interval", evaluates, "eval_size above 0, eval_datasets or eval_function_path"),
     Needs(
@@ -102,18 +107,8 @@ NEEDS = (
     ),
     Needs(
         "tool_max_turns tool_search_corpus",
-        lambda c: c.rollout.custom_generate_function_path is not None,
+        generates_by_user,
         "custom_generate_function_path",
-    ),
-    Needs(
-        "prompt_template reasoning_gym_settings",
-        lambda c: c.data.reasoning_gym_task is not None,
-        "reasoning_gym_task",
-    ),
-    Needs(
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups max_position_embeddings init_std",
-        lambda c: c.model.hf_checkpoint is None,
-        "the tiny model: unset hf_checkpoint",
     ),
     Needs(
         "profile_step_start profile_step_end profile_dir",
@@ -144,7 +139,9 @@ def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
         names = [name for name in needs.settings.split() if _is_changed(config, name)]
         if names and not needs.used(config):
             have, need = ("has", "it needs") if len(names) == 1 else ("have", "they need")
-            yield f"{_listed(names)} {have} no effect: {need} {needs.condition}"
+            rows = needs.rows_choose and config.data.prompt_data is not None
+            exception = ", except on rows whose metadata name another rm_type" if rows else ""
+            yield f"{_listed(names)} {have} no effect{exception}: {need} {needs.condition}"
 
 
 def _listed(names: list[str]) -> str:
