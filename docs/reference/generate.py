@@ -45,9 +45,10 @@ def settings_page() -> str:
         "then overrides. A flag `--[no-]name` needs no value. `--sglang-ANYTHING` passes any other server argument to",
         "SGLang. `--check-config` prints the values that follow from the settings.",
         "",
-        "Values are YAML 1.2. Only `true` and `false` are truth values, but a switch in a file may also be yes, no, on",
-        "or off. `1:00` and `2026-11-23` are texts, `0x10` and `0o20` are 16, and `010` is refused. A flag for a text",
-        "takes it as it is. In a file, quote a text that looks like a number. `null` or `None` unsets a setting.",
+        "Values are YAML 1.2. Only `true` and `false` are booleans, but a switch in a file may also be yes, no, on or",
+        "off. `1:00` and `2026-11-23` are strings, `0x10` and `0o20` are 16, and `010` is refused. A flag whose",
+        "setting is a string takes its value verbatim. In a file, quote a string that looks like a number. `null` or `None`",
+        "unsets a setting.",
     ]
     for section in SECTIONS:
         lines += ["", f"## {section}", "", "| flag | value | default | meaning |", "|---|---|---|---|"]

@@ -123,7 +123,7 @@ def keeps_reference(config: RunConfig) -> bool:
 
 
 def penalizes_before_normalization(algorithm: Algorithm) -> bool:
-    """Whether REINFORCE++ has a KL penalty. It is a part of the return, and the learner normalizes returns.
+    """Whether the learner normalizes the returns of REINFORCE++, because a KL penalty is part of them.
 
     Only the learner knows the log-probabilities under the reference model. Without a penalty the driver normalizes.
     """

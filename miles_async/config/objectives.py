@@ -78,7 +78,7 @@ def described(algorithm: Algorithm) -> str:
 
 
 def differences(algorithm: Algorithm) -> Iterator[str]:
-    """The settings of the user that are far from the paper of an objective other than PPO's, one sentence each."""
+    """One sentence for each setting that is far from the paper of its objective. PPO's settings are not compared."""
     objective = policy_objective(algorithm)
     published = PUBLISHED[objective]
     if objective == "ppo":
@@ -89,10 +89,10 @@ def differences(algorithm: Algorithm) -> Iterator[str]:
         if published.clip is not None and objective != "cispo" and value is not None and value > FAR * usual:
             yield (
                 f"{name} {value:g} is far from the {usual:g} that the paper of policy_objective {objective} uses "
-                f"({published.paper}): unset it to use that"
+                f"({published.paper}): unset it to use the paper's value"
             )
     if published.aggregation not in (None, loss_aggregation(algorithm)):
         yield (
             f"loss_aggregation {algorithm.loss_aggregation} differs from the paper of policy_objective {objective}, "
-            f"which uses {published.aggregation} ({published.paper}): unset it to use that"
+            f"which uses {published.aggregation} ({published.paper}): unset it to use the paper's value"
         )

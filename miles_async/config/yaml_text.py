@@ -1,7 +1,7 @@
 """YAML 1.2 (core schema, section 10.3 of its specification), for files, flags and overrides alike.
 
 PyYAML implements YAML 1.1, in which `yes` and `on` are true, `1:00` is 60, `010` is 8, a date is an object, and 1e-6 is
-a string. In YAML 1.2, only `true` and `false` are switches, `1:00` and dates are strings, and 1e-6 is a number. Three
+a string. In YAML 1.2, only `true` and `false` are booleans, `1:00` and dates are strings, and 1e-6 is a number. Three
 things differ from its specification. `010` is an error, because it means 8 in one version and 10 in the other; `0823`,
 which cannot be octal, is a string as in YAML 1.1. A key that a mapping repeats is an error. Merge keys (`<<`) of YAML
 1.1 are kept.

@@ -145,6 +145,7 @@ WHOLE: dict[str, Any] = {"share_prefixes": False}
 AUXILIARY: dict[str, tuple[str, int, dict[str, Any]]] = {
     "auxiliary loss, one rank": ("experts", 1, WHOLE),
     "auxiliary loss, experts shared and dealt": ("experts", 4, WHOLE | EXPERTS["experts shared and dealt"][1]),
+    "auxiliary loss, expert parallel, pipeline": ("experts", 4, WHOLE | EXPERTS["expert parallel, pipeline"][1]),
     "auxiliary loss, expert and context parallel": ("experts", 4, WHOLE | EXPERTS["expert and context parallel"][1]),
 }
 """With a z-loss of the routers, whose mean over tokens does not depend on how the tokens are divided."""

@@ -96,7 +96,7 @@ PPO = {"advantage_estimator": "ppo"}
             {"lr_decay_style": "linear", "lr_decay_steps": 9, "lr_warmup_steps": 10},
             "lr_decay_steps 9 ends the decay within the lr_warmup_steps 10",
         ),
-        ({"eps_clip": 5}, "eps_clip 5 is no lower bound, because 1 - eps_clip is negative"),
+        ({"eps_clip": 5}, "eps_clip 5 sets no lower bound, because 1 - eps_clip is negative"),
         ({"lr": 1e-6, "min_lr": 1e-5, "lr_decay_style": "linear"}, "min_lr 1e-05 is above lr 1e-06, so the learning"),
         ({**PPO, "lr": 1e-5, "min_lr": 1e-6, "critic_lr": 1e-7, "lr_decay_style": "WSD"}, "is above critic_lr 1e-07"),
         ({**PPO, "num_critic_only_steps": 10, "num_rollout": 10}, "none of num_rollout 10 to train the policy: set it"),
@@ -163,13 +163,20 @@ def test_stop_tokens_are_ids_of_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"rollout_temperature": 0, "custom_generate_function_path": "my.f"}, "rollout_temperature 0 samples without"),
-        ({**PPO, "rollout_temperature": 0, "n_samples_per_prompt": 1}, "rollout_temperature 0 samples without chance"),
+        (
+            {"rollout_temperature": 0, "custom_generate_function_path": "my.f"},
+            "rollout_temperature 0 makes sampling greedy",
+        ),
+        ({**PPO, "rollout_temperature": 0, "n_samples_per_prompt": 1}, "rollout_temperature 0 makes sampling greedy"),
         ({"lr_warmup_steps": 11, "num_rollout": 10}, "never reaches its peak, because lr_warmup_steps is 11"),
         ({"load_debug_rollout_data": "a.pt"}, "every rollout trains on the same batch, a.pt: add {rollout_id}"),
         (
             {"use_pytorch_profiler": True, "profile_step_start": 10, "profile_step_end": 11, "num_rollout": 10},
             "profiles nothing, because profile_step_start 10 is not below num_rollout 10",
+        ),
+        (
+            {"apply_chat_template_kwargs": {"enable_thinking": "no"}},
+            "apply_chat_template_kwargs sets enable_thinking to the text 'no': for a switch, write true or false",
         ),
         ({"group_rm": True}, "group_rm has no effect: it needs custom_rm_path"),
         ({"reward_key": "acc"}, "reward_key has no effect: it needs rewards that are dictionaries"),

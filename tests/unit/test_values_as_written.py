@@ -169,3 +169,29 @@ def test_names_and_stop_texts_in_a_file_of_another_project_stay_texts(tmp_path: 
     config = build(read_yaml(file))
     assert (config.observability.experiment_name, config.algorithm.use_kl_loss) == ("2026-11-23", True)
     assert config.rollout.rollout_stop == ["no", "1:00"]
+
+
+ROLL_SWITCHES = """
+actor_train:
+  model_args: {disable_gradient_checkpointing: %s}
+  training_args: {per_device_train_batch_size: 2}
+  use_dynamic_batching_in_train: off
+"""
+
+
+@pytest.mark.parametrize("text, granularity", [("no", "full"), ("off", "full"), ("Yes", None), ("true", None)])
+def test_a_switch_in_a_file_of_another_project_keeps_its_meaning_in_yaml_1_1(
+    tmp_path: Path, text: str, granularity: str | None
+) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(ROLL_SWITCHES % text)
+    learner = build(read_yaml(file)).learner
+    assert learner.recompute_granularity == granularity
+    assert (learner.micro_batch_size, learner.use_dynamic_batch_size) == (2, False)
+
+
+def test_a_switch_in_a_file_of_another_project_that_is_neither_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(ROLL_SWITCHES % "maybe")
+    with pytest.raises(UserError, match="disable_gradient_checkpointing 'maybe' is neither true nor false: set it to"):
+        build(read_yaml(file))

@@ -180,8 +180,8 @@ def _loss(config: RunConfig) -> Iterator[str]:
     low, _ = clip_range(algorithm)
     if clips_ratios(algorithm) and objective != "gmpo" and low > 1:
         yield (
-            f"eps_clip {low:g} is no lower bound, because 1 - eps_clip is negative and ratios are not: set it to less "
-            "than 1, or to 1 for no lower bound"
+            f"eps_clip {low:g} sets no lower bound, because 1 - eps_clip is negative and ratios never are: set it to "
+            "less than 1, or to 1 for no lower bound"
         )
     low, high = algorithm.icepop_band
     if not 0 <= low < 1 < high:

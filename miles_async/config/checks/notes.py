@@ -112,7 +112,7 @@ def _training_notes(config: RunConfig, entry: str) -> Iterator[str]:
     rollout, debug = config.rollout, config.debug
     trains = config.learner.loss_type == "policy_loss" and not trains_only(config) and not debug.debug_rollout_only
     if rollout.rollout_temperature == 0 and trains:
-        yield ("rollout_temperature 0 samples without chance, so the policy explores nothing: set it to 1, for example")
+        yield "rollout_temperature 0 makes sampling greedy, so the policy does not explore: set it to 1, for example"
     total = rollout.num_rollout * steps_per_rollout(config)
     for name, warmup in (
         ("lr_warmup_steps", config.learner.lr_warmup_steps),
@@ -131,6 +131,19 @@ def _training_notes(config: RunConfig, entry: str) -> Iterator[str]:
             f"use_pytorch_profiler profiles nothing, because profile_step_start {debug.profile_step_start} is not "
             f"below num_rollout {rollout.num_rollout}: lower it"
         )
+
+
+def _texts_like_switches(config: RunConfig, entry: str) -> Iterator[str]:
+    """`no` is false in YAML 1.1 and a text here, which a template or an environment takes for true."""
+    data = config.data
+    for name, values in (
+        ("apply_chat_template_kwargs", data.apply_chat_template_kwargs),
+        ("reasoning_gym_settings", data.reasoning_gym_settings),
+        ("environment_settings", data.environment_settings),
+    ):
+        for key, value in values.items():
+            if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
+                yield f"{name} sets {key} to the text {value!r}: for a switch, write true or false"
 
 
 def _saved_format(config: RunConfig, entry: str) -> Iterator[str]:
@@ -152,5 +165,6 @@ NOTES = (
     unused_settings,
     _training_notes,
     _router_notes,
+    _texts_like_switches,
     _saved_format,
 )

@@ -144,7 +144,7 @@ def _greedy(config: RunConfig) -> Iterator[str]:
     if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1:
         yield (
             f"rollout_temperature 0 makes the {rollout.n_samples_per_prompt} samples of a prompt equal, so there is "
-            "nothing to learn from: set it to 1, for example (evaluations are greedy all the same)"
+            "nothing to learn from: set it to 1, for example (evaluation has its own eval_temperature)"
         )
 
 

@@ -330,7 +330,9 @@ def _batch_sizes(translator: Translator, values: Mapping[str, Any]) -> None:
         ("actor_train.infer_batch_size", "actor_train.use_dynamic_batching_in_infer"),
         ("reference.infer_batch_size", "reference.use_dynamic_batching_in_infer"),
     ):
-        if (samples_per_micro_batch := _whole_number(translator, values, key)) and not values.get(dynamic_batching):
+        if (samples_per_micro_batch := _whole_number(translator, values, key)) and not _switch(
+            translator, values, dynamic_batching
+        ):
             translator.set("learner.micro_batch_size", samples_per_micro_batch, key)
             translator.set("learner.use_dynamic_batch_size", False, key)
 
@@ -351,7 +353,7 @@ def _recomputation(translator: Translator, values: Mapping[str, Any]) -> None:
     """Gradient checkpointing of the learner: the granularity if it is set, else whole layers."""
     disabled_key = "actor_train.model_args.disable_gradient_checkpointing"
     granularity_key = "actor_train.strategy_args.strategy_config.recompute_granularity"
-    disabled, granularity = values.get(disabled_key), values.get(granularity_key)
+    disabled, granularity = _switch(translator, values, disabled_key), values.get(granularity_key)
     if disabled is None and granularity is None:
         return
     if disabled and granularity is not None:
@@ -402,6 +404,20 @@ def _section(translator: Translator, values: Mapping[str, Any], key: str) -> Map
         translator.problems.append(f"{key} is a section, but its value is {value!r}: put settings below it")
         return {}
     return value or {}
+
+
+def _switch(translator: Translator, values: Mapping[str, Any], key: str) -> bool | None:
+    """The value of a key, which must be true or false; None if the file does not set it.
+
+    ROLL reads YAML 1.1, in which `yes`, `on`, `no` and `off` are true and false, too.
+    """
+    value = values.get(key)
+    if isinstance(value, str):
+        value = {"yes": True, "on": True, "no": False, "off": False}.get(value.lower(), value)
+    if value is None or isinstance(value, bool):
+        return value
+    translator.problems.append(f"{key} {value!r} is neither true nor false: set it to true or false")
+    return None
 
 
 def _whole_number(translator: Translator, values: Mapping[str, Any], key: str) -> int | None:

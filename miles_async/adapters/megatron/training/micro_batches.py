@@ -89,7 +89,7 @@ def run_forward_backward(
     def compute_loss(number: int, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, results[number] = loss(number, inputs[number], output[0])
         # Megatron divides gradients by the number of tokens returned here, and leaves them unchanged if it is 0. The
-        # loss is already divided by the tokens of the whole step, and `grad_scale_func` takes back the other factor.
+        # loss is already divided by the tokens of the whole step. `grad_scale_func` multiplies it by `scale` again.
         return value / scale, no_tokens, {}
 
     model.config.grad_scale_func = None if scale == 1.0 else lambda value: value * scale
@@ -101,17 +101,19 @@ def run_forward_backward(
 def _auxiliary_scale(model: MegatronModel, inputs: Sequence[ModelInput]) -> float:
     """Factor of auxiliary losses; 1 for a model without experts, which has none.
 
-    For each micro-batch Megatron multiplies an auxiliary loss by the tokens of a router, because it expects that all
-    gradients are divided by the tokens of the step in the end. Here this division is a part of the loss, so auxiliary
-    losses need it too. Tokens are those that the routers process: prompts and padding count, skipped samples do not.
+    Megatron multiplies the auxiliary loss of each micro-batch by its number of tokens, because it expects all gradients
+    to be divided by the tokens of the step in the end. Here the policy loss is already divided by them, and this factor
+    does the same for auxiliary losses. Tokens are those that the routers process: prompts and padding count,
+    skipped samples do not.
     """
     if model.config.num_moe_experts is None:
         return 1.0
-    # Ranks with context parallelism have a part of the tokens each, so that their sum is that of the micro-batches.
+    # With context parallelism each rank has a part of the tokens, so the sum over ranks counts every token once.
     device = next(model.chunks[0].parameters()).device
     tokens = torch.tensor([float(sum(len(one.tokens) for one in inputs))], device=device)
     dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    # Megatron 0.16 multiplies by the tokens of one of the ranks that share a micro-batch, Megatron 0.19 by all of them.
+    # Up to 0.18 Megatron multiplies by the tokens of one of the ranks that share a micro-batch, from 0.19 on by the
+    # tokens of all of them.
     sharing = parallel_state.get_tensor_and_context_parallel_group().size() if (MAJOR, MINOR) < (0, 19) else 1
     return sharing / max(float(tokens), 1.0)
 
