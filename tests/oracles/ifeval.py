@@ -4,8 +4,8 @@
 
 FOLDER holds `instruction_following_eval` of google-research; `ifeval.json` names the commit. The implementation needs
 absl-py, immutabledict, langdetect, and nltk with its data `punkt` and `punkt_tab`. The inputs are those of
-`generated_inputs`. The inputs of the tests in FOLDER are not stored: the program compares the verdicts on them, too, and
-prints how many are equal.
+`generated_inputs`. The inputs of the tests in FOLDER are not stored: the program compares the verdicts on them too,
+and prints how many are equal.
 """
 
 from __future__ import annotations
