@@ -480,9 +480,9 @@ class Verdict(NamedTuple):
         """
         match value:
             case object(keep=keep, reason=reason, keep_when_insufficient=fallback):
-                return Verdict(_as_bool(keep), reason or "filter", _as_bool(fallback))
+                return Verdict(_as_bool(keep), str(reason or "filter"), _as_bool(fallback))
             case object(keep=keep, reason=reason):
-                return Verdict(_as_bool(keep), reason or "filter")
+                return Verdict(_as_bool(keep), str(reason or "filter"))
             case _:
                 return Verdict(_as_bool(value))
 
