@@ -195,6 +195,7 @@ class Sample:
         self.response, self.response_length = "", 0
         self.loss_mask, self.reward, self.reward_key, self.remove_sample = None, None, None, False
         self.rollout_log_probs, self.sampling_mask, self.spans = [], None, []
+        self.metadata.pop(REWARD_ERROR, None)
         self.status = SampleStatus.PENDING
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,7 +217,7 @@ class Sample:
             "prompt": self.prompt,
             "prompt_tokens": self._prompt_tokens,
             "label": self.label,
-            "metadata": dict(self.metadata),
+            "metadata": {name: value for name, value in self.metadata.items() if name != REWARD_ERROR},
         }
 
     @staticmethod
@@ -479,9 +480,9 @@ class Verdict(NamedTuple):
         """
         match value:
             case object(keep=keep, reason=reason, keep_when_insufficient=fallback):
-                return Verdict(_as_bool(keep), reason or "filter", _as_bool(fallback))
+                return Verdict(_as_bool(keep), str(reason or "filter"), _as_bool(fallback))
             case object(keep=keep, reason=reason):
-                return Verdict(_as_bool(keep), reason or "filter")
+                return Verdict(_as_bool(keep), str(reason or "filter"))
             case _:
                 return Verdict(_as_bool(value))
 

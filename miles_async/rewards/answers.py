@@ -1,12 +1,13 @@
 r"""Extracts the answer from a response, and the expected answer from a label. Text only, no mathematics.
 
 Two answers can differ in ways that a parser of formulas does not see: `NO` and `ON` are the same product of letters,
-`5 cm` and `5 m` the same number. The functions here separate words, units and bases from formulas.
+`5 cm` and `5 m` the same number. The functions here separate words, units, bases and moduli from formulas.
 """
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from miles_async.types import Sample
 
@@ -83,7 +84,7 @@ def tidy(formula: str) -> str:
     r"""Return the formula in plain LaTeX.
 
     Removes enclosing dollar signs, asterisks and braces, final punctuation and spaces between groups of digits.
-    Rewrites `1e-3`, `3 1/4`, `sqrt`, `pi` and `°`.
+    Rewrites `1e-3`, `3 1/4`, `5 million`, `sqrt`, `pi` and `°`.
     """
     # Patterns below would read long runs of white space again and again.
     formula, before = " ".join(formula.split()), None
@@ -97,9 +98,27 @@ def tidy(formula: str) -> str:
     if (wrapped := _WRAPPED.fullmatch(formula)) and any(map(str.isdigit, wrapped[1])):
         formula = wrapped[1]
     formula = _GROUPED_DIGITS.sub(lambda match: re.sub(r"\D", "", match[0]), formula)
+    formula = in_digits(formula)
     for pattern, replacement in _NOTATIONS:
         formula = pattern.sub(replacement, formula)
     return formula.strip()
+
+
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALED = re.compile(
+    r"(?<![\w.,}^/])(?P<number>\d{1,15}(?:\.\d{1,15})?)(?:\s|~|\\[ ,;:])*+"
+    rf"(?P<open>\\(?:text|mathrm|mbox)\{{[\s~]*+)?(?P<scale>{'|'.join(_SCALES)})\b(?P<close>\s*+\}})?"
+)
+
+
+def in_digits(text: str) -> str:
+    r"""Write numbers such as `5 million` and `5\text{ million}` in digits."""
+    return _SCALED.sub(_digits, text)
+
+
+def _digits(found: re.Match[str]) -> str:
+    braces = "" if found["open"] and found["close"] else (found["open"] or "") + (found["close"] or "")
+    return f"{(Decimal(found['number']) * _SCALES[found['scale']]).normalize():f}{braces}"
 
 
 _FIGURE = re.compile(r"\\(?:angle|triangle)\b\s*")
@@ -112,7 +131,7 @@ def words_of(formula: str) -> list[str] | None:
 
     A list such as `A, C` has several entries.
     """
-    text = _unwrapped(formula).strip()
+    text = _unwrapped(formula)
     if _LETTERS.fullmatch(text) is None:
         return None
     return sorted(" ".join(part.split()) for part in _JOINTS.split(text.strip("()").lower()) if part)
@@ -133,19 +152,24 @@ def is_text(formula: str) -> bool:
 
 def _unwrapped(formula: str) -> str:
     r"""Return the formula without `\text{...}` around words, and without the kind of figure that letters name."""
-    return _FIGURE.sub("", _WRAPPED.sub(r"\1", formula))
+    return " ".join(_FIGURE.sub("", _WRAPPED.sub(r"\1", formula)).split())
 
 
 _UNIT_NAMES = """
 mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|ft foot feet
-yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound|oz ounce|ml milliliter millilitre|l liter litre
-s sec second|min minute|h hr hour|day|week|month|yr year|mph|km/h kmh kph|m/s|dollar|cent|degree deg
+yd yard|mi mile|mg milligram|g gram|kg kilogram|pound lb|oz ounce|ml milliliter millilitre|l liter litre
+s sec second|ms millisecond|min minute|h hr hour|day|week|month|yr year|am a.m|pm p.m|mph|km/h kmh kph|m/s
+dollar|euro|cent|degree deg|K kelvin|mol mole|mmol|dm|nm|A amp ampere|mA|V volt|mV|kV|J joule|kJ|MJ
+N newton|kN|Pa pascal|kPa|MPa|Hz hertz|kHz|MHz|GHz|W watt|mW|kW kilowatt|MW megawatt|kWh
 """
+"""Each entry has the names of one unit; the case counts for names that have capitals."""
+_CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound"}
 _UNITS = {name: row.split()[0] for row in re.split(r"[|\n]", _UNIT_NAMES.strip()) for name in row.split()}
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _QUANTITY = re.compile(
-    r"(?:(?P<number>.*[\d})\]])(?P<space>(?:\s|~|\\[,;: ])*)(?P<bare>[A-Za-z][A-Za-z/ ]*)"
-    r"|(?P<formula>.*\S)(?:\s|~|\\[,;: ])*\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(?P<wrapped>[^{}]*)\})"
+    r"(?:(?P<number>.*[\d})\]])(?P<space>(?:\s|~|\\[,;: ])*+)(?P<bare>[A-Za-z][A-Za-z/. ]*)"
+    r"|(?P<formula>.*[^\s~,;:\\])(?:[\s~,;:]|\\(?![a-z]))*+"
+    r"\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(?P<wrapped>[^{}]*)\})"
     r"(?:\^\{?(?P<power>[23])\}?)?",
     re.DOTALL,
 )
@@ -156,31 +180,58 @@ def split_unit(formula: str) -> tuple[str, str | None]:
 
     A unit that is not in a table is any noun. `5m` is a product, and `5 m` a quantity.
     """
-    if formula.startswith(("\\$", "$", "€", "£")):
-        return formula.lstrip("\\$€£").strip(), "dollar"
+    for sign, currency in _CURRENCIES.items():
+        if formula.startswith(sign):
+            return formula.removeprefix(sign).strip(), currency
     if (found := _QUANTITY.fullmatch(formula)) is None:
         return formula, None
-    *powers, name = (found["wrapped"] or found["bare"] or "").strip().lower().rstrip(".").split() or [""]
-    known = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
+    *powers, name = (found["wrapped"] or found["bare"] or "").strip(" ~\\,;:.").split() or [""]
+    powers, known = [word.lower() for word in powers], _known_unit(name)
     if found["bare"] and not (
         _is_plain_unit(found["number"], name, known, spaced=bool(found["space"])) and set(powers) <= set(_POWERS)
     ):
         return formula, None
     power = f"^{found['power']}" if found["power"] else "".join(_POWERS.get(word, "") for word in powers)
-    return (found["number"] or found["formula"].rstrip(" ~\\,;:")).strip(), f"{known}{power}" if known else ""
+    return (found["number"] or found["formula"]).strip(), f"{known}{power}" if known else ""
+
+
+def _known_unit(name: str) -> str | None:
+    forms = (form.removesuffix(plural) for form in (name, name.lower()) for plural in ("", "s", "es"))
+    return next((_UNITS[form] for form in forms if form in _UNITS), None)
 
 
 def _is_plain_unit(number: str, name: str, known: str | None, *, spaced: bool) -> bool:
     r"""Whether letters after a number are a unit: in `\frac{1}{2} h` and `r^2 h` they are a variable."""
     if len(name) == 1:
-        return known is not None and spaced and re.fullmatch(r"[+-]?[\d.,]+", number) is not None
+        return name.lower() in _UNITS and spaced and re.fullmatch(r"[+-]?[\d.,]+", number) is not None
     return known is not None or (spaced and len(name) > 3)
 
 
 _IN_BASE = re.compile(r"\(?(\d[\dA-F]*)\)?_\{?(\d+)\}?")
+_JOINED = re.compile(r"\d+(?::\d+){2,}|\d{4}-\d{1,2}-\d{1,2}")
 
 
-def digits_and_base(formula: str) -> tuple[str, ...] | None:
-    """Return the digits and the base of a number such as `12_8`, and None for any other formula."""
-    found = _IN_BASE.fullmatch(formula.replace(" ", ""))
-    return found.groups() if found else None
+def numerals(formula: str) -> tuple[str, ...] | None:
+    """Return the numbers in a notation that is no formula, and None for any formula.
+
+    These are the digits and the base of `12_8`, the numbers of a date (`2020-01-31`) and those of a ratio (`1:2:3`).
+    """
+    text = formula.replace(" ", "")
+    if found := _IN_BASE.fullmatch(text):
+        return found.groups()
+    return tuple(part.lstrip("0") for part in re.split("[:-]", text)) if _JOINED.fullmatch(text) else None
+
+
+_MOD = re.compile(r"\\?(?<![A-Za-z])[pb]?mod(?![A-Za-z])")
+
+
+def split_modulus(formula: str) -> tuple[str, str | None]:
+    r"""Return `x = 5` and `7` for `x \equiv 5 \pmod 7`; the modulus is None if there is none."""
+    residue, *moduli = _MOD.split(formula)
+    if len(moduli) != 1:
+        return formula, None
+    residue = residue.rstrip(" ~({")
+    for command in ("\\text", "\\mathrm", "\\operatorname"):
+        residue = residue.removesuffix(command)
+    residue = residue.rstrip(" ~(\\,;:").replace("\\equiv", "=").replace("≡", "=")
+    return residue, moduli[0].strip(" ~(){}\\,;:")

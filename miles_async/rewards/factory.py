@@ -58,7 +58,8 @@ class RunRewards:
 
     async def close(self) -> None:
         """Release threads, processes and connections."""
-        for rewarder in self._opened.values():
+        # A group that is still being scored may open another one meanwhile.
+        for rewarder in list(self._opened.values()):
             await rewarder.close()
 
     def _of_training(self, key: str | None) -> ports.Rewarder:

@@ -14,10 +14,12 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from miles_async.rewards.answers import (
     after_thinking,
     answer_line,
-    digits_and_base,
+    in_digits,
     is_text,
     label_of,
     last_boxed,
+    numerals,
+    split_modulus,
     split_unit,
     tidy,
     words_of,
@@ -49,7 +51,8 @@ def dapo(args: Any, sample: Sample) -> dict[str, Any]:
 
 
 def same(answer: str, label: str, *, latex: bool = True) -> bool:
-    """Return whether answer and label are equal: as text, in their units and bases, and mathematically.
+    """Return whether answer and label are equal: as text, in their units, bases and moduli, and
+    mathematically.
 
     `latex=True` reads the whole answer as one formula; `latex=False` searches for a formula in the answer. An empty
     answer or label equals nothing. A unit may be left out.
@@ -60,11 +63,14 @@ def same(answer: str, label: str, *, latex: bool = True) -> bool:
     if given == gold:
         return True
     if not latex:
-        return _equal(split_unit(gold)[0], answer)
+        return _equal(split_unit(gold)[0], in_digits(answer))
     if is_text(given) or is_text(gold):
         return words_of(given) == words_of(gold) is not None
-    if digits_and_base(given) or digits_and_base(gold):
-        return digits_and_base(given) == digits_and_base(gold)
+    if numerals(given) or numerals(gold):
+        return numerals(given) == numerals(gold)
+    (given, modulus), (gold, expected_modulus) = split_modulus(given), split_modulus(gold)
+    if modulus != expected_modulus:
+        return False
     (given, unit), (gold, expected) = split_unit(given), split_unit(gold)
     # Two nouns may name the same thing, and one of the units may be left out.
     if unit != expected and unit is not None and expected is not None:

@@ -80,7 +80,7 @@ class Rewarder:
         self._threads = Threads()
         self._is_async = function.is_async if isinstance(function, Graders) else is_async(function)
         self._scored: Sample | None = None
-        """The last sample that was scored, which shows whether the function still works."""
+        """The last sample that was scored. If the function still works, it finishes for this sample."""
 
     async def score(self, group: Group) -> None:
         """Set `reward` and `reward_key` of every sample.
@@ -94,8 +94,8 @@ class Rewarder:
 
         Raises TrajectoryError if the function raises or returns an invalid reward, and UserError if it returns a
         dictionary and `reward_key` is not set. Raises InfrastructureError if infrastructure failed, if an async
-        function missed its deadline, or if the function finishes for no response any more. The error names the samples,
-        and all others have their reward. An error of a function for whole groups may name no samples.
+        function missed its deadline, or if the function finishes for no response. The error names the samples, and all
+        others have their reward. An error of a function for whole groups may name no samples.
         """
         group.share_rewards()
         trajectories = [one for one in group.trajectories if self._whole_groups or one[-1].reward is None]
@@ -141,14 +141,13 @@ class Rewarder:
         if scored:
             self._scored = replace(scored[-1], metadata=dict(scored[-1].metadata))
         unfinished = [result for result in results if isinstance(result, UnfinishedError)]
-        broken = len(unfinished) == len(results) and not await self._still_scores()
+        broken = len(unfinished) == len(results) and not await self._works(shown[0])
         return [self._outcome(*pair, broken) for pair in zip(shown, results, strict=True)]
 
-    async def _still_scores(self) -> bool:
-        """Whether the function finishes for a sample for which it has finished before."""
-        if self._scored is None:
-            return False
-        [result] = await self._call_each([replace(self._scored, metadata=dict(self._scored.metadata))])
+    async def _works(self, sample: Sample) -> bool:
+        """Whether the function finishes for the last sample that was scored, or for `sample` with the response `0`."""
+        known = self._scored or replace(sample, response="0")
+        [result] = await self._call_each([replace(known, metadata=dict(known.metadata))])
         return not isinstance(result, UnfinishedError | InfrastructureError)
 
     def _outcome(self, sample: Sample, result: Any, broken: bool) -> Any:

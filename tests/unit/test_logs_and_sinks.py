@@ -14,7 +14,16 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
+from miles_async.events import (
+    BatchDrained,
+    Evaluated,
+    Event,
+    GroupGenerated,
+    PublishEnded,
+    StepEnded,
+    StepStarted,
+    decode,
+)
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.program_lines import StepLog
@@ -259,3 +268,17 @@ def test_a_carriage_return_of_a_progress_bar_is_not_buffered(unbuffered: bool) -
         stream = lossy_stream(original, lambda error: None)
         stream.write("\r")
         assert pipe.read() == b"\r"
+
+
+def test_event_logs_written_before_missing_and_unfinished_samples_were_counted_can_be_read() -> None:
+    evaluated = decode(
+        b'{"type": "Evaluated", "time": 1.0, "name": "held_out", "rollout": 4, "accuracy": 0.5, "reward": 0.5, '
+        b'"problems": 2, "seconds": 1.0, "truncated": 0.0, "versions": [1, 2]}'
+    )
+    generated = decode(
+        b'{"type": "GroupGenerated", "time": 1.0, "sequence": 4, "generation_seconds": 1.0, "reward_seconds": 1.0, '
+        b'"versions": [1, 2], "response_tokens": 9, "reward": 0.5, "truncated": 0, "missing": 0, "by_worker": false}'
+    )
+    assert isinstance(evaluated, Evaluated)
+    assert isinstance(generated, GroupGenerated)
+    assert (evaluated.missing, generated.unfinished_rewards) == (0, 0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from examples import tool_reward
+from miles_async.rewards.answers import numerals, split_modulus, split_unit, tidy, words_of
 from miles_async.rewards.builtin import gpqa
 from miles_async.rewards.instructions import follows
 from miles_async.rollout.tools.calculator import calculate
@@ -18,6 +19,16 @@ MANY = 1_000_000
 @pytest.mark.parametrize("response", ["answer is" + "\n" * MANY, "option" + " " * MANY, "answer" * (MANY // 6)])
 def test_a_multiple_choice_answer_is_found_in_linear_time(response: str) -> None:
     assert gpqa(None, Sample(response=response, label="A")) == 0.0
+
+
+@pytest.mark.parametrize("part", ["\\,", "\\text{", "\\text{ }", "{", "1_", "1e", "5,", "5 million ", "\\pmod", "a,"])
+@pytest.mark.parametrize("end", ["!", "5", "}"])
+def test_an_answer_is_read_in_linear_time(part: str, end: str) -> None:
+    answer = tidy("5" + part * (MANY // len(part)) + end)
+    assert words_of(answer) is None
+    assert not split_unit(answer)[1]
+    assert numerals(answer) is None
+    assert split_modulus(answer)[1] is None
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,16 @@ async def test_a_reward_that_ends_for_no_response_is_infrastructure(computes: Co
     assert group.unfinished_rewards == []
 
 
+async def test_the_first_group_of_a_run_counts_as_wrong_if_the_reward_ends_for_a_short_response(
+    computes: Computer,
+) -> None:
+    group = group_of(HANGS, HANGS)
+    await limited(computes).score(group)
+    assert [sample.reward for sample in group] == [0.0, 0.0]
+
+
 async def test_a_reward_that_has_never_ended_is_infrastructure(computes: Computer) -> None:
+    computes.hangs.add("0")
     with pytest.raises(InfrastructureError, match=r"sample 0: reward my\.reward took longer than 0\.05 s"):
         await limited(computes).score(group_of(HANGS))
 
@@ -111,6 +120,15 @@ async def test_a_reward_that_is_scored_again_is_no_longer_marked() -> None:
     group[0].metadata[REWARD_ERROR] = "sample 0: it took too long"
     await limited(lambda args, sample: 1.0).score(group)
     assert group.unfinished_rewards == []
+
+
+async def test_a_prompt_that_is_generated_again_is_no_longer_marked() -> None:
+    """The generate function may set the next reward, and the prompt may be stored before."""
+    [sample] = group = group_of(HANGS)
+    sample.metadata = {"level": 3, REWARD_ERROR: "sample 0: it took too long"}
+    assert sample.prompt_dict()["metadata"] == {"level": 3}
+    group.reset()
+    assert sample.metadata == {"level": 3}
 
 
 async def test_a_plain_reward_of_a_whole_group_that_takes_too_long_fails_the_group() -> None:

@@ -66,7 +66,7 @@ def test_the_thread_of_a_plain_reward_that_missed_its_deadline_scores_no_further
     release, scored = threading.Event(), []
 
     def reward(args: Any, sample: Sample) -> float:
-        scored.append(sample.index)
+        scored.append((sample.index, sample.response))
         release.wait(20)
         return 1.0
 

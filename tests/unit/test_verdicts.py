@@ -113,6 +113,7 @@ def test_the_stream_drops_rejected_groups_even_if_the_filter_wants_to_fall_back(
         (Verdict(np.bool_(False), "odd"), Verdict(False, "odd")),  # type: ignore[arg-type]
         (OutputOfMiles(False), Verdict(False, "filter")),
         (OutputOfMiles(False, "aborted"), Verdict(False, "aborted")),
+        (OutputOfMiles(False, 0.5), Verdict(False, "0.5")),  # type: ignore[arg-type]
         (DynamicFilterOutput(True), Verdict(True)),
         (DynamicFilterOutput(False, "a", keep_when_insufficient=True), Verdict(False, "a", True)),
     ],
