@@ -36,7 +36,8 @@ async def tokens_after(
     """Return the tokens between the sampled ones of `messages[answer]` and the next answer.
 
     `end` is the last sampled token of the answer if the model ended its turn, and None if the answer was cut off.
-    `marker` is a text that no message contains. Raises TrajectoryError if the template omits the answer.
+    `marker` is a text that no message contains, and `encode` returns the tokens of text that follows it. Raises
+    TrajectoryError if the template omits the answer.
     """
     for field in ("tool_calls", "content") if messages[answer].get("tool_calls") else ("content",):
         before = [*messages[:answer], _marked(messages[answer], field, marker)]
@@ -54,7 +55,8 @@ async def tokens_after(
 
     # The end of the answer, as far as it is rendered in the same way before another message.
     alone = await follows(False)
-    turn = next((i for i, pair in enumerate(zip(alone, after, strict=False)) if pair[0] != pair[1]), len(alone))
+    shorter = min(len(alone), len(after))
+    turn = next((i for i in range(shorter) if alone[i] != after[i]), shorter)
     ended = end is not None and is_special(end)
     if ended and end in after[:turn]:
         return after[turn - after[:turn][::-1].index(end) :]
@@ -62,7 +64,8 @@ async def tokens_after(
         return after[turn + 1 :]
     specials = [position for position in range(turn) if is_special(after[position])]
     differs = not specials or turn < len(alone)
-    if differs and is_special(after[turn]) and (await follows(True))[turn : turn + 1] == [after[turn]]:
+    begun = after[turn : turn + 1]
+    if differs and begun and is_special(begun[0]) and (await follows(True))[turn : turn + 1] == begun:
         # The template ends the last message otherwise, or not at all. What it renders before any message is the end.
         specials = [turn]
     if specials and ended:
