@@ -124,6 +124,13 @@ async def test_the_first_request_of_an_agent(family: Path) -> None:
     assert sample.tokens[: sample.prompt_length] == expected(family, CHAT)
 
 
+def test_limits_in_calls_of_a_user_function_do_not_cut_prompts(qwen: Path) -> None:
+    tokenizer = CheckpointTokenizer(str(qwen))
+    before = tokenizer.encode(CHAT)
+    tokenizer.transformers("hi, So it is", truncation=True, max_length=2)
+    assert tokenizer.encode(CHAT) == before
+
+
 def test_supervised_conversations_and_texts(family: Path) -> None:
     tokenizer = CheckpointTokenizer(str(family))
     theirs: Any = AutoTokenizer.from_pretrained(family)

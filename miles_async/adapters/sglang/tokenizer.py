@@ -139,9 +139,10 @@ class CheckpointTokenizer:
     def _chat_tokenizer(self) -> Tokenizer:
         """The tokenizer with which transformers encodes rendered chats.
 
-        Some of its classes, such as that of Llama 2, split text in another way than `tokenizer.json`.
+        Some of its classes, such as that of Llama 2, split text in another way than `tokenizer.json`. It is a copy,
+        because user functions also use `transformers`, whose calls with a limit change the original.
         """
-        tokenizer: Tokenizer = self.transformers.backend_tokenizer
+        tokenizer = Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         _encode_whole_texts(tokenizer)
         return tokenizer
 
