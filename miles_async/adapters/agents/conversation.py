@@ -146,7 +146,8 @@ class Conversation:
         self._params = sampling_params
         self._parser = parser or PlainTextParser()
         self._open: list[_Segment] = []
-        self._marker = f"[{uuid.uuid4().hex}]"
+        # Digits, because tokens rarely span a digit and the text after it.
+        self._marker = str(uuid.uuid4().int)
         sampler.forget(sample)
         sample.reset()
 
@@ -253,7 +254,7 @@ class Conversation:
             sample.tokens[-1] if answer.completed else None,
             marker=self._marker,
             render=render,
-            encode=self._encode,
+            encode=partial(self._encode, after=self._marker),
             is_special=self._is_special,
         )
         # Tokens beyond the limit are dropped, and the next answer then ends with finish_reason `length`: an agent
@@ -279,8 +280,8 @@ class Conversation:
         tokenizer = self._sampler.tokenizer
         return not tokenizer.decode([token]) and bool(tokenizer.text_of([token]))
 
-    async def _encode(self, text: str) -> list[int]:
-        return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text))
+    async def _encode(self, text: str, after: str = "") -> list[int]:
+        return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text, after=after))
 
     def _withdraw(
         self, segment: _Segment, asked: _Request, completion: asyncio.Future[Completion], values: dict[str, Any]

@@ -66,9 +66,15 @@ class CheckpointTokenizer:
         doubled = encoding.special_tokens_mask[:1] == [1] and ids[:1] == ids[1:2]
         return ids[1:] if doubled else ids
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat, or of text that continues other text: no special token is added."""
-        return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode_text(self, text: str, *, after: str = "") -> list[int]:
+        """Return the ids of a rendered chat, or of text that continues the text `after`, without added special tokens.
+
+        Some tokenizers add a space to the beginning of a text. Text that continues other text does not get one, unless
+        a token of both together would span the place where they meet: `text` is then encoded alone.
+        """
+        known = self._chat_ids(after)
+        ids = self._chat_ids(after + text)
+        return ids[len(known) :] if ids[: len(known)] == known else self._chat_ids(text)
 
     @property
     def end(self) -> str:
@@ -134,6 +140,9 @@ class CheckpointTokenizer:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise UserError(f"the tokenizer in {self.folder} cannot be loaded: {error}") from error
+
+    def _chat_ids(self, text: str) -> list[int]:
+        return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _chat_tokenizer(self) -> Tokenizer:
