@@ -5,7 +5,7 @@
 An example is a conversation (`metadata["messages"]`, or a prompt that is a list of messages) or a text prompt with a
 label. Of a conversation, the assistant's turns with their end-of-turn tokens are trained on; the other turns and the
 text that the chat template adds are not. Of a text prompt, the label is trained on, followed by the end-of-text token.
-The prompt has the tokens that it has in generation.
+The prompt has the same tokens as in generation.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _encode_pieces(pieces: Sequence[str], tokenizer: SftTokenizer) -> list[list[
     """
     separate = [tokenizer.encode_text(piece) for piece in pieces]
     if list(chain.from_iterable(separate)) == tokenizer.encode_text("".join(pieces)):
-        # Most tokenizers: this takes less time than the general way.
+        # This is so for most tokenizers, and saves encoding the text before each piece.
         return separate
     return [tokenizer.encode_text(piece, after="".join(pieces[:number])) for number, piece in enumerate(pieces)]
 

@@ -105,8 +105,8 @@ class _Segment:
     completion: asyncio.Future[Completion] = field(default_factory=asyncio.Future)
     """The answer to the latest request."""
 
-    def shows_alike(self, request: _Request) -> bool:
-        """Whether the template gets the same tools and arguments. It renders them before all messages."""
+    def renders_like(self, request: _Request) -> bool:
+        """Whether the tools and template arguments are the same, which the template renders before all messages."""
         return self.asked[1:3] == request[1:3]
 
     def continued_by(self, messages: list[Message]) -> bool:
@@ -216,7 +216,7 @@ class Conversation:
     def _find_segment(self, request: _Request) -> tuple[_Segment, _Segment | None, _Answer | None]:
         """Return the segment that answers this request, and the last answer that it follows, with its segment."""
         messages = request.messages
-        alike = [segment for segment in self._open if segment.shows_alike(request)]
+        alike = [segment for segment in self._open if segment.renders_like(request)]
         recorded = any(same(segment.history[: len(messages)], messages) for segment in alike)
         if recorded and messages[-1]["role"] == "assistant":
             raise InvalidRequestError(

@@ -28,7 +28,7 @@ class CheckpointTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         prompts_are_rendered: bool = False,
     ) -> None:
-        """`template_kwargs` are further arguments of the chat template, for every chat.
+        """`template_kwargs` are additional arguments of the chat template, for every chat.
 
         `prompts_are_rendered` means that the data source has rendered the prompts that are text, so that they contain
         their special tokens. Raises UserError if `tokenizer.json` is missing.
@@ -130,7 +130,7 @@ class CheckpointTokenizer:
 
     @cached_property
     def transformers(self) -> Any:
-        """The tokenizer object of the library transformers, which is loaded when it is used first.
+        """The tokenizer object of the library transformers, which is loaded on first use.
 
         Raises UserError if transformers cannot load it.
         """
@@ -148,8 +148,9 @@ class CheckpointTokenizer:
     def _chat_tokenizer(self) -> Tokenizer:
         """The tokenizer with which transformers encodes rendered chats.
 
-        Some of its classes, such as that of Llama 2, split text in another way than `tokenizer.json`. It is a copy,
-        because user functions also use `transformers`, whose calls with a limit change the original.
+        Some of its classes, such as that of Llama 2, split text differently from `tokenizer.json`. This is a copy,
+        because user functions share `transformers`, where a call with `truncation` changes the original for later
+        calls.
         """
         tokenizer = Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         _encode_whole_texts(tokenizer)
@@ -157,6 +158,6 @@ class CheckpointTokenizer:
 
 
 def _encode_whole_texts(tokenizer: Tokenizer) -> None:
-    """Ignore the limits of length that a tokenizer was saved with, as transformers does."""
+    """Turn off truncation and padding that were saved with a tokenizer, as transformers does."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
