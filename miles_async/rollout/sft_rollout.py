@@ -5,7 +5,7 @@
 An example is a conversation (`metadata["messages"]`, or a prompt that is a list of messages) or a text prompt with a
 label. Of a conversation, the assistant's turns with their end-of-turn tokens are trained on; the other turns and the
 text that the chat template adds are not. Of a text prompt, the label is trained on, followed by the end-of-text token.
-The prompt has the tokens that it has in generation.
+The prompt has the same tokens as in generation.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SftTokenizer(Protocol):
         """Token ids of a prompt, as in generation."""
         ...
 
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of `text`, without added special tokens."""
+    def encode_text(self, text: str, *, after: str = "") -> list[int]:
+        """Token ids of `text`, which continues the text `after`, without added special tokens."""
         ...
 
     def render(
@@ -90,7 +90,7 @@ def _encoded_example(sample: Sample, tokenizer: SftTokenizer) -> list[tuple[list
         if sample.label is None:
             return [prompt]
         answer = f"{sample.label}{tokenizer.end}"
-        return [prompt, (tokenizer.encode_text(answer), answer, True)]
+        return [prompt, (tokenizer.encode_text(answer, after=example), answer, True)]
     pieces = list(chat_pieces(example, tokenizer, sample.metadata.get("tools")))
     ids = _encode_pieces([text for text, _ in pieces], tokenizer)
     return [(part, text, trained) for part, (text, trained) in zip(ids, pieces, strict=True)]
@@ -100,19 +100,13 @@ def _encode_pieces(pieces: Sequence[str], tokenizer: SftTokenizer) -> list[list[
     """The token ids of consecutive pieces of a text.
 
     Together they are the ids of the whole text, unless a token would span two pieces: in generation, prompt and
-    response are tokenized separately. A piece alone may get other tokens, because some tokenizers add a space to the
-    beginning of a text.
+    response are tokenized separately.
     """
     separate = [tokenizer.encode_text(piece) for piece in pieces]
     if list(chain.from_iterable(separate)) == tokenizer.encode_text("".join(pieces)):
+        # This is so for most tokenizers, and saves encoding the text before each piece.
         return separate
-    ids: list[int] = []
-    parts: list[list[int]] = []
-    for number, alone in enumerate(separate):
-        so_far = tokenizer.encode_text("".join(pieces[: number + 1]))
-        parts.append(so_far[len(ids) :] if so_far[: len(ids)] == ids else alone)
-        ids += parts[-1]
-    return parts
+    return [tokenizer.encode_text(piece, after="".join(pieces[:number])) for number, piece in enumerate(pieces)]
 
 
 def chat_pieces(

@@ -15,6 +15,7 @@ from miles_async.adapters.megatron.training.warm_start import encode_example
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.storage.warm_starts import Example
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TemplateError, UserError
 from miles_async.rollout.sft_rollout import fill_example
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.stack
 QUESTION = [{"role": "user", "content": "hi 12, So?"}]
 CHAT = [*QUESTION, {"role": "assistant", "content": "So hi"}, {"role": "user", "content": "hi"}]
 ANSWERED = [*CHAT, {"role": "assistant", "content": "fine So."}]
+TRANSCRIPT = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -53,18 +58,20 @@ def run_of(checkpoint: Path, prompts: list[Any], **settings: Any) -> RunConfig:
 
 
 class Engine(SGLangGenerator):
-    """An engine that knows its prompts and ends every answer at once."""
+    """An engine that knows its prompts and gives the same answer to all of them, which is empty at first."""
 
     def __init__(self, tokenizer: CheckpointTokenizer) -> None:
         super().__init__("http://127.0.0.1:1", tokenizer, SamplingParams(max_new_tokens=99), limit=int, engines=list)
-        self.end = tokenizer.transformers.eos_token_id
+        self.answer: list[int] = [tokenizer.transformers.eos_token_id]
 
     async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
         self.tokenize(group)
         [sample] = group
-        sample.tokens.append(self.end)
-        sample.response_length += 1
-        sample.rollout_log_probs.append(-1.0)
+        sample.tokens += self.answer
+        sample.response_length += len(self.answer)
+        sample.rollout_log_probs += [-1.0] * len(self.answer)
+        if sample.loss_mask is not None:
+            sample.loss_mask += [1] * len(self.answer)
         sample.spans = [VersionSpan(0, 0, sample.response_length)]
         sample.status = SampleStatus.COMPLETED
 
@@ -122,6 +129,49 @@ async def test_the_first_request_of_an_agent(family: Path) -> None:
     finally:
         await engine.close()
     assert sample.tokens[: sample.prompt_length] == expected(family, CHAT)
+
+
+@pytest.mark.parametrize("after", [" So hi", " So 12"])
+async def test_text_that_continues_an_answer_gets_no_space_at_its_beginning(family: Path, after: str) -> None:
+    file = family / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TRANSCRIPT}))
+    theirs: Any = AutoTokenizer.from_pretrained(family)
+    asked: Any = theirs.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    answered = theirs(asked + after, add_special_tokens=False).input_ids
+    tokenizer = CheckpointTokenizer(str(family))
+    engine, sample = Engine(tokenizer), Sample()
+    engine.answer = answered[len(expected(family, QUESTION)) :]
+    sampler = MultiTurnSampler(engine, tokenizer)
+    conversation = Conversation(sample, sampler, {"max_new_tokens": 99})
+    completion = await conversation.complete({"messages": QUESTION})
+    chat = [*QUESTION, completion.message, {"role": "user", "content": "hi"}]
+    whole = expected(family, [*QUESTION, {"role": "assistant", "content": after.strip()}, chat[-1]])
+    assert (await conversation.complete({"messages": chat})).context == len(whole)
+    assert sample.tokens[: len(whole)] == whole
+
+    observed = Sample(tokens=list(answered))
+    sampler.observe(observed, "\nuser: hi\nassistant:")
+    assert observed.tokens == whole
+    await engine.close()
+
+
+# T5 ends every prompt that is text.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "T5"], indirect=True)
+def test_answers_continue_prompts_that_are_text(family: Path) -> None:
+    tokenizer = CheckpointTokenizer(str(family))
+    theirs: Any = AutoTokenizer.from_pretrained(family)
+    prompt, whole = (theirs(text, add_special_tokens=False).input_ids for text in ("1+1=", "1+1=So"))
+    example, answer = Sample(prompt="1+1=", label="So"), [*whole[len(prompt) :], theirs.eos_token_id]
+    fill_example(example, tokenizer, version=0)
+    assert example.tokens[example.prompt_length :] == answer
+    assert encode_example(tokenizer, Example("1+1=", "So"))[1] == answer
+
+
+def test_limits_in_calls_of_a_user_function_do_not_cut_prompts(qwen: Path) -> None:
+    tokenizer = CheckpointTokenizer(str(qwen))
+    before = tokenizer.encode(CHAT)
+    tokenizer.transformers("hi, So it is", truncation=True, max_length=2)
+    assert tokenizer.encode(CHAT) == before
 
 
 def test_supervised_conversations_and_texts(family: Path) -> None:

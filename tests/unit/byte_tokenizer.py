@@ -14,7 +14,8 @@ class Bytes:
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         return list(str(prompt).encode())
 
-    encode_text = encode
+    def encode_text(self, text: str, *, after: str = "") -> list[int]:
+        return self.encode(text)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")

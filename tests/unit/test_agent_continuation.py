@@ -100,6 +100,15 @@ async def test_a_stop_string_does_not_end_the_turn_although_its_last_character_o
     assert await follows(PLAIN, TEXT, [USER], "n") == "<end>\n<user>hi<end>\n<model>"
 
 
+async def test_a_template_may_render_nothing_after_an_answer() -> None:
+    without_end = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    note = {"role": "system", "content": "be brief"}
+    assert await follows(without_end, TEXT, [note], "<end>") == ""
+    # The end of the last message belongs to none that follows.
+    with_end = without_end + "{% if not answer_next %}<end>{% endif %}"
+    assert await follows(with_end, TEXT, [note], "<return>") == ""
+
+
 async def test_a_template_without_answers_cannot_be_continued() -> None:
     with pytest.raises(TrajectoryError, match="the chat template omits the last answer"):
         await follows("{{ messages[0].content }}", CALL, [USER], "<end>")

@@ -27,7 +27,7 @@ class Template:
         assert isinstance(prompt, str)
         return self.encode_text("^" + prompt)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, after: str = "") -> list[int]:
         return list(text.encode())
 
     def render(
@@ -84,7 +84,7 @@ def test_an_sft_example_without_an_answer_is_reported(prompt: Prompt) -> None:
 class Merging(Template):
     """Turns the first letter of an answer and the `>` before it into one token, 0."""
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, after: str = "") -> list[int]:
         return list(text.replace(">S", "\0").encode())
 
 

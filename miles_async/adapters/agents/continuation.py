@@ -2,12 +2,12 @@
 
 The answer itself keeps its sampled tokens, so only the text after it is needed. The template renders the history with a
 marker at the end of the answer: in the arguments of its tool calls, which it keeps because many templates refuse a
-tool's result without a call, or in its content. The text after the marker still begins with what closes the call and
-the turn. The model has sampled the first and mostly also the second. The answer rendered as the last message ends
-there, which tells that part from the new messages.
+tool's result without a call, or in its content. The text after the marker begins with what closes the call and the
+turn, most of which the model has sampled. To find where this part ends, the history is also rendered without the new
+messages.
 
-Models end a turn with other tokens than their template renders (gpt-oss: `<|return|>`, rendered as `<|end|>`), with
-one that begins the next message (GLM: `<|observation|>`), or not at all if they were cut off.
+A model may end its turn with another token than its template renders (gpt-oss: `<|return|>`, rendered as `<|end|>`),
+with the token that begins the next message (GLM: `<|observation|>`), or, if it was cut off, not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miles_async.adapters.agents.messages import Message
 from miles_async.errors import TrajectoryError
 
 Render = Callable[[Sequence[Message], bool], Awaitable[str]]
-"""Renders messages; the second argument tells whether to open the next answer."""
+"""Renders messages; the second argument says whether to open the next answer."""
 
 
 async def tokens_after(
@@ -36,7 +36,8 @@ async def tokens_after(
     """Return the tokens between the sampled ones of `messages[answer]` and the next answer.
 
     `end` is the last sampled token of the answer if the model ended its turn, and None if the answer was cut off.
-    `marker` is a text that no message contains. Raises TrajectoryError if the template omits the answer.
+    `marker` is a text that no message contains, and `encode` returns the tokens of text that follows it. Raises
+    TrajectoryError if the template omits the answer.
     """
     for field in ("tool_calls", "content") if messages[answer].get("tool_calls") else ("content",):
         before = [*messages[:answer], _marked(messages[answer], field, marker)]
@@ -52,9 +53,10 @@ async def tokens_after(
     async def follows(answer_next: bool) -> list[int]:
         return await encode((await render(before, answer_next)).rpartition(marker)[2])
 
-    # The end of the answer, as far as it is rendered in the same way before another message.
+    # The tokens that follow the answer both with and without the new messages: the end of its turn.
     alone = await follows(False)
-    turn = next((i for i, pair in enumerate(zip(alone, after, strict=False)) if pair[0] != pair[1]), len(alone))
+    shorter = min(len(alone), len(after))
+    turn = next((i for i in range(shorter) if alone[i] != after[i]), shorter)
     ended = end is not None and is_special(end)
     if ended and end in after[:turn]:
         return after[turn - after[:turn][::-1].index(end) :]
@@ -62,11 +64,13 @@ async def tokens_after(
         return after[turn + 1 :]
     specials = [position for position in range(turn) if is_special(after[position])]
     differs = not specials or turn < len(alone)
-    if differs and is_special(after[turn]) and (await follows(True))[turn : turn + 1] == [after[turn]]:
-        # The template ends the last message otherwise, or not at all. What it renders before any message is the end.
+    begun = after[turn : turn + 1]
+    if differs and begun and is_special(begun[0]) and (await follows(True))[turn : turn + 1] == begun:
+        # The template ends the last message of a chat with another token or with none. The end is the token that it
+        # renders before any next message.
         specials = [turn]
     if specials and ended:
-        # The template renders another end. The sampled one takes its place.
+        # The template renders another end token. The sampled one takes its place.
         return after[specials[-1] + 1 :]
     if field == "content":
         return after

@@ -105,8 +105,8 @@ class _Segment:
     completion: asyncio.Future[Completion] = field(default_factory=asyncio.Future)
     """The answer to the latest request."""
 
-    def shows_alike(self, request: _Request) -> bool:
-        """Whether the template gets the same tools and arguments. It renders them before all messages."""
+    def renders_like(self, request: _Request) -> bool:
+        """Whether the tools and template arguments are the same, which the template renders before all messages."""
         return self.asked[1:3] == request[1:3]
 
     def continued_by(self, messages: list[Message]) -> bool:
@@ -146,7 +146,8 @@ class Conversation:
         self._params = sampling_params
         self._parser = parser or PlainTextParser()
         self._open: list[_Segment] = []
-        self._marker = f"[{uuid.uuid4().hex}]"
+        # Digits, because tokens rarely span a digit and the text after it.
+        self._marker = str(uuid.uuid4().int)
         sampler.forget(sample)
         sample.reset()
 
@@ -215,7 +216,7 @@ class Conversation:
     def _find_segment(self, request: _Request) -> tuple[_Segment, _Segment | None, _Answer | None]:
         """Return the segment that answers this request, and the last answer that it follows, with its segment."""
         messages = request.messages
-        alike = [segment for segment in self._open if segment.shows_alike(request)]
+        alike = [segment for segment in self._open if segment.renders_like(request)]
         recorded = any(same(segment.history[: len(messages)], messages) for segment in alike)
         if recorded and messages[-1]["role"] == "assistant":
             raise InvalidRequestError(
@@ -253,7 +254,7 @@ class Conversation:
             sample.tokens[-1] if answer.completed else None,
             marker=self._marker,
             render=render,
-            encode=self._encode,
+            encode=partial(self._encode, after=self._marker),
             is_special=self._is_special,
         )
         # Tokens beyond the limit are dropped, and the next answer then ends with finish_reason `length`: an agent
@@ -279,8 +280,8 @@ class Conversation:
         tokenizer = self._sampler.tokenizer
         return not tokenizer.decode([token]) and bool(tokenizer.text_of([token]))
 
-    async def _encode(self, text: str) -> list[int]:
-        return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text))
+    async def _encode(self, text: str, after: str = "") -> list[int]:
+        return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text, after=after))
 
     def _withdraw(
         self, segment: _Segment, asked: _Request, completion: asyncio.Future[Completion], values: dict[str, Any]

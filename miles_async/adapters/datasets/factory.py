@@ -170,9 +170,10 @@ def _gym(data: Data) -> tuple[Problems, Problems, list[Problem]]:
 
 
 def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats: bool) -> Render:
-    """Return what makes the prompt of samples from a problem. With `chats`, prompts may be lists of messages.
+    """Return the function that makes the prompt of samples from a problem.
 
-    Raises UserError if prompts have to be rendered, and the tokenizer has no chat template.
+    With `chats`, prompts may be lists of messages. Raises UserError if prompts have to be rendered but the tokenizer
+    has no chat template.
     """
     applies, path = config.data.apply_chat_template, config.rollout.rollout_function_path
     if applies and tokenizer is None:

@@ -59,15 +59,14 @@ class AnswerParserProcess:
         offered = tools if self.chosen.tool_calls is not None else None
         if not offered and self.chosen.reasoning is None:
             return None
-        text += end if end in CLOSING else ""
-        parsed = await self.ask(Question(text, context, msgspec.json.encode(offered).decode() if offered else ""))
-        # An answer in Harmony has the name of its channel before its text, which is a part of other answers.
-        harmony = "gpt-oss" in (self.chosen.tool_calls, self.chosen.reasoning)
-        if parsed is None or not (parsed.calls or parsed.reasoning or (harmony and parsed.content != text)):
+        closing = end if end in CLOSING else ""
+        tools_json = msgspec.json.encode(offered).decode() if offered else ""
+        parsed = await self.ask(Question(text + closing, context, tools_json))
+        if parsed is None or not (parsed.calls or parsed.reasoning or self._read_harmony(parsed.content)):
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
+            message["reasoning_content"] = parsed.reasoning.removesuffix(closing)
         if parsed.calls:
             message["tool_calls"] = [
                 {
@@ -86,6 +85,14 @@ class AnswerParserProcess:
         self._waiting.append(answer)
         process.stdin.write(msgspec.json.encode(question) + b"\n")
         return await answer
+
+    def _read_harmony(self, content: str) -> bool:
+        """Whether a parser has removed the names of channels, which precede every text in Harmony.
+
+        Of an answer that it cannot read, it returns nothing, or a text with these names.
+        """
+        harmony = "gpt-oss" in (self.chosen.tool_calls, self.chosen.reasoning)
+        return harmony and bool(content) and "<|channel|>" not in content
 
     def _call_id(self, call: Call, position: int) -> str:
         # The chat templates of Kimi show the ID to the model, and that of Mistral demands nine characters.

@@ -20,7 +20,7 @@ from miles_async.types import Group, Sample, SampleStatus
 
 
 class TurnTokenizer(PromptTokenizer, Protocol):
-    def encode_text(self, text: str) -> list[int]: ...
+    def encode_text(self, text: str, *, after: str = "") -> list[int]: ...
 
     def render(
         self,
@@ -93,7 +93,7 @@ class MultiTurnSampler:
 
     def observe(self, sample: Sample, text: str, room: int | None = None) -> int:
         """Append an observation, at most `room` tokens of it; return the number of tokens that were cut off."""
-        ids = self.tokenizer.encode_text(text)
+        ids = self.tokenizer.encode_text(text, after=self.tokenizer.text_of(sample.tokens[-1:]))
         kept = ids if room is None else ids[: max(room, 0)]
         self.observe_ids(sample, kept)
         return len(ids) - len(kept)

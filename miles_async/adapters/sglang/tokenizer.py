@@ -28,7 +28,7 @@ class CheckpointTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         prompts_are_rendered: bool = False,
     ) -> None:
-        """`template_kwargs` are further arguments of the chat template, for every chat.
+        """`template_kwargs` are additional arguments of the chat template, for every chat.
 
         `prompts_are_rendered` means that the data source has rendered the prompts that are text, so that they contain
         their special tokens. Raises UserError if `tokenizer.json` is missing.
@@ -66,9 +66,15 @@ class CheckpointTokenizer:
         doubled = encoding.special_tokens_mask[:1] == [1] and ids[:1] == ids[1:2]
         return ids[1:] if doubled else ids
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat, or of text that continues other text: no special token is added."""
-        return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode_text(self, text: str, *, after: str = "") -> list[int]:
+        """Return the ids of a rendered chat, or of text that continues the text `after`, without added special tokens.
+
+        Some tokenizers add a space to the beginning of a text. Text that continues other text does not get one, unless
+        a token of both together would span the place where they meet: `text` is then encoded alone.
+        """
+        known = self._chat_ids(after)
+        ids = self._chat_ids(after + text)
+        return ids[len(known) :] if ids[: len(known)] == known else self._chat_ids(text)
 
     @property
     def end(self) -> str:
@@ -124,7 +130,7 @@ class CheckpointTokenizer:
 
     @cached_property
     def transformers(self) -> Any:
-        """The tokenizer object of the library transformers, which is loaded when it is used first.
+        """The tokenizer object of the library transformers, which is loaded on first use.
 
         Raises UserError if transformers cannot load it.
         """
@@ -135,18 +141,23 @@ class CheckpointTokenizer:
         except (OSError, ValueError) as error:
             raise UserError(f"the tokenizer in {self.folder} cannot be loaded: {error}") from error
 
+    def _chat_ids(self, text: str) -> list[int]:
+        return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)
+
     @cached_property
     def _chat_tokenizer(self) -> Tokenizer:
         """The tokenizer with which transformers encodes rendered chats.
 
-        Some of its classes, such as that of Llama 2, split text in another way than `tokenizer.json`.
+        Some of its classes, such as that of Llama 2, split text differently from `tokenizer.json`. This is a copy,
+        because user functions share `transformers`, where a call with `truncation` changes the original for later
+        calls.
         """
-        tokenizer: Tokenizer = self.transformers.backend_tokenizer
+        tokenizer = Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         _encode_whole_texts(tokenizer)
         return tokenizer
 
 
 def _encode_whole_texts(tokenizer: Tokenizer) -> None:
-    """Ignore the limits of length that a tokenizer was saved with, as transformers does."""
+    """Turn off truncation and padding that were saved with a tokenizer, as transformers does."""
     tokenizer.no_truncation()
     tokenizer.no_padding()

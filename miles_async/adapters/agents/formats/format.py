@@ -11,8 +11,6 @@ from miles_async.adapters.agents.conversation import Completion, InvalidRequestE
 
 MODEL = "policy"
 """Name of the trained model in answers; requests may use any model name."""
-
-
 _RESERVED = frozenset(
     "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
     "return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
@@ -59,7 +57,7 @@ def limit(value: Any, name: str) -> int | None:
 
 
 def template_kwargs(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Read `chat_template_kwargs`, in which servers of open models take further variables of the chat template."""
+    """Read `chat_template_kwargs`, the field in which servers of open models take variables of the chat template."""
     value = request.get("chat_template_kwargs")
     if value is not None and not isinstance(value, dict):
         raise InvalidRequestError('chat_template_kwargs must be an object, such as {"enable_thinking": false}')
@@ -71,7 +69,7 @@ def template_kwargs(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse(request: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Refuse fields that would change the answer, and that the endpoint does not offer."""
+    """Refuse fields that would change the answer but that the endpoint does not support."""
     for name, reason in reasons.items():
         if request.get(name):
             raise InvalidRequestError(f"{name} is not available: {reason}")

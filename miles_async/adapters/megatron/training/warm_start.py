@@ -127,8 +127,9 @@ def _train_to_accuracy(
 
 def encode_example(tokenizer: CheckpointTokenizer, example: Example) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, as in generation, and of its answer followed by `eos`."""
-    answer = [*tokenizer.encode_text(example.answer), tokenizer.transformers.eos_token_id]
-    return tokenizer.encode(example.prompt, example.tools), answer
+    prompt = tokenizer.encode(example.prompt, example.tools)
+    answer = tokenizer.encode_text(example.answer, after=tokenizer.text_of(prompt[-1:]))
+    return prompt, [*answer, tokenizer.transformers.eos_token_id]
 
 
 def _accuracy(learner: MegatronLearner, checks: Sequence[tuple[list[int], list[int]]], eos: int) -> float:
