@@ -47,8 +47,8 @@ def settings_page() -> str:
         "",
         "Values are YAML 1.2. Only `true` and `false` are booleans, but a switch in a file may also be yes, no, on or",
         "off. `1:00` and `2026-11-23` are strings, `0x10` and `0o20` are 16, and `010` is refused. A flag whose",
-        "setting is a string takes its value verbatim. In a file, quote a string that looks like a number. `null` or `None`",
-        "unsets a setting.",
+        "setting is a string takes its value verbatim. In a file, quote a string that looks like a number. `null` or",
+        "`None` unsets a setting.",
     ]
     for section in SECTIONS:
         lines += ["", f"## {section}", "", "| flag | value | default | meaning |", "|---|---|---|---|"]
