@@ -15,7 +15,7 @@ from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
-from miles_async.config.derived import SFT_FUNCTION, generates, trains_only
+from miles_async.config.derived import SFT_FUNCTION, generates, generates_by_user, trains_only
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError
@@ -179,8 +179,8 @@ def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats
     if applies and tokenizer is None:
         raise UserError("apply_chat_template needs a tokenizer: set hf_checkpoint")
     # Users' own functions may render messages in another way.
-    own = config.rollout.custom_generate_function_path is not None or not path.startswith("miles_async.")
-    if tokenizer is not None and (applies or (chats and not own)) and not tokenizer.has_template:
+    renders = applies or (chats and not generates_by_user(config))
+    if tokenizer is not None and renders and not tokenizer.has_template:
         cause = "apply_chat_template is set" if applies else "the prompts of the data are lists of messages"
         raise UserError(f"{cause}, but the tokenizer in {tokenizer.folder} has no chat template: set its chat_template")
     if tokenizer is None or not applies:

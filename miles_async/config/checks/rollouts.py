@@ -19,10 +19,8 @@ from miles_async.config.derived import (
 )
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
+from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.rewards.registry import complaints, reward_type
-
-_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "add_generation_prompt"}
-"""Arguments of the chat template that no setting may override."""
 
 
 def _supervised(config: RunConfig) -> Iterator[str]:
@@ -50,7 +48,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         )
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are {'both' if len(sources) == 2 else 'all'} set: unset all but one of them"
-    if taken := _TEMPLATE_ARGUMENTS & data.apply_chat_template_kwargs.keys():
+    if taken := CHAT_PARAMETERS & data.apply_chat_template_kwargs.keys():
         yield f"apply_chat_template_kwargs has {' and '.join(sorted(taken))}, which the run sets itself: remove it"
     # `path@[a:b]` selects rows of the file.
     path = (data.prompt_data or "").partition("@[")[0]

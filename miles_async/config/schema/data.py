@@ -8,6 +8,12 @@ from pydantic import Field
 
 from miles_async.config.schema.section import Section
 
+CHAT_PARAMETERS = frozenset(
+    "add_generation_prompt continue_final_message conversation max_length messages padding "
+    "return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
+)
+"""Parameters of transformers' `apply_chat_template` that are not variables of a template, so the run sets them."""
+
 
 class Data(Section):
     """Where prompts and labels come from: a file, a reasoning-gym task, or the rollout function."""

@@ -8,14 +8,12 @@ from typing import Any, Protocol
 import msgspec
 
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
+from miles_async.config.schema.data import CHAT_PARAMETERS
 
 MODEL = "policy"
 """Name of the trained model in answers; requests may use any model name."""
-_RESERVED = frozenset(
-    "add_generation_prompt chat_template continue_final_message conversation max_length messages padding "
-    "return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
-)
-"""Arguments of transformers' `apply_chat_template` that are not variables of the template."""
+_RESERVED = CHAT_PARAMETERS | {"chat_template"}
+"""Arguments of the chat template that a request may not set."""
 
 
 class Format(Protocol):
