@@ -11,8 +11,6 @@ from scipy.special import stdtrit
 
 from benchmarks.study.runs import SEEDS, Cell, Outcome
 
-OUTDATED = {("m2po", "0f783b08dfac"): "had another bound, which left out all tokens with large log-ratios"}
-"""What was different in the runs of a variant that were measured at a commit."""
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
 IN_TURNS, SHIPPED = ("in turns", "default"), ("limit 2", "default")
@@ -200,21 +198,11 @@ values of `--off-policy-correction` or `--policy-objective` (see [Learner](learn
 below the limit, generation was slower than training, and the limit had no effect.
 
 {_table(runs, [*names, *others])}
-{_outdated(runs)}
+
 ![Accuracy by limit](staleness-limits.svg)
 
 {_advice(runs)}
 """
-
-
-def _outdated(runs: Runs) -> str:
-    """What is different now from the measured runs."""
-    commits = {(name[1], outcome.stamp["commit"]) for name, found in runs.items() for outcome in found.values()}
-    return "".join(
-        f"\nThe runs of `{variant}` {difference}. They were measured at commit {commit}, before this was corrected.\n"
-        for (variant, commit), difference in OUTDATED.items()
-        if (variant, commit) in commits
-    )
 
 
 def _advice(runs: Runs) -> str:
