@@ -191,10 +191,9 @@ class RolloutWorker:
             tokenizer = CheckpointTokenizer.of_run(config.data, surroundings.checkpoint)
             service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
             parser: AnswerParser = PlainTextParser()
-            if config.data.apply_chat_template or serves_agents(config):
-                # Otherwise the first chat would stop the event loop while transformers is imported.
-                await asyncio.to_thread(getattr, tokenizer, "transformers")
             if serves_agents(config):
+                # Otherwise the first request of an agent would stop the event loop while transformers is imported.
+                await asyncio.to_thread(getattr, tokenizer, "transformers")
                 choice = answer_parsers(config, surroundings.checkpoint)
                 parser = await cleanup.enter_async_context(AnswerParserProcess(choice))
             generators = await cleanup.enter_async_context(
@@ -221,7 +220,8 @@ class RolloutWorker:
             if stored is not None:
                 await self._reconnect(channel)
             args = generators.args
-            data = open_data(config, tokenizer=tokenizer, args=args, report=self._reporter())
+            # In a thread, because this scans the file and imports transformers if prompts are chats.
+            data = await asyncio.to_thread(open_data, config, tokenizer=tokenizer, args=args, report=self._reporter())
             began_with = surroundings.began_with
             if began_with is not None and stored is None:
                 resume(read_progress(began_with.folder), data, self._journal)
