@@ -99,15 +99,6 @@ def test_the_page_states_spread_difference_and_time(store: Path) -> None:
     assert "(0.820) after" in text
 
 
-@pytest.mark.parametrize("commit, says_so", [("0f783b08dfac", True), ("newer", False)])
-def test_the_page_says_which_runs_were_measured_before_their_loss_was_corrected(
-    store: Path, commit: str, says_so: bool
-) -> None:
-    runs_of = (("in turns", "default", 1), ("limit 2", "default", 1), ("limit 8", "default", 1), ("limit 8", "m2po", 1))
-    stored = [(cell := Cell(*names), outcome(cell, 0.8, commit=commit)) for names in runs_of]
-    assert ("The runs of `m2po` had another bound" in page.page(page.by_name(stored))) == says_so
-
-
 def test_times_are_compared_only_within_one_commit(store: Path) -> None:
     stored = []
     for seed, commit, seconds in ((1, "older", 400), (2, "newer", 150), (3, "newer", 150)):
