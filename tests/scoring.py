@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
@@ -15,7 +15,7 @@ async def scored(
     """Returns the rewards of these responses under the configured reward."""
     samples = [Sample(index=i, response=text, label=label, metadata=metadata or {}) for i, text in enumerate(responses)]
     group = Group(samples, feed_index="sample_0_0")
-    rewarder = open_rewarder(run_config(**rollout), args=None)
+    rewarder = RunRewards(run_config(**rollout), args=None)
     try:
         await rewarder.score(group)
     finally:

@@ -37,7 +37,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_slime_imports, load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.observability.run_folder import RunFolder
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import load_generate_function
 from miles_async.sample_schema import SampleLimits
@@ -127,7 +127,7 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         data.seek(continuation.position)
     elif began_with is not None:
         data.seek(read_progress(began_with.folder)["data"])
-    rewards = open_rewarder(config, args)
+    rewards = RunRewards(config, args)
     for dataset in config.rollout.eval_datasets.values():
         rewards.of(dataset)
     # Last, because the user modules imported above may register skip roles.

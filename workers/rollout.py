@@ -51,7 +51,7 @@ from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource, 
 from miles_async.pipeline.run_ports import EvaluationFunction, Ports, leave_unchanged
 from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
 from miles_async.rollout.sample_service import SampleService
 from miles_async.sample_schema import SampleLimits
@@ -225,7 +225,7 @@ class RolloutWorker:
             began_with = surroundings.began_with
             if began_with is not None and stored is None:
                 resume(read_progress(began_with.folder), data, self._journal)
-            rewarder = open_rewarder(config, args)
+            rewarder = RunRewards(config, args)
             cleanup.push_async_callback(rewarder.close)
             dead_letters = DeadLetterFile(self._folder.dead_letters, self._journal)
             retries = asyncio.create_task(dead_letters.retry_forever())

@@ -131,11 +131,6 @@ class _ByRow:
         await rewarder.score(group)
 
 
-def open_rewarder(config: RunConfig, args: Any) -> RunRewards:
-    """Return the rewards of a run. Raises UserError as `RunRewards` does."""
-    return RunRewards(config, args)
-
-
 def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key: str | None) -> Rewarder:
     rollout, boxed = config.rollout, name.startswith(BOXED)
     match kind.runs_in:

@@ -169,7 +169,7 @@ _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     ),
     "length_constraints:number_paragraphs": lambda text, num_paragraphs: len(_parts(text, "***")) == num_paragraphs,
     "length_constraints:nth_paragraph_first_word": _paragraph_starts_with,
-    "language:response_language": lambda text, language: is_in_language(text, language),
+    "language:response_language": is_in_language,
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
         _count_placeholders(text) >= num_placeholders
     ),

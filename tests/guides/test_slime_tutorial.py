@@ -30,7 +30,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from miles_async.observability.console.program_lines import PlainLines
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
 from miles_async.sample_schema import NO_LIMITS
 from miles_async.scheduling.bounds import Schedule
@@ -305,9 +305,9 @@ async def test_f1_is_a_reward_type_and_boxed_is_a_prefix() -> None:
 
 @pytest.mark.parametrize("rm_type", ["deepscaler", "dapo", "math", "boxed_math", "f1"])
 def test_the_reward_types_of_the_walkthrough_exist(rm_type: str) -> None:
-    asyncio.run(open_rewarder(run_config(rm_type=rm_type), args=None).close())
+    asyncio.run(RunRewards(run_config(rm_type=rm_type), args=None).close())
 
 
 def test_an_unknown_reward_type_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"rm_type 'rouge' is unknown: set .*deepscaler.*custom_rm_path"):
-        open_rewarder(run_config(rm_type="rouge"), args=None)
+        RunRewards(run_config(rm_type="rouge"), args=None)

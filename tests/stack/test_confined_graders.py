@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from miles_async.errors import TrajectoryError
 from miles_async.rewards import registry
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.graders import GraderError, Graders
 from miles_async.rewards.registry import RewardType, RunsIn
 from miles_async.types import REWARD_ERROR, Group, Sample
@@ -34,7 +34,7 @@ PUZZLE_24 = {"question": "", "answer": "", "metadata": {"numbers": [9, 9, 9, 1],
 
 async def rewards_of(*groups: list[Sample], **settings: Any) -> list[Any]:
     """Return the rewards of each group, or the sentence with which it failed."""
-    rewarder = open_rewarder(run_config(**settings), args=None)
+    rewarder = RunRewards(run_config(**settings), args=None)
     results: list[Any] = []
     try:
         for samples in groups:

@@ -12,7 +12,7 @@ import pytest
 
 from miles_async.errors import InfrastructureError, TrajectoryError
 from miles_async.rewards import mathematics
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.graders import Graders, UnavailableError, UnfinishedError
 from miles_async.rewards.instructions import follows
 from miles_async.types import Group, Sample
@@ -79,7 +79,7 @@ async def test_a_process_that_cannot_start_is_infrastructure() -> None:
 async def test_an_isolated_async_reward_scores_a_group_at_once_and_asks_again_for_what_it_could_not_reach() -> None:
     samples = [Sample(index=i, response=text) for i, text in enumerate(("1", "down", "3"))]
     group = Group(samples, feed_index="sample_0_0")
-    rewarder = open_rewarder(run_config(custom_rm_path=f"{REWARDS}.meets", **ISOLATED, reward_processes=1), None)
+    rewarder = RunRewards(run_config(custom_rm_path=f"{REWARDS}.meets", **ISOLATED, reward_processes=1), None)
     try:
         with pytest.raises(
             InfrastructureError, match=r"sample 1: .*raised ConnectionError: the judge is down"

@@ -16,7 +16,7 @@ from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from miles_async.pipeline.training import metadata_means
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
@@ -82,7 +82,7 @@ async def test_rewards_of_samples_and_of_groups_are_awaited() -> None:
     async def scored(*responses: str, **settings: Any) -> list[float]:
         samples = [Sample(response=text, response_length=len(text), label="ab") for text in responses]
         scored_group = Group(samples, feed_index="sample_0_0")
-        await open_rewarder(run_config(**settings), None).score(scored_group)
+        await RunRewards(run_config(**settings), None).score(scored_group)
         return [sample.scalar_reward for sample in scored_group]
 
     assert await scored("ab", "c", custom_rm_path=f"{MINE}.custom_rm") == [1.0, 0.0]

@@ -12,7 +12,7 @@ import pytest
 from miles_async.adapters.environments.server import OpenEnv
 from miles_async.config.checks import problems
 from miles_async.errors import TrajectoryError
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rollout import environment
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -54,7 +54,7 @@ async def test_a_sample_is_one_task_in_the_environment_which_also_computes_its_r
 async def test_a_reward_that_is_no_number_fails_the_group(reward: Any) -> None:
     args, sample = args_with(FakeProcess(reward)), Sample(metadata={"task": {}})
     await environment.generate(args, sample, {})
-    rewarder = open_rewarder(run_config(environment="verifiers:sums"), args)
+    rewarder = RunRewards(run_config(environment="verifiers:sums"), args)
     with pytest.raises(TrajectoryError, match="reward verifiers:sums returned"):
         await rewarder.score(Group([sample], feed_index="g"))
 

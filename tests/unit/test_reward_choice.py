@@ -14,7 +14,7 @@ from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import _is_defined_here
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.registry import REWARD_TYPES
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
@@ -65,7 +65,7 @@ def chosen_here(record: dict[str, Any], folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Rewarder, "score", score)
     row = {} if record["row"] is None else {"metadata": {"rm_type": record["row"]}}
     config = configured(folder, [row], **own(record["run"]), data_set=own(record["data_set"] or {}))
-    rewards = open_rewarder(config, None)
+    rewards = RunRewards(config, None)
     dataset = config.rollout.eval_datasets["d"]
     if record["data_set"] is None:
         asyncio.run(rewards.score(open_data(config).get_samples(1)[0]))
@@ -86,7 +86,7 @@ def test_the_reward_of_a_sample_is_the_one_that_slime_chooses(tmp_path: Path, mo
 
 
 async def test_samples_of_several_rows_are_scored_by_their_own_rewards() -> None:
-    rewards = open_rewarder(run_config(rm_type="exact"), None)
+    rewards = RunRewards(run_config(rm_type="exact"), None)
     group = Group(
         [
             Sample(index=0, label="a b", response="b a"),
@@ -100,7 +100,7 @@ async def test_samples_of_several_rows_are_scored_by_their_own_rewards() -> None
 
 
 async def test_the_failures_of_several_rewards_name_their_samples() -> None:
-    rewards = open_rewarder(run_config(rm_type="exact", rm_url="http://127.0.0.1:9", remote_rm_retries=0), None)
+    rewards = RunRewards(run_config(rm_type="exact", rm_url="http://127.0.0.1:9", remote_rm_retries=0), None)
     group = Group(
         [
             Sample(index=0, label="a", response="a"),
@@ -119,7 +119,7 @@ async def test_the_failures_of_several_rewards_name_their_samples() -> None:
 
 
 async def test_a_reward_that_a_users_function_has_named_wrongly_fails_its_samples() -> None:
-    rewards = open_rewarder(run_config(rm_type="exact"), None)
+    rewards = RunRewards(run_config(rm_type="exact"), None)
     group = Group([Sample(index=0, label="a", response="a", metadata={"rm_type": "exakt"})], feed_index="sample_0_0")
     with pytest.raises(TrajectoryError, match="group sample_0_0: rm_type 'exakt' is unknown: set reasoning_gym"):
         await rewards.score(group)
@@ -169,7 +169,7 @@ def test_the_invalid_rows_of_an_evaluation_data_set_are_counted_once_and_said(tm
 async def test_a_data_set_with_its_own_function_may_have_its_own_key(tmp_path: Path) -> None:
     own_reward = {"custom_rm_path": OWN["mine.data_set"], "reward_key": "short"}
     config = configured(tmp_path, [{}], data_set=own_reward)
-    rewarder = open_rewarder(config, None).of(config.rollout.eval_datasets["d"])
+    rewarder = RunRewards(config, None).of(config.rollout.eval_datasets["d"])
     assert rewarder is not None
     [group] = eval_groups(config, "d", config.rollout.eval_datasets["d"])
     await rewarder.score(group)
@@ -178,7 +178,7 @@ async def test_a_data_set_with_its_own_function_may_have_its_own_key(tmp_path: P
 
 def test_rows_and_data_sets_that_name_the_same_reward_share_its_processes(tmp_path: Path) -> None:
     config = configured(tmp_path, [{}], rm_type="math", data_set={"rm_type": "math"})
-    rewards = open_rewarder(config, None)
+    rewards = RunRewards(config, None)
     rewards.of(config.rollout.eval_datasets["d"])
     assert [name for name, _ in rewards._opened] == ["math"]
 
@@ -195,7 +195,7 @@ def test_the_reward_of_a_data_set_is_checked_before_the_start(tmp_path: Path) ->
     assert "eval_datasets.aime: rm_type and custom_rm_path are both set: unset one of them" in both
     config = configured(tmp_path, [{}], data_set={"custom_rm_path": "no_such_module.f"})
     with pytest.raises(UserError, match=r"custom_rm_path 'no_such_module\.f' cannot be imported"):
-        open_rewarder(config, None).of(config.rollout.eval_datasets["d"])
+        RunRewards(config, None).of(config.rollout.eval_datasets["d"])
 
 
 @pytest.mark.parametrize("name", REWARD_TYPES)

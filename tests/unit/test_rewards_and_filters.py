@@ -15,7 +15,7 @@ import pytest
 
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.filters import check_reward_nonzero_std
-from miles_async.rewards.factory import RunRewards, open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.grader import grade
 from miles_async.rewards.rewarder import Rewarder, is_async
 from miles_async.types import Group, Sample
@@ -37,7 +37,7 @@ def custom(function: Callable[[Any, Sample], Any], timeout_seconds: float = 5.0)
 
 
 def configured(**settings: Any) -> RunRewards:
-    return open_rewarder(run_config(**settings), args=None)
+    return RunRewards(run_config(**settings), args=None)
 
 
 async def never(args: Any, sample: Sample) -> float:

@@ -12,7 +12,7 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
 from miles_async.rewards.builtin import f1, gpqa
-from miles_async.rewards.factory import open_rewarder
+from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.instructions import follows, ifeval
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -172,7 +172,7 @@ class Judge:
         await site.start()
         port = runner.addresses[0][1]
         settings = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}/rm"} | rollout
-        rewarder = open_rewarder(run_config(**settings), args=None)
+        rewarder = RunRewards(run_config(**settings), args=None)
         group = Group([Sample(index=3, prompt="q", response="r", label="l")], feed_index="sample_0_0")
         try:
             await rewarder.score(group)
@@ -227,7 +227,7 @@ async def test_a_remote_reward_may_be_a_dictionary() -> None:
 
 
 def test_the_number_of_concurrent_remote_reward_requests_is_limited() -> None:
-    rewards: Any = open_rewarder(
+    rewards: Any = RunRewards(
         run_config(rm_type="remote_rm", rm_url="http://x", remote_rm_concurrency=2),
         args=None,
     )
