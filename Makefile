@@ -60,7 +60,7 @@ run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## Run all tests (about 17 minutes on two cores)
+test: $(READY) browser ## Run all tests (about 13 minutes on two idle cores)
 	@$(VENV_PYTHON) -m pytest tests/stack tests/sim tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests and the tests of guides (about 20 seconds on two cores)

@@ -70,7 +70,7 @@ class Evaluator:
         A sample that the model cannot answer scores 0. A sample without a score is missing: neither an error of the
         reward nor a failure of infrastructure may look like a wrong answer. One warning per data set reports the
         samples of either kind. Left out are data sets without problems, those with a problem that lost its engine too
-        often, and those of which no sample has a score.
+        often, and those without a single score.
         """
         sets = [eval_set for eval_set in self.sets if eval_set.problems]
         scores = await asyncio.gather(*map(self._evaluate_set, sets))

@@ -51,8 +51,7 @@ def dapo(args: Any, sample: Sample) -> dict[str, Any]:
 
 
 def same(answer: str, label: str, *, latex: bool = True) -> bool:
-    """Return whether answer and label are equal: as text, in their units, bases and moduli, and
-    mathematically.
+    """Return whether answer and label are equal: as text, in their units, bases and moduli, and mathematically.
 
     `latex=True` reads the whole answer as one formula; `latex=False` searches for a formula in the answer. An empty
     answer or label equals nothing. A unit may be left out.

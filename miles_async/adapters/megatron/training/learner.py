@@ -214,12 +214,12 @@ class MegatronLearner:
         return PreStepValues(advantages, old, reference, critic_output)
 
     def _m2po_bound(self, step: TrainStep, values: PreStepValues) -> float:
-        """Compute the log-ratio at which M2PO clips this step; infinity for other objectives.
+        """Compute the log-ratio at which M2PO clips this step; infinity for other losses.
 
         The budget holds for the whole step, so ranks and micro-batches share one bound. Earlier steps on the batch have
         moved the policy, so the ratios come from a forward pass with the current weights.
         """
-        if self._loss.objective != "m2po":
+        if self._settings.loss_type == "sft_loss" or self._loss.objective != "m2po":
             return math.inf
         log_ratios, advantages = [torch.zeros(0, device=self._device)], [torch.zeros(0, device=self._device)]
         for number, logprobs in enumerate(self._policy_logprobs(step)):
