@@ -18,6 +18,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "generator": ("generate", "abort"),
     "evaluator": ("generate", "abort"),
     "rewarder": ("score",),
+    "ranks": ("give_batch", "on_all", "on_first"),
     "learner": ("train", "progress", "work_seconds", "copy_state", "write_state", "offload", "onload"),
     "channel": ("connect", "stage", "send", "fall_back"),
     "fleet": (
@@ -37,7 +38,11 @@ POINTS: Mapping[str, Sequence[str]] = {
     "dead_letters": ("dead_letter",),
     "functions": ("rollout", "worker_function", "prepare", "evaluate"),
 }
-"""The methods with points, by port (`pipeline/run_ports.py`). `functions` are the user's functions."""
+"""The methods with points, by port (`pipeline/run_ports.py`). `functions` are the user's functions.
+
+`ranks` are the calls of which a call to the learner consists (`adapters/ray/learner.py`): a rollout worker may die when
+some ranks have received their part of a batch and others have not.
+"""
 SYNCHRONOUS = frozenset({"outbox.put", "data.get_samples", "data.add_samples", "dead_letters.dead_letter"})
 """The methods that are not coroutine functions."""
 

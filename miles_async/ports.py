@@ -149,8 +149,8 @@ class Learner(Protocol):
     async def progress(self) -> LearnerProgress:
         """Return what was trained and staged, once everything that was asked of the learner before has ended.
 
-        Raises FatalError if a rank is lost. If the ranks differ because a caller died between two calls, this ends all
-        of them first.
+        Raises FatalError if a rank is lost. If the ranks differ because a call failed on some of them, this ends all of
+        them first.
         """
         ...
 

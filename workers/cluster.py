@@ -29,7 +29,7 @@ from ray.actor import ActorHandle
 
 from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.ray.isolation import isolated_ray
-from miles_async.adapters.ray.learner import RayWeightSources
+from miles_async.adapters.ray.learner import RayRanks, RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
@@ -453,7 +453,7 @@ class Cluster:
         return info
 
     async def _connect(self, engines: Sequence[EngineInfo]) -> Sequence[str]:
-        sources = RayWeightSources(self.learner.actors)
+        sources = RayWeightSources(RayRanks(self.learner.actors))
         transports = await find_transports(sources, self._config.weights.weight_transfer, engines)
         details.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports

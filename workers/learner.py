@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
+from ray.actor import ActorHandle
 
+from miles_async.adapters.ray.actor_errors import all_results
 from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
 from miles_async.adapters.system.garbage_collection import uncollected_imports
@@ -43,7 +45,7 @@ class LearnerRank:
 
     All calls that touch the model run in one thread, one after the other. Sending weights and writing checkpoints run
     in other threads, beside the next optimizer steps. Each rank sends its own part of the weights. Methods marked "all
-    ranks" contain collective operations: they must be called on all ranks, in the same order.
+    ranks" contain collective operations: they must be called on all ranks, in the same order. `on_all` does that.
     """
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, folder: Path) -> None:
@@ -77,6 +79,10 @@ class LearnerRank:
         self._source: WeightSource | None = None
         self._copy: CheckpointCopy
         self._progress = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=False)
+        self._others: Sequence[ActorHandle[Any]] = ()
+        """All ranks but this one, if this is the first rank."""
+        self._batch: tuple[int, Sequence[int], Sequence[TrainStep]] | None = None
+        """The batch that was received last and is not trained yet: rollout, groups and steps."""
         self._running: set[asyncio.Future[Any]] = set()
         """Calls that occupy a thread now, or wait for one."""
 
@@ -103,6 +109,18 @@ class LearnerRank:
         self._port = claim_port(host)
         return self._port.number
 
+    async def lead(self, others: Sequence[ActorHandle[Any]]) -> None:
+        """Call these ranks, too, in `on_all`. On rank 0 only."""
+        self._others = others
+
+    async def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on all ranks; return the results in order of the ranks. On rank 0 only.
+
+        The method runs to its end on all ranks even if the process that called this one dies. Raises as `all_results`.
+        """
+        calls = [getattr(other, method).remote(*arguments) for other in self._others]
+        return await all_results([getattr(self, method)(*arguments), *calls])
+
     async def start(self, hf_checkpoint: str, master_addr: str, master_port: int) -> None:
         """Load the checkpoint. All ranks."""
 
@@ -118,11 +136,19 @@ class LearnerRank:
         """See `MegatronLearner.shares_prefixes`."""
         return self._learner.shares_prefixes
 
-    async def train(self, rollout_id: int, groups: Sequence[int], steps: Sequence[TrainStep]) -> StepReport:
-        """Take the optimizer steps of this rank's part of a batch. All ranks.
+    async def receive_batch(self, rollout_id: int, groups: Sequence[int], steps: Sequence[TrainStep]) -> None:
+        """Keep this rank's part of a batch for `train`. It replaces a part that was received before and not trained.
 
         `groups` are the sequence numbers of the batch's groups, for `progress`.
         """
+        self._batch = rollout_id, groups, steps
+
+    async def train(self, rollout_id: int) -> StepReport:
+        """Take the optimizer steps of this rank's part of the batch that all ranks have received. All ranks."""
+        assert self._batch is not None, "receive_batch() comes first"
+        received, groups, steps = self._batch
+        assert received == rollout_id, f"rollout {received} was received"
+        self._batch = None
         structlog.contextvars.bind_contextvars(rollout=rollout_id)
         report = await self._run(self._model_thread, lambda: self._train(rollout_id, steps))
         changed = self._progress.changed or report.finite

@@ -50,6 +50,7 @@ class LearnerRanks:
         """Load the model folder `model` on all ranks, then a checkpoint."""
         # torch.distributed connects all ranks through a port on the node of the first rank.
         port: int = await actor_result(self.actors[0].claim_port.remote(self._host))
+        await actor_result(self.actors[0].lead.remote(self.actors[1:]))
         await self._on_all(lambda rank: rank.start.remote(model, self._host, port))
         if checkpoint is not None:
             folder = str(checkpoint.folder)

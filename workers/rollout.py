@@ -16,7 +16,7 @@ import structlog
 from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
-from miles_async.adapters.ray.learner import RayLearner, RayWeightSources
+from miles_async.adapters.ray.learner import RayLearner, RayRanks, RayWeightSources
 from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -214,9 +214,8 @@ class RolloutWorker:
                     agent_key_file=self._folder.agent_key,
                 )
             )
-            channel = Channel(
-                surroundings.weight_transports, RayWeightSources(surroundings.learner_ranks), fleet.address
-            )
+            ranks = faults.port("ranks", RayRanks(surroundings.learner_ranks))
+            channel = Channel(surroundings.weight_transports, RayWeightSources(ranks), fleet.address)
             if stored is not None:
                 await self._reconnect(channel)
             args = generators.args
@@ -243,7 +242,7 @@ class RolloutWorker:
                 rewarder=rewarder,
                 learner=RayLearner(
                     config,
-                    surroundings.learner_ranks,
+                    ranks,
                     self._folder.path.name,
                     self._newest_checkpoint(surroundings.learner_checkpoint, stored),
                 ),

@@ -28,6 +28,8 @@ REPLACED = frozenset({"rollout_worker", "learner", "engine_actor", "engine_serve
 """Parts that are replaced while the run goes on. The loss of another part may end the run, which is then resumed."""
 ROLLOUTS = 12
 """Batches of a run."""
+RANKS = 2
+"""Ranks of the learner in a run that is struck while its ranks are called. Other runs have one."""
 SAVE_INTERVAL = 3
 """Batches between two checkpoints."""
 DETECTION_SECONDS = 15.0
@@ -59,6 +61,7 @@ _CALLS = {
     **dict.fromkeys(_EACH_CHECKPOINT, ROLLOUTS // SAVE_INTERVAL - 1),
     **dict.fromkeys(_OFTEN, 10),
     **dict.fromkeys(_EVERY_SECOND, 4),
+    "ranks.give_batch": RANKS * (ROLLOUTS - 2),
     "learner.work_seconds": 1,  # called every few seconds
 }
 """The latest call at which a strike is drawn, by method. Other methods are called after a failure, or under other
@@ -111,6 +114,11 @@ class Strike:
         """The entry of `inject_faults` for a strike at a fault point."""
         entry = {"kind": self.kind, "point": self.point, "call": self.call, "process": self.part}
         return {**entry, "times": self.times, "seconds": self.seconds}
+
+    @property
+    def is_between_ranks(self) -> bool:
+        """Whether this happens while the ranks of the learner are called, one after the other."""
+        return self.point is not None and self.point.startswith("ranks.")
 
     @property
     def may_end_run(self) -> bool:

@@ -21,7 +21,7 @@ from benchmarks.records import machine_load
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.adapters.system.run_processes import of_part
 from miles_async.errors import UserError
-from tests.chaos.cases import DETECTION_SECONDS, ROLLOUTS, SAVE_INTERVAL, Strike
+from tests.chaos.cases import DETECTION_SECONDS, RANKS, ROLLOUTS, SAVE_INTERVAL, Strike
 from tests.chaos.judge import (
     SAMPLES_PER_PROMPT,
     STALENESS_LIMIT,
@@ -132,8 +132,10 @@ def play(
     """Play one run of `rollouts` batches with these strikes in an empty folder. It starts a Ray, or joins `ray`."""
     outcome = Outcome(strikes=[Struck(strike=strike) for strike in strikes])
     began = time.monotonic()
+    ranks = RANKS if any(strike.is_between_ranks for strike in strikes) else 1
+    words = [*flags(folder, rollouts), "--actor-num-gpus-per-node", str(ranks), *further_flags]
     with _store_disk(strikes, folder / "store") as disk:
-        parts = _Playing(folder, [*flags(folder, rollouts), *further_flags], outcome, ray, disk).to_the_end()
+        parts = _Playing(folder, words, outcome, ray, disk).to_the_end()
     outcome.starts = start_seconds(parts)
     outcome.violations += violations(parts, _progress(folder / "saved"), rollouts)
     for struck in outcome.strikes:

@@ -31,6 +31,7 @@ from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
 from workers.faults import FaultInjector
 
+RANKS = 3
 START_SECONDS = 5.0
 """Until another rollout worker has started."""
 
@@ -147,8 +148,14 @@ def _started_from(rollout: int, version: int, changed: bool) -> LearnerProgress:
 class LastingTrainer(Trainer):
     """A learner that ends what it was asked for, whether or not the rollout worker still waits for it.
 
-    `kill` ends all of it, and `restart` continues from the newest checkpoint.
+    Each rank receives its part of a batch in a separate call, and the last call lets all of them train. `kill`
+    ends all ranks, and `restart` continues from the newest checkpoint.
     """
+
+    ranks: LastingTrainer = field(init=False)
+    """The ranks as the current rollout worker calls them."""
+    received: dict[int, list[Group]] = field(default_factory=dict)
+    """The batch that each rank has received last."""
 
     last: LearnerProgress = field(default_factory=lambda: _started_from(-1, 0, False))
     busy: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -162,6 +169,7 @@ class LastingTrainer(Trainer):
     def restart(self) -> None:
         self.death = asyncio.Event()
         self.busy.clear()
+        self.received.clear()
         self.copied = None
         rollout = max(self.saved, default=-1)
         del self.batches[rollout + 1 :]
@@ -181,8 +189,22 @@ class LastingTrainer(Trainer):
             raise FatalError("learner-0 died")
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        batch = list(groups)
+        for rank in range(RANKS):
+            await self.ranks.give_batch(rank, batch)
+        report: StepReport = await self.ranks.on_all("train", rollout_id)
+        return report
+
+    async def give_batch(self, rank: int, groups: list[Group]) -> None:
         self.require_alive()
-        return await self._to_the_end(self._train(rollout_id, list(groups)))
+        self.received[rank] = groups
+
+    async def on_all(self, method: str, rollout_id: int) -> Any:
+        self.require_alive()
+        assert method == "train", "the other calls are simulated as one call to all ranks"
+        batches = [self.received.pop(rank) for rank in range(RANKS)]
+        assert all(batch is batches[0] for batch in batches), "all ranks train the same batch"
+        return await self._to_the_end(self._train(rollout_id, batches[0]))
 
     async def _train(self, rollout_id: int, groups: list[Group]) -> StepReport:
         report = await super().train(rollout_id, groups)
@@ -365,6 +387,8 @@ class LostWorkers(World):
         return store
 
     def _ports(self, clock: VirtualClock) -> Ports:
+        assert isinstance(self.trainer, LastingTrainer)
+        self.trainer.ranks = self.life.points.port("ranks", self.trainer)
         return at_fault_points(super()._ports(clock), self.life.points)
 
     @property

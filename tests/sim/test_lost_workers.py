@@ -42,6 +42,8 @@ REACHED = (
     "generator.generate",
     "rewarder.",
     "channel.s",
+    "ranks.give_batch",
+    "ranks.on_all",
     "learner.train",
     "learner.w",
     "learner.copy",

@@ -75,3 +75,13 @@ def test_a_continued_run_starts_from_a_checkpoint(continued: Continued) -> None:
     restored = [event.rollout for event in continued.events if isinstance(event, LearnerRestored)]
     assert len(restored) == 2
     assert all(rollout % 3 == 2 for rollout in restored), "a checkpoint is written after every third batch"
+
+
+def test_a_rollout_worker_that_dies_between_two_ranks_of_the_learner_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    """It dies when the first rank has received its part of the second batch and the other rank has not."""
+    between = Strike(part="rollout_worker", kind="kill", point="ranks.give_batch.before", call=4, delay=0.0)
+    outcome = play([between], tmp_path, rollouts=6)
+    assert (outcome.violations, outcome.left, outcome.parts) == ([], [], 1)
+    assert outcome.strikes[0].recovered is not None
+    [log] = (tmp_path / "runs").glob("2*/events.jsonl")
+    assert not any(isinstance(event, LearnerRestored) for event in read_events(log)), "the learner goes on"

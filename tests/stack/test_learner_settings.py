@@ -320,7 +320,8 @@ async def test_the_configured_steps_are_profiled(tiny: Path, tmp_path: Path) -> 
     await rank.start(str(tiny), "127.0.0.1", free_port())
     assert torch.are_deterministic_algorithms_enabled()
     for rollout in range(2):
-        await rank.train(rollout, [], rank_batches(batch(rollout), run, 1)[0])
+        await rank.receive_batch(rollout, [], rank_batches(batch(rollout), run, 1)[0])
+        await rank.train(rollout)
     await rank._run(rank._model_thread, rank._learner.close)
     torch.use_deterministic_algorithms(False)
     files = list((tmp_path / "profiles").iterdir())

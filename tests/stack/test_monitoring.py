@@ -22,7 +22,7 @@ from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
 from dashboards.prometheus import main as monitor
-from miles_async.adapters.ray.learner import RayLearner
+from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.events import ClusterReady, EngineChanged, Event, ProcessSilent, TrainerPhaseChanged
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottleneck, Verdicts
 from miles_async.observability.run_folder import RunFolder
@@ -198,7 +198,7 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
 
 def test_a_learner_works_while_it_computes_and_a_stopped_one_does_not_answer(stack: Stack) -> None:
     ranks = stack.cluster.surroundings.learner_ranks
-    learner = RayLearner(settings(RUN[0]), ranks, "run")
+    learner = RayLearner(settings(RUN[0]), RayRanks(ranks), "run")
     before = stack.do(learner.work_seconds())
     ray.get([rank.logprobs.remote([[1, 2, 3]] * 64) for rank in ranks])
     after = stack.do(learner.work_seconds())

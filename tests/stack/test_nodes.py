@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from miles_async.adapters.ray.learner import RayWeightSources
+from miles_async.adapters.ray.learner import RayRanks, RayWeightSources
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -47,7 +47,7 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
         for rank, host in enumerate(NODES)
     ]
     parts: list[Any] = [ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(spec) for spec in specs]
-    sources = RayWeightSources(before.learner_ranks)
+    sources = RayWeightSources(RayRanks(before.learner_ranks))
     try:
         first = stack.do(start_engine(parts))
         stack.do(withdrawn(before, usual))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from miles_async.adapters.ray.learner import RayLearner
+from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
@@ -248,7 +248,7 @@ class Rank:
 async def test_a_resumed_learner_deletes_the_checkpoint_that_it_was_resumed_from_when_it_is_old(tmp_path: Path) -> None:
     resumed_from = save(CheckpointFolder(tmp_path), 4)
     rank: Any = Rank()
-    learner = RayLearner(run_config(save=str(tmp_path), save_keep=1), [rank], "run", resumed_from)
+    learner = RayLearner(run_config(save=str(tmp_path), save_keep=1), RayRanks([rank]), "run", resumed_from)
     await learner.copy_state(5)
     await learner.write_state(5, {"rollout": 5, "data": {}, "owed": []})
     assert rollouts(tmp_path) == [5]
@@ -267,7 +267,7 @@ async def test_a_commit_in_progress_is_completed_when_its_caller_is_cancelled(
 
     monkeypatch.setattr(CheckpointFolder, "commit", slow_commit)
     rank: Any = Rank()
-    learner = RayLearner(run_config(save=str(tmp_path)), [rank], "run")
+    learner = RayLearner(run_config(save=str(tmp_path)), RayRanks([rank]), "run")
     await learner.copy_state(5)
     writing = asyncio.ensure_future(learner.write_state(5, {"rollout": 5, "data": {}, "owed": []}))
     await begun.wait()
@@ -280,7 +280,7 @@ async def test_a_commit_in_progress_is_completed_when_its_caller_is_cancelled(
 
 async def test_progress_that_is_not_json_ends_the_run_before_the_ranks_write(tmp_path: Path) -> None:
     rank: Any = Rank()
-    learner = RayLearner(run_config(save=str(tmp_path)), [rank], "run")
+    learner = RayLearner(run_config(save=str(tmp_path)), RayRanks([rank]), "run")
     await learner.copy_state(5)
     assert rank.written == 1
     with pytest.raises(FatalError, match=r"checkpoint of rollout 5 could not be written .* set is not JSON"):

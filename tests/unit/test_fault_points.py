@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from miles_async import ports as ports_module
+from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.faults import FaultEffects, JumpingClock, corrupt
 from miles_async.config.schema import Fault
@@ -25,7 +26,7 @@ from tests.configuration import run_config
 from workers.faults import FaultInjector
 
 PIPELINE = Path(inspect.getfile(Ports)).parent
-PROTOCOLS: dict[str, type[Any]] = {"store": RunStore, "outbox": EventOutbox} | {
+PROTOCOLS: dict[str, type[Any]] = {"store": RunStore, "outbox": EventOutbox, "ranks": RayRanks} | {
     name: kind
     for name, kind in get_type_hints(Ports).items()
     if getattr(kind, "__module__", "") == ports_module.__name__

@@ -10,11 +10,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from miles_async.adapters.ray.learner import RayLearner
-from miles_async.errors import FatalError
 from miles_async.events import Event, WarningRaised
-from miles_async.types import LearnerProgress
-from tests.configuration import run_config
 from workers.rollout_workers import RolloutWorkers
 
 
@@ -138,20 +134,3 @@ def test_a_rollout_worker_that_hangs_is_killed_once(monkeypatch: pytest.MonkeyPa
     assert killed == ["rollout", "rollout-2"]
     assert isinstance(events[0], WarningRaised)
     assert events[0].text == "the rollout worker has not answered for 120 s and is killed"
-
-
-class Rank:
-    """A rank of the learner that has trained up to a rollout."""
-
-    def __init__(self, rollout: int) -> None:
-        reached = LearnerProgress(rollout=rollout, groups=(), report=None, version=3, staged=True, changed=False)
-        self.progress = Method(lambda: reached)
-
-
-async def test_ranks_of_which_only_some_have_trained_the_last_batch_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = list[Any]()
-    monkeypatch.setattr(ray, "kill", killed.append)
-    ranks = [Rank(4), Rank(3)]
-    with pytest.raises(FatalError, match=r"ranks differ now: rollout 4, version 3; rollout 3, version 3$"):
-        await RayLearner(run_config(), ranks, "run").progress()
-    assert killed == ranks

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import ray
 
-from miles_async.adapters.ray.actor_errors import all_results
+from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
-from miles_async.batching.batch import rank_batches
+from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.derived import hf_export, save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
@@ -25,13 +25,41 @@ Rank = Any
 """Handle of a `workers.learner.LearnerRank` actor."""
 
 
+class RayRanks:
+    """Calls the ranks of the learner, so that a call begins on all ranks or on none.
+
+    The ranks wait for each other in collective operations. If this process died while it called one rank after the
+    other, some ranks would wait forever. So it calls the first rank, which calls the others. The parts of a batch are
+    too large for this: each rank receives its part before, and the training of the batch begins on all ranks.
+
+    Every call raises FatalError if a rank is lost.
+    """
+
+    def __init__(self, actors: Sequence[Rank]) -> None:
+        """`actors` are the actors of all ranks, in order."""
+        self.actors = actors
+
+    async def give_batch(self, rank: int, rollout_id: int, groups: Sequence[int], steps: Sequence[TrainStep]) -> None:
+        """Give a rank its part of a batch; see `LearnerRank.receive_batch`."""
+        await actor_result(self.actors[rank].receive_batch.remote(rollout_id, groups, steps))
+
+    async def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `LearnerRank` on all ranks; return the results in order of the ranks."""
+        results: list[Any] = await actor_result(self.actors[0].on_all.remote(method, *arguments))
+        return results
+
+    async def on_first(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `LearnerRank` that is for the first rank only."""
+        return await actor_result(getattr(self.actors[0], method).remote(*arguments))
+
+
 class RayLearner:
     """Implements `ports.Learner`: splits a batch among the ranks and merges their reports.
 
     Every call raises FatalError if a rank is lost.
     """
 
-    def __init__(self, config: RunConfig, ranks: Sequence[Rank], run: str, resumed_from: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, ranks: RayRanks, run: str, resumed_from: Path | None = None) -> None:
         """`run` is the name of the run; `resumed_from` is the checkpoint that the next one follows."""
         self._config = config
         self._run = run
@@ -46,45 +74,44 @@ class RayLearner:
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         if self._share_prefixes is None:
-            [self._share_prefixes] = await all_results([self._ranks[0].shares_prefixes.remote()])
+            self._share_prefixes = await self._ranks.on_first("shares_prefixes")
         # In a thread: packing a large batch would block the event loop, which also keeps requests in flight.
         batches = await asyncio.to_thread(
-            rank_batches, groups, self._config, len(self._ranks), share_prefixes=self._share_prefixes
+            rank_batches, groups, self._config, len(self._ranks.actors), share_prefixes=self._share_prefixes
         )
         sequences = [group.sequence or 0 for group in groups]
-        reports = await all_results(
-            rank.train.remote(rollout_id, sequences, batch) for rank, batch in zip(self._ranks, batches, strict=True)
+        await asyncio.gather(
+            *(self._ranks.give_batch(rank, rollout_id, sequences, batch) for rank, batch in enumerate(batches))
         )
+        reports = await self._ranks.on_all("train", rollout_id)
         return _merged(reports, sum(len(sample.tokens) for group in groups for sample in group))
 
     async def progress(self) -> LearnerProgress:
-        ranks: list[LearnerProgress] = await all_results(rank.progress.remote() for rank in self._ranks)
+        ranks: list[LearnerProgress] = await self._ranks.on_all("progress")
         first = ranks[0]
         if len({(rank.rollout, rank.version, rank.changed) for rank in ranks}) > 1:
             done = "; ".join(f"rollout {rank.rollout}, version {rank.version}" for rank in ranks)
             # No rank can undo its step, so all of them are replaced by ranks that load the last checkpoint.
-            for rank in self._ranks:
-                ray.kill(rank)
-            raise FatalError(
-                f"the rollout worker was lost while it called the learner, and its ranks differ now: {done}"
-            )
+            for actor in self._ranks.actors:
+                ray.kill(actor)
+            raise FatalError(f"a call to the learner failed on some of its ranks, and the ranks differ now: {done}")
         reports = [rank.report for rank in ranks if rank.report is not None]
         report = _merged(reports, sum(report.tokens for report in reports)) if reports else None
         return replace(first, report=report)
 
     async def offload(self) -> None:
-        await all_results(rank.offload.remote() for rank in self._ranks)
+        await self._ranks.on_all("offload")
 
     async def onload(self) -> None:
-        await all_results(rank.onload.remote() for rank in self._ranks)
+        await self._ranks.on_all("onload")
 
     async def work_seconds(self) -> float:
-        seconds: list[float] = await all_results(rank.work_seconds.remote() for rank in self._ranks)
+        seconds: list[float] = await self._ranks.on_all("work_seconds")
         return sum(seconds)
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
-        results = await all_results(rank.logprobs.remote(token_lists) for rank in self._ranks)
+        results = await self._ranks.on_all("logprobs", token_lists)
         return results[0]  # type: ignore[no-any-return]
 
     async def copy_state(self, rollout_id: int) -> None:
@@ -93,7 +120,7 @@ class RayLearner:
             self._draft = await self._writing(rollout_id, asyncio.to_thread(self._checkpoints.begin, rollout_id))
         folder = None if self._draft is None else str(self._draft)
         export = None if settings.save_hf is None else str(hf_export(settings.save_hf, rollout_id))
-        await all_results(rank.copy_state.remote(folder, export) for rank in self._ranks)
+        await self._ranks.on_all("copy_state", folder, export)
 
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         try:
@@ -108,8 +135,7 @@ class RayLearner:
         """Let all ranks write their parts into one folder on a shared file system, then commit the folder."""
         if self._checkpoints is not None and self._draft is not None:
             await asyncio.to_thread(self._checkpoints.write_progress, self._draft, {"run": self._run, **progress})
-        written = await all_results(rank.write_state.remote() for rank in self._ranks)
-        await all_results([self._ranks[0].finish_state.remote(written)])
+        await self._ranks.on_first("finish_state", await self._ranks.on_all("write_state"))
         if self._checkpoints is not None and self._draft is not None:
             keep = self._config.learner.save_keep
             await asyncio.to_thread(self._checkpoints.commit, self._draft, rollout_id, keep)
@@ -132,17 +158,17 @@ class RayWeightSources:
     Every call raises FatalError if a rank is lost.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: RayRanks) -> None:
         self._ranks = ranks
 
     async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
-        await all_results(rank.connect.remote(list(engines), dict(transports)) for rank in self._ranks)
+        await self._ranks.on_all("connect", list(engines), dict(transports))
 
     async def stage(self, version: int, transports: Sequence[str]) -> None:
-        await all_results(rank.stage.remote(version, list(transports)) for rank in self._ranks)
+        await self._ranks.on_all("stage", version, list(transports))
 
     async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
-        return await all_results(rank.send.remote(version, engine, transport) for rank in self._ranks)
+        return await self._ranks.on_all("send", version, engine, transport)
 
 
 def _merged(reports: Sequence[StepReport], tokens: int) -> StepReport:
