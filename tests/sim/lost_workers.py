@@ -148,8 +148,8 @@ def _started_from(rollout: int, version: int, changed: bool) -> LearnerProgress:
 class LastingTrainer(Trainer):
     """A learner that ends what it was asked for, whether or not the rollout worker still waits for it.
 
-    Each rank receives its part of a batch in a separate call, and the last call lets all of them train. `kill`
-    ends all ranks, and `restart` continues from the newest checkpoint.
+    Each rank receives its part of a batch in a separate call, and the last call lets all of them train.
+    `kill` ends all ranks, and `restart` continues from the newest checkpoint.
     """
 
     ranks: LastingTrainer = field(init=False)

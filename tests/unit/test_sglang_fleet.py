@@ -22,6 +22,9 @@ class Server:
         self.answers = answers
         self.asked: list[str] = []
 
+    async def answer(self, request: str, body: str) -> object:
+        return self.answers.get(request)
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._answer(reader, writer)
@@ -36,7 +39,7 @@ class Server:
                     size = int(header.split(b":")[1])
             body = (await reader.readexactly(size)).decode()
             self.asked.append(f"{method} {path} {body}".removesuffix(" {}"))
-            if (answer := self.answers.get(f"{method} {path}")) is None:
+            if (answer := await self.answer(f"{method} {path}", body)) is None:
                 await reader.read()  # until the asker gives up
                 return
             status = b"503 Service Unavailable" if isinstance(answer, Exception) else b"200 OK"
@@ -47,9 +50,15 @@ class Server:
 @asynccontextmanager
 async def serving(answers: dict[str, object]) -> AsyncIterator[tuple[str, Server]]:
     server = Server(answers)
+    async with listening(server) as url:
+        yield url, server
+
+
+@asynccontextmanager
+async def listening(server: Server) -> AsyncIterator[str]:
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     try:
-        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", server
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     finally:
         listener.close()
     await listener.wait_closed()  # from Python 3.12 on also for the connections, which the event loop would leave open
@@ -128,4 +137,115 @@ async def test_a_duplicate_engine_is_refused() -> None:
         with pytest.raises(UserError, match="the fleet already has an engine e"):
             fleet.expect_engine("e")
         assert fleet.members() == ("e",)
+        await fleet.close()
+
+
+class Router(Server):
+    """Lists engines as sglang-router does: an addition takes effect later than its answer, a removal at once.
+
+    The next addition is answered when `go_on` is set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.engines: list[str] = []
+        self.queued: list[str] = []
+        self.asked_to_add, self.go_on = asyncio.Event(), asyncio.Event()
+
+    def forget_engines(self) -> None:
+        self.engines.clear()
+
+    def take_queued(self) -> None:
+        self.engines += self.queued
+        self.queued.clear()
+
+    async def answer(self, request: str, body: str) -> object:
+        method, _, path = request.partition(" /workers")
+        if method == "POST":
+            self.queued.append(json.loads(body)["url"])
+            self.asked_to_add.set()
+            await self.go_on.wait()
+        elif method == "DELETE":
+            self.engines.remove(f"http://127.0.0.1:{path.removeprefix('/')}")
+        return {
+            "workers": [{"url": url, "id": url.rpartition(":")[2], "is_healthy": True} for url in self.engines],
+        }
+
+
+@asynccontextmanager
+async def routed_fleet(*engines: str) -> AsyncIterator[tuple[SGLangFleet, Router]]:
+    """A fleet with these engines, whose URLs are ports 1, 2 and so on. The next addition waits for `go_on`."""
+    router = Router()
+    async with listening(router) as url:
+        fleet = SGLangFleet(url)
+        for number, engine in enumerate(engines, 1):
+            fleet.register_engine(EngineInfo(engine, f"http://127.0.0.1:{number}", 0, 1))
+            router.engines.append(f"http://127.0.0.1:{number}")
+            await fleet.admit(engine)
+        yield fleet, router
+        await fleet.close()
+
+
+async def test_an_engine_that_is_fenced_while_the_list_of_the_router_is_corrected_stays_out_of_the_router() -> None:
+    async with routed_fleet("first", "second") as (fleet, router):
+        router.forget_engines()
+        checked = asyncio.ensure_future(fleet.check_router())
+        await router.asked_to_add.wait()
+        await fleet.fence("second", "it holds old weights")
+        router.go_on.set()
+        await checked
+        router.take_queued()
+        assert router.engines == ["http://127.0.0.1:1"]
+
+
+async def test_fencing_an_engine_waits_for_an_addition_that_the_router_has_not_made_yet() -> None:
+    async with routed_fleet("first") as (fleet, router):
+        router.forget_engines()
+        router.go_on.set()
+        await fleet.check_router()
+        fenced = asyncio.ensure_future(fleet.fence("first", "it holds old weights"))
+        asked = len(router.asked)
+        while not fenced.done() and len(router.asked) < asked + 3:
+            await asyncio.sleep(0)
+        router.take_queued()
+        await fenced
+        assert router.engines == []
+
+
+async def test_an_engine_that_joins_while_the_list_of_the_router_is_corrected_stays_in_the_router() -> None:
+    async with routed_fleet("first") as (fleet, router):
+        router.forget_engines()
+        fleet.register_engine(EngineInfo("second", "http://127.0.0.1:2", 0, 1))
+        router.engines.append("http://127.0.0.1:2")
+        joining = asyncio.ensure_future(fleet.admit("second"))
+        checked = asyncio.ensure_future(fleet.check_router())
+        await asyncio.gather(router.asked_to_add.wait(), joining)
+        router.go_on.set()
+        await checked
+        router.take_queued()
+        assert sorted(router.engines) == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
+async def test_an_engine_that_is_removed_while_it_joins_leaves_the_router() -> None:
+    async with routed_fleet() as (fleet, router):
+        fleet.register_engine(EngineInfo("first", "http://127.0.0.1:1", 0, 1))
+        joining = asyncio.ensure_future(fleet.admit("first"))
+        await router.asked_to_add.wait()
+        await fleet.dismiss("first")
+        router.take_queued()
+        router.go_on.set()
+        with pytest.raises(EngineLostError, match="engine first was removed while it joined"):
+            await joining
+        assert (list(fleet.routed()), router.engines) == ([], [])
+
+
+async def test_a_failed_check_of_a_server_that_was_replaced_meanwhile_does_not_count() -> None:
+    async with serving({}) as (url, server):
+        fleet = SGLangFleet("http://127.0.0.1:1", health_timeout=0.2)
+        fleet.register_engine(EngineInfo("e", url, 0, 1))
+        checked = asyncio.ensure_future(fleet.check("e"))
+        while not server.asked:
+            await asyncio.sleep(0)
+        fleet.register_engine(EngineInfo("e", "http://127.0.0.1:2", 0, 1))
+        await checked
         await fleet.close()

@@ -5,7 +5,7 @@ SGLang answers `/pause_generation` before the scheduler has stopped, so every pa
 scheduler itself answers, after it has handled the pause.
 
 The router adds and removes engines in the background, and forgets all of them if it dies; `check_router` corrects its
-list. A restarted engine has another URL, so that requests to the old URL fail instead of reaching an engine whose
+list. Engines may be admitted and fenced during every request, so what a request does is decided just before it. A restarted engine has another URL, so that requests to the old URL fail instead of reaching an engine whose
 weights may be old.
 """
 
@@ -96,6 +96,8 @@ class SGLangFleet:
         self._routed: dict[str, EngineInfo] = {}
         self._joining: dict[str, EngineInfo] = {}
         """Engines that are being added to the router."""
+        self._adding: set[str] = set()
+        """URLs that the router was asked to add and has not listed since."""
         self._versions: dict[str, int] = {}
         """The version that was committed last on each engine."""
         self._own_urls: set[str] = set()
@@ -211,10 +213,7 @@ class SGLangFleet:
         self._report_engine(engine, "fenced", reason)
         # A router that is gone sends no requests; `check_router` corrects its list once it answers again.
         with suppress(EngineLostError):
-            for worker in await self._workers():
-                if worker["url"] == info.url:
-                    await self._remove(worker["id"])
-            await self._wait_for_router(lambda workers: info.url not in workers, f"did not drop engine {engine}")
+            await self._withdraw(info)
 
     async def admit(self, engine: str) -> None:
         """See `ports.Fleet.admit`. Returns when the router sends requests to the engine."""
@@ -226,6 +225,9 @@ class SGLangFleet:
             await self._wait_for_router(lambda workers: workers.get(info.url, False), f"did not take engine {engine}")
         finally:
             del self._joining[engine]
+        if engine not in self._members:
+            await self._withdraw(info)
+            raise EngineLostError(f"engine {engine} was removed while it joined")
         self._routed[engine] = info
         self._router_serves = True
         self._report_engine(engine, "routed", None)
@@ -241,10 +243,14 @@ class SGLangFleet:
     async def check(self, engine: str) -> None:
         """See `ports.Fleet.check`. SGLang's health check generates a token only if the engine is idle."""
         info = self._infos[engine]
-        if self._colocated:
-            await self._require_answer(info)
-        else:
-            await asyncio.gather(self._require_answer(info), self._require_token(info))
+        try:
+            if self._colocated:
+                await self._require_answer(info)
+            else:
+                await asyncio.gather(self._require_answer(info), self._require_token(info))
+        except EngineLostError:
+            if self._infos[engine] is info:  # otherwise another server has taken its place meanwhile
+                raise
 
     async def _require_answer(self, engine: EngineInfo) -> None:
         """Raise EngineLostError if the scheduler, which answers also while it is paused, does not answer in time."""
@@ -276,22 +282,23 @@ class SGLangFleet:
 
     async def check_router(self) -> None:
         """See `ports.Fleet.check_router`. An external router is not restarted: this raises until it answers again."""
+        expected = list(self._routed.values())
         try:
             workers = await self._workers()
         except EngineLostError:
             self._report_router(None)
             await self._servers.restart_router()
+            self._adding.clear()
             workers = await self._workers()
         self._report_router(workers)
         # Add engines that the router has forgotten; remove those of this run that should not receive requests.
         listed = {worker["url"]: worker["id"] for worker in workers}
-        wanted = {info.url: info for info in self._routed.values()}
-        for info in wanted.values():
-            if info.url not in listed:
+        for info in expected:
+            if info.url not in listed and self._routed.get(info.name) is info:
                 await self._add(info)
-        joining = {info.url for info in self._joining.values()}
-        for url in listed.keys() & self._own_urls - wanted.keys() - joining:
-            await self._remove(listed[url])
+        for url in listed.keys() & self._own_urls:
+            if all(info.url != url for info in (*self._routed.values(), *self._joining.values())):
+                await self._remove(listed[url])
 
     async def loads(self) -> list[EngineLoad]:
         """See `ports.Fleet.loads`. Engines that do not answer are not fenced here; `check` finds them."""
@@ -345,11 +352,23 @@ class SGLangFleet:
             try:
                 await act(engine)
             except EngineLostError as lost:
-                await self.fence(engine.name, str(lost))
+                if self._routed.get(engine.name) is engine:
+                    await self.fence(engine.name, str(lost))
 
         await asyncio.gather(*[guarded(engine) for engine in self._routed.values()])
 
+    async def _withdraw(self, engine: EngineInfo) -> None:
+        """Return when the router has removed the engine. Raises EngineLostError if the router does not remove it."""
+        if engine.url in self._adding:
+            # An addition that takes effect after the removal would undo it.
+            await self._wait_for_router(lambda workers: engine.url in workers, f"did not take engine {engine.name}")
+        for worker in await self._workers():
+            if worker["url"] == engine.url:
+                await self._remove(worker["id"])
+        await self._wait_for_router(lambda workers: engine.url not in workers, f"did not drop engine {engine.name}")
+
     async def _add(self, engine: EngineInfo) -> None:
+        self._adding.add(engine.url)
         await self._ask_router(
             "POST", "/workers", {"url": engine.url, **({"api_key": engine.key} if engine.key else {})}
         )
@@ -361,6 +380,7 @@ class SGLangFleet:
 
     async def _workers(self) -> list[dict[str, str]]:
         workers: list[dict[str, str]] = (await self._ask_router("GET", "/workers"))["workers"]
+        self._adding -= {worker["url"] for worker in workers}
         return workers
 
     async def _ask_router(self, method: str, path: str, body: object = None) -> Any:
