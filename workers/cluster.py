@@ -15,7 +15,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import psutil
 import ray
 import structlog
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
 from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.ray.isolation import isolated_ray
@@ -113,6 +114,8 @@ class Cluster:
         """All actors that were created, also those that were lost."""
         self._placements: list[Placement] = []
         """The placement of the run, and one for each engine that was added later."""
+        self._engine_urls: set[str] = set()
+        """URLs that engines of this run have and had. A router must not keep one whose engine was removed."""
         self._engine_devices: dict[str, EngineDevices] = {}
         self._free_devices: list[EngineDevices] = []
         """Devices of removed engines that the learner shares, for engines that are added later."""
@@ -240,6 +243,7 @@ class Cluster:
             router_url=router_url,
             router_key=self._router_key,
             engines=engines,
+            engine_urls=(),
             engine_actors=self._engine_actors,
             router_actor=self._router_actor,
             learner_ranks=self.learner.actors,
@@ -278,16 +282,24 @@ class Cluster:
 
     async def _current_surroundings(self) -> Surroundings:
         """The surroundings, with the engines that have a server now: some may have been added or restarted."""
-        found = await _gather(*map(self._address_of, self._engine_actors))
-        self.surroundings = replace(self.surroundings, engines=[info for info in found if info is not None])
+        found = await _gather(*(self._address_of(*engine) for engine in self._engine_actors.items()))
+        # An engine may have been removed meanwhile.
+        engines = [info for info in found if info is not None and info.name in self._engine_actors]
+        self._engine_urls |= {info.url for info in engines}
+        self.surroundings = replace(
+            self.surroundings,
+            engines=engines,
+            engine_urls=frozenset(self._engine_urls),
+            engine_actors=dict(self._engine_actors),
+        )
         return self.surroundings
 
-    async def _address_of(self, engine: str) -> EngineInfo | None:
+    async def _address_of(self, engine: str, actors: Sequence[ActorHandle[Any]]) -> EngineInfo | None:
         """The current address of an engine, or its last one if its actor does not answer; None if it has no server."""
         with suppress(FatalError):
             try:
                 async with asyncio.timeout(ADDRESS_SECONDS):
-                    info: EngineInfo = await _call(self._engine_actors[engine][0].info)
+                    info: EngineInfo = await _call(actors[0].info)
                 return info
             except TimeoutError:
                 return next((last for last in self.surroundings.engines if last.name == engine), None)
@@ -346,13 +358,16 @@ class Cluster:
             devices = self._free_devices.pop() if self._free_devices else await self._reserve_engine()
             actors = self._create_engine(devices, name, self.surroundings.checkpoint)
             self._engine_actors[name] = actors
-            await _call(self.rollout.current.add_engine, name, actors)
+            await _unless_lost(self.rollout.current.add_engine.remote(name, actors))
             log.info("engine is being added", engine=name)
         while len(self._engine_actors) > engines:
-            name, actors = self._engine_actors.popitem()
+            name, actors = list(self._engine_actors.items())[-1]
+            if (info := await self._address_of(name, actors)) is not None:
+                self._engine_urls.add(info.url)
+            del self._engine_actors[name]
             for rank in range(len(actors)):
                 del self.probes[_actor_name(name, rank)]
-            await _call(self.rollout.current.remove_engine, name)
+            await _unless_lost(self.rollout.current.remove_engine.remote(name))
             for actor in actors:
                 with suppress(FatalError):  # the actor may have died already
                     await _call(actor.stop)
@@ -518,6 +533,18 @@ def _executable(process: psutil.Process) -> str:
 async def _call(method: Any, *arguments: Any) -> Any:
     """Call a method of an actor. Raises as `actor_result`."""
     return await actor_result(method.remote(*arguments))
+
+
+async def _unless_lost(call: Awaitable[Any]) -> None:
+    """Await a call to the rollout worker. If the worker is lost, the next one begins with the engines of that moment.
+
+    Raises FatalError for any other failure.
+    """
+    try:
+        await actor_result(call)
+    except FatalError as error:
+        if not isinstance(error.__cause__, RayActorError):
+            raise
 
 
 async def _gather(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +83,8 @@ class Surroundings:
     router_key: str = field(repr=False)
     """API key of the router; empty if it has none."""
     engines: Sequence[EngineInfo]
+    engine_urls: Collection[str]
+    """URLs of all engines that the run has and had, as far as the driver knows them."""
     engine_actors: Mapping[str, Sequence[Any]]
     """Handles of the engines' actors, by engine name: one per node that the engine spans."""
     router_actor: Any
@@ -140,6 +142,8 @@ class RolloutWorker:
         self._journal: Journal
         self._service: Service | None = None
         self._asked_to_stop = False
+        self._serves = asyncio.Event()
+        """Set when the service and what it needs exist."""
         self._servers: RayServers
         self._fleet: SGLangFleet
 
@@ -277,6 +281,7 @@ class RolloutWorker:
                 first_rollout=0 if began_with is None else began_with.rollout + 1,
                 stored=stored,
             )
+            self._serves.set()
             if self._asked_to_stop:
                 self._service.stop()
             await dump_tokenizer(config, surroundings.checkpoint)
@@ -340,6 +345,7 @@ class RolloutWorker:
             emit=self._journal.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
+            former_urls=surroundings.engine_urls,
         )
         if taking_over:
             try:
@@ -416,14 +422,24 @@ class RolloutWorker:
         return heartbeat()
 
     async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
-        """Start another engine in the background. It receives requests once it holds the current weights."""
-        self._servers.add(name, actors)
-        self._fleet.expect_engine(name)
+        """Start another engine in the background. It receives requests once it holds the current weights.
+
+        Does nothing if this rollout worker began with the engine.
+        """
+        await self._serves.wait()
+        if name not in self._fleet.members():
+            self._servers.add(name, actors)
+            self._fleet.expect_engine(name)
 
     async def remove_engine(self, name: str) -> None:
-        """Stop sending requests to an engine. Its unfinished groups fail when it ends and are generated elsewhere."""
-        assert self._service is not None, "only a run has engines"
-        await self._service.remove_engine(name)
+        """Stop sending requests to an engine. Its unfinished groups fail when it ends and are generated elsewhere.
+
+        Does nothing if this rollout worker began without the engine.
+        """
+        await self._serves.wait()
+        assert self._service is not None
+        if name in self._fleet.members():
+            await self._service.remove_engine(name)
 
     async def stop(self) -> None:
         """Drain the run; see `Service.stop`."""

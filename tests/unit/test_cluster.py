@@ -14,6 +14,8 @@ import ray
 from ray.exceptions import RayActorError
 from structlog.testing import capture_logs
 
+from miles_async.adapters.ray.servers import RayServers
+from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.config.device_plan import Bundle
 from miles_async.config.schema import RunConfig
@@ -24,7 +26,7 @@ from tests.configuration import run_config
 from workers import cluster as module
 from workers.cluster import Cluster, EngineDevices
 from workers.heartbeats import Heartbeats
-from workers.rollout import Surroundings
+from workers.rollout import RolloutWorker, Surroundings
 
 
 @dataclass
@@ -171,6 +173,7 @@ def test_the_last_address_of_an_engine_is_used_if_its_actor_does_not_answer(
         router_url="",
         router_key="",
         engines=[last],
+        engine_urls=(),
         engine_actors={},
         router_actor=None,
         learner_ranks=[],
@@ -179,6 +182,114 @@ def test_the_last_address_of_an_engine_is_used_if_its_actor_does_not_answer(
         learner_checkpoint=None,
     )
     assert asyncio.run(cluster._current_surroundings()).engines == [last]
+
+
+class LostWorker:
+    """A rollout worker that has died."""
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=self._answer)
+
+    async def _answer(self, *arguments: Any) -> None:
+        raise RayActorError
+
+
+class EngineActor(Actor):
+    """An engine with a server."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self.started = EngineInfo(name, f"http://127.0.0.1:{port}", pid=1, tp=1)
+        self.stopped = False
+        self.info = SimpleNamespace(remote=self._info)
+        self.stop = SimpleNamespace(remote=self._stop)
+
+    async def _info(self) -> EngineInfo:
+        return self.started
+
+    async def _stop(self) -> None:
+        self.stopped = True
+
+
+def with_engines(cluster: Cluster) -> dict[str, EngineActor]:
+    """Let the cluster have two engines whose servers run."""
+    actors = {f"engine-{number}": EngineActor(f"engine-{number}", number) for number in range(2)}
+    handles: Any = cluster
+    handles._engine_actors = {name: [actor] for name, actor in actors.items()}
+    handles._engine_devices = dict.fromkeys(actors, *handles._engine_devices.values())
+    handles.probes |= {name: Actor() for name in actors}
+    handles.surroundings = Surroundings(
+        checkpoint="",
+        router_url="",
+        router_key="",
+        engines=[],
+        engine_urls=(),
+        engine_actors={},
+        router_actor=None,
+        learner_ranks=[],
+        weight_transports=[],
+        began_with=None,
+        learner_checkpoint=None,
+    )
+    return actors
+
+
+def test_an_engine_that_is_removed_while_the_rollout_worker_dies_ends_and_leaves_the_router(
+    cluster: Cluster,
+) -> None:
+    actors = with_engines(cluster)
+    handles: Any = cluster
+    handles.rollout.current = LostWorker()
+    asyncio.run(cluster.resize(1))
+    assert [actor.stopped for actor in actors.values()] == [False, True]
+    following = asyncio.run(cluster._current_surroundings())
+    assert [info.name for info in following.engines] == [*following.engine_actors] == ["engine-0"]
+    assert set(following.engine_urls) == {"http://127.0.0.1:0", "http://127.0.0.1:1"}
+
+
+def test_an_engine_that_is_added_while_the_rollout_worker_dies_belongs_to_the_next_one(
+    cluster: Cluster, reserved: list[Placement]
+) -> None:
+    handles: Any = cluster
+    handles.rollout.current = LostWorker()
+    asyncio.run(cluster.resize(3))
+    assert [*cluster._engine_actors] == ["engine-0", "engine-1", "engine-2"]
+    assert len(reserved) == 2
+
+
+def test_an_engine_that_is_removed_while_another_rollout_worker_starts_is_unknown_to_it(cluster: Cluster) -> None:
+    actors = with_engines(cluster)
+
+    async def remove_last() -> EngineInfo:
+        cluster._engine_actors.pop("engine-1", None)
+        return actors["engine-0"].started
+
+    actors["engine-0"].info = SimpleNamespace(remote=remove_last)
+    following = asyncio.run(cluster._current_surroundings())
+    assert [info.name for info in following.engines] == [*following.engine_actors] == ["engine-0"]
+
+
+async def test_a_rollout_worker_that_starts_changes_its_engines_when_it_serves(tmp_path: Path) -> None:
+    removed: list[str] = []
+
+    async def remove_engine(name: str) -> None:
+        removed.append(name)
+
+    worker: Any = RolloutWorker(RunConfig(), "train_async.py", RunFolder(tmp_path))
+    adding = asyncio.ensure_future(worker.add_engine("engine-2", ["the actor"]))
+    removing = [asyncio.ensure_future(worker.remove_engine(name)) for name in ("engine-1", "unknown")]
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in (adding, *removing))
+    worker._servers = RayServers({}, None, "", start_timeout=1.0)
+    worker._fleet = SGLangFleet("http://127.0.0.1:1")
+    for name in ("engine-0", "engine-1"):
+        worker._fleet.expect_engine(name)
+    worker._service = SimpleNamespace(remove_engine=remove_engine)
+    worker._serves.set()
+    await asyncio.gather(adding, *removing)
+    await worker.add_engine("engine-0", ["the actor"])
+    assert removed == ["engine-1"]
+    assert worker._fleet.members() == ("engine-0", "engine-1", "engine-2")
+    await worker._fleet.close()
 
 
 def test_a_run_ends_although_ray_does_not_answer_when_it_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of the learner wait for each other, so a call begins on all of them, or on none, even if its caller dies."""
+"""The ranks of the learner wait for each other, so a call begins on all or on none of them, even if its caller dies."""
 
 from __future__ import annotations
 

@@ -5,15 +5,16 @@ SGLang answers `/pause_generation` before the scheduler has stopped, so every pa
 scheduler itself answers, after it has handled the pause.
 
 The router adds and removes engines in the background, and forgets all of them if it dies; `check_router` corrects its
-list. Engines may be admitted and fenced during every request, so what a request does is decided just before it. A restarted engine has another URL, so that requests to the old URL fail instead of reaching an engine whose
-weights may be old.
+list. Engines may be admitted and fenced during every request, so what a request does is decided just before it. A
+restarted engine has another URL, so that requests to the old URL fail instead of reaching an engine whose weights may
+be old.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -71,6 +72,7 @@ class SGLangFleet:
         timeout: float = 30.0,
         health_timeout: float = 30.0,
         colocated: bool = False,
+        former_urls: Collection[str] = (),
     ) -> None:
         """`router_key` is the API key of the router; empty if it has none.
 
@@ -80,6 +82,7 @@ class SGLangFleet:
         allocated memory. `health_timeout` is in seconds until an engine answers any other request, and until a checked
         engine has generated a token.
         `colocated` engines must be idle when they release their devices, so they are never asked to generate a token.
+        `former_urls` are those of engines that the run had before: they are removed from the router.
         """
         self._router = router_url
         self._router_key = router_key
@@ -100,7 +103,7 @@ class SGLangFleet:
         """URLs that the router was asked to add and has not listed since."""
         self._versions: dict[str, int] = {}
         """The version that was committed last on each engine."""
-        self._own_urls: set[str] = set()
+        self._own_urls = set(former_urls)
         """URLs of all engines that ever belonged to this run: an external router may have other engines too."""
         self._paused = False
         self._pauses = 0
