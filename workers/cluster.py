@@ -271,12 +271,11 @@ class Cluster:
             )
         before, limit = self.surroundings, self._config.observability.no_progress_abort_seconds
         try:
-            async with asyncio.timeout(limit):
-                checkpoint = await self.learner.replace(before.checkpoint, before.began_with)
+            checkpoint = await self.learner.replace(before.checkpoint, before.began_with, limit)
         except TimeoutError:
             raise FatalError(
-                f"another learner did not start within {limit:.0f} s (--no-progress-abort-seconds): its node or its "
-                f"devices may be gone; see `ray status` and {self.logs}"
+                f"another learner does not start: it has not advanced for {limit:.0f} s (--no-progress-abort-seconds); "
+                f"its node or its devices may be gone; see `ray status` and {self.logs}"
             ) from None
         self.surroundings = replace(before, learner_ranks=self.learner.actors, learner_checkpoint=checkpoint)
 

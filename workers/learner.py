@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +19,7 @@ from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
 from miles_async.adapters.system.garbage_collection import uncollected_imports
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
+from miles_async.adapters.system.work_time import WorkTime
 from miles_async.config.schema import RunConfig
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
 from miles_async.types import LearnerProgress, SendOutcome, StepReport
@@ -247,39 +246,6 @@ class LearnerRank:
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return await running
-
-
-class WorkTime:
-    """The seconds that a rank has worked: they do not grow while the rank waits for a call or for another rank.
-
-    Work is CPU time of the thread that runs the model, and the time in which checkpoints are written, because a thread
-    that waits for a disk uses no CPU time.
-    """
-
-    def __init__(self) -> None:
-        self._cpu_clock: int | None = None
-        self._written_seconds = 0.0
-        self._writing_since: float | None = None
-
-    def count_this_thread(self) -> None:
-        """Count the CPU time of the calling thread from now on."""
-        self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Count the time inside the block."""
-        self._writing_since = started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._writing_since = None
-            self._written_seconds += time.monotonic() - started
-
-    @property
-    def seconds(self) -> float:
-        cpu_seconds = 0.0 if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
-        now_writing = 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
-        return cpu_seconds + self._written_seconds + now_writing
 
 
 def weight_source(

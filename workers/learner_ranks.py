@@ -7,6 +7,7 @@ checkpoint of this run, or with those that the run began with (`miles_async/pipe
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from miles_async.adapters.ray.actor_errors import actor_result, describe_death
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint
 from miles_async.config.derived import learner_ranks, save_folder
 from miles_async.config.schema import RunConfig
+from miles_async.pipeline.monitor import MIN_WORK_SECONDS, WORK_POLL_SECONDS
 
 ANSWER_SECONDS = 5.0
 """A rank that is alive answers within this time, unless it is stopped."""
@@ -37,6 +39,8 @@ class LearnerRanks:
         self._host = host
         self._starts = 0
         self._loaded: LoadedCheckpoint | None = None
+        self._read_bytes = 0
+        """Bytes that were read to check checkpoints. Several threads add to it, so that only its changes count."""
         self.actors: Sequence[ActorHandle[Any]] = ()
 
     def create(self, ranks: int | None = None) -> None:
@@ -64,15 +68,33 @@ class LearnerRanks:
         counts = (-1, 0, False) if loaded is None else (loaded.rollout, loaded.version, loaded.changed)
         await self._on_all(lambda rank: rank.begin.remote(*counts))
 
-    async def replace(self, model: str, began_with: LoadedCheckpoint | None) -> LoadedCheckpoint | None:
+    async def replace(
+        self, model: str, began_with: LoadedCheckpoint | None, idle_limit: float
+    ) -> LoadedCheckpoint | None:
         """End the ranks that still live, and start others from the newest checkpoint of this run.
 
         Before the first one, they start from `began_with`, the checkpoint that the run began with. Returns the
-        checkpoint.
+        checkpoint. Raises TimeoutError if neither the check of the checkpoint's files nor a rank has advanced for
+        `idle_limit` seconds. A large checkpoint may take longer.
         """
         for actor in self.actors:
             ray.kill(actor)
         self.create()
+        replacing = asyncio.ensure_future(self._start_from_newest(model, began_with))
+        try:
+            read, worked, advanced_at = self._read_bytes, dict[int, float](), time.monotonic()
+            while not (await asyncio.wait([replacing], timeout=WORK_POLL_SECONDS))[0]:
+                before, worked = worked, worked | await self._work_seconds()
+                works = any(seconds - before.get(rank, 0.0) > MIN_WORK_SECONDS for rank, seconds in worked.items())
+                if works or self._read_bytes != read:
+                    read, advanced_at = self._read_bytes, time.monotonic()
+                if time.monotonic() - advanced_at >= idle_limit:
+                    raise TimeoutError
+            return replacing.result()
+        finally:
+            replacing.cancel()
+
+    async def _start_from_newest(self, model: str, began_with: LoadedCheckpoint | None) -> LoadedCheckpoint | None:
         checkpoint = await asyncio.to_thread(self._newest_checkpoint) or began_with
         for damage in checkpoint.damage if checkpoint is not None else ():
             log.warning(f"{damage}; the learner continues from an older checkpoint")
@@ -82,17 +104,31 @@ class LearnerRanks:
 
     async def death(self) -> str | None:
         """Describe the death of a rank in one sentence; None if all ranks are alive."""
-        calls: list[asyncio.Future[Any]] = [asyncio.ensure_future(actor.heartbeat.remote()) for actor in self.actors]
-        if not calls:
-            return None
-        await asyncio.wait(calls, timeout=ANSWER_SECONDS)
-        errors = [call.exception() for call in calls if call.done()]
+        calls = await self._ended_calls(lambda rank: rank.heartbeat.remote())
+        errors = (call.exception() for call in calls.values())
         return next((describe_death(error) for error in errors if isinstance(error, RayActorError)), None)
+
+    async def _work_seconds(self) -> dict[int, float]:
+        """Return the seconds of work of the ranks that answer, by rank."""
+        calls = await self._ended_calls(lambda rank: rank.work_seconds.remote())
+        return {rank: call.result() for rank, call in calls.items() if call.exception() is None}
+
+    async def _ended_calls(self, call: Callable[[ActorHandle[Any]], Any]) -> dict[int, asyncio.Future[Any]]:
+        """Call a method of all ranks; return the calls that have ended in time, by rank."""
+        calls: list[asyncio.Future[Any]] = [asyncio.ensure_future(call(actor)) for actor in self.actors]
+        if calls:
+            await asyncio.wait(calls, timeout=ANSWER_SECONDS)
+        return {rank: ended for rank, ended in enumerate(calls) if ended.done()}
+
+    def _count_read(self, size: int) -> None:
+        self._read_bytes += size
 
     def _newest_checkpoint(self) -> LoadedCheckpoint | None:
         folder = save_folder(self._config)
         checksums = self._config.learner.checkpoint_checksums
-        return None if folder is None else CheckpointFolder(folder, checksums=checksums).newest_of(self._run)
+        if folder is None:
+            return None
+        return CheckpointFolder(folder, checksums=checksums).newest_of(self._run, self._count_read)
 
     async def _on_all(self, call: Callable[[ActorHandle[Any]], Any]) -> list[Any]:
         """Call a method on all ranks. Raises as `actor_result`, as soon as one call fails."""

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
+from miles_async.adapters.system import work_time
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from tests.configuration import run_config
@@ -230,6 +232,43 @@ def test_progress_with_an_unknown_schema_is_refused(tmp_path: Path, progress: st
     (tmp_path / "progress.json").write_text(progress)
     with pytest.raises(UserError, match=r"progress\.json is broken: no valid .*; load another checkpoint"):
         read_progress(tmp_path)
+
+
+def test_the_check_of_a_checkpoint_reports_all_bytes_that_it_reads(tmp_path: Path) -> None:
+    folder, read = CheckpointFolder(tmp_path), list[int]()
+    draft = folder.begin(4)
+    (draft / "weights").write_bytes(b"0" * 3_000_000)
+    progress = {"rollout": 4, "data": {}, "owed": [], "run": "a run", "version": 3, "changed": False}
+    folder.write_progress(draft, progress)
+    path = folder.commit(draft, 4, keep=1)
+    assert folder.newest_of("a run", read.append) is not None
+    assert sum(read) == 3_000_000 + (path / "progress.json").stat().st_size
+    assert len(read) > 2
+
+
+async def test_a_learner_works_while_a_checkpoint_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit reads all files for their checksums, which may take longer than --no-progress-abort-seconds."""
+    now, seconds = [1000.0], list[float]()
+    monkeypatch.setattr(work_time, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class NoWork:
+        async def on_all(self, method: str, *arguments: Any) -> list[float]:
+            return [0.0]
+
+        on_first = on_all
+
+    ranks: Any = NoWork()
+    learner = RayLearner(run_config(save=str(tmp_path)), ranks, "run")
+    loop = asyncio.get_running_loop()
+
+    def slow_commit(*arguments: Any) -> None:
+        now[0] += 700.0
+        seconds.append(asyncio.run_coroutine_threadsafe(learner.work_seconds(), loop).result())
+
+    monkeypatch.setattr(CheckpointFolder, "commit", slow_commit)
+    await learner.copy_state(5)
+    await learner.write_state(5, {"rollout": 5, "data": {}, "owed": []})
+    assert seconds == [700.0]
 
 
 class Rank:

@@ -16,12 +16,15 @@ import pytest
 import ray
 
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
+from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.types import Group, LearnerProgress, Sample, StepReport
 from tests.configuration import run_config
 from tests.waiting import PATIENCE_SECONDS
+from workers import learner_ranks
 from workers.learner import LearnerRank
+from workers.learner_ranks import LearnerRanks
 
 RANKS = 2
 CONFIG = run_config(rollout_batch_size=2, n_samples_per_prompt=2, actor_num_gpus_per_node=RANKS)
@@ -143,3 +146,85 @@ async def test_ranks_of_which_only_some_have_trained_the_last_batch_are_ended(mo
     with pytest.raises(FatalError, match=r"ranks differ now: rollout 4, version 3; rollout 3, version 3$"):
         await RayLearner(CONFIG, RayRanks(actors), "run").progress()
     assert killed == actors
+
+
+LIMIT = 100.0
+
+
+class Replaced:
+    """The actors of a learner that is replaced, on a clock that advances by half the limit when a rank is asked."""
+
+    def __init__(self, advance: Callable[[], None], works: bool) -> None:
+        self.now = 0.0
+        self.asked = 0
+        self.started = asyncio.Event()
+        self._advance = advance
+        self._works = works
+
+    async def work_seconds(self) -> float:
+        self.asked += 1
+        self.now += LIMIT / 2
+        self._advance()
+        return float(self.asked) if self._works else 0.0
+
+    async def start(self, *arguments: Any) -> None:
+        await self.started.wait()
+
+    async def claim_port(self, host: str) -> int:
+        return 1
+
+    async def lead(self, others: Any) -> None: ...
+
+    async def load_state(self, folder: str) -> None: ...
+
+    async def begin(self, *counts: Any) -> None: ...
+
+
+@pytest.fixture
+def ray_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(learner_ranks, "WORK_POLL_SECONDS", 0.0)
+
+
+def replaced_learner(actor: Replaced, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> LearnerRanks:
+    monkeypatch.setattr(learner_ranks, "time", SimpleNamespace(monotonic=lambda: actor.now))
+    handle: Any = Handle(actor)
+    return LearnerRanks(config, "run", lambda rank, name: handle, "127.0.0.1")
+
+
+@pytest.mark.usefixtures("ray_kills_nothing")
+async def test_a_learner_may_load_for_longer_than_the_limit_if_its_ranks_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Replaced(lambda: actor.started.set() if actor.now > 5 * LIMIT else None, works=True)
+    await replaced_learner(actor, run_config(), monkeypatch).replace("model", None, LIMIT)
+    assert actor.now > 5 * LIMIT
+
+
+@pytest.mark.usefixtures("ray_kills_nothing")
+async def test_a_learner_that_does_not_advance_is_given_up_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Replaced(lambda: None, works=False)
+    with pytest.raises(TimeoutError):
+        await replaced_learner(actor, run_config(), monkeypatch).replace("model", None, LIMIT)
+    assert actor.now == LIMIT
+
+
+@pytest.mark.usefixtures("ray_kills_nothing")
+async def test_the_check_of_a_large_checkpoint_may_take_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, checked, on_reads = threading.Event(), threading.Event(), list[Callable[[int], None]]()
+
+    def newest_of(self: CheckpointFolder, run: str, on_read: Callable[[int], None]) -> None:
+        """Checks files until `checked` is set; each byte is read when a rank is asked."""
+        on_reads.append(on_read)
+        begun.set()
+        checked.wait()
+
+    def read_a_byte() -> None:
+        begun.wait()
+        on_reads[0](1)
+        if actor.now > 5 * LIMIT:
+            checked.set()
+            actor.started.set()
+
+    monkeypatch.setattr(CheckpointFolder, "newest_of", newest_of)
+    actor = Replaced(read_a_byte, works=False)
+    await replaced_learner(actor, run_config(save="anywhere"), monkeypatch).replace("model", None, LIMIT)
+    assert actor.now > 5 * LIMIT

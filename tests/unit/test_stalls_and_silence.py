@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from msgspec.structs import replace
 
+from miles_async.adapters.system.work_time import WorkTime
 from miles_async.events import ClusterReady, EngineChanged, GroupMoved, ProcessSilent, Pulse, TrainerPhaseChanged
 from miles_async.observability.diagnosis.stall_report import StallReport
 from miles_async.observability.metrics.scrape_targets import ScrapeTargets
@@ -21,7 +22,6 @@ from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock, dumps_stacks
 from tests.configuration import run_config
 from workers.heartbeats import Heartbeat, Heartbeats, Probe
-from workers.learner import WorkTime
 
 READY = ClusterReady(time=100.0, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True)
 PULSE = Pulse(

@@ -14,6 +14,7 @@ import ray
 from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
+from miles_async.adapters.system.work_time import WorkTime
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.derived import hf_export, save_folder
 from miles_async.config.schema import RunConfig
@@ -71,6 +72,8 @@ class RayLearner:
         """Folder of the checkpoint that was copied last, until it is committed."""
         self._share_prefixes: bool | None = None
         """Whether the ranks compute a common prefix of samples once; None before the first batch."""
+        self._work_time = WorkTime()
+        """The time in which this process writes checkpoints."""
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         if self._share_prefixes is None:
@@ -107,7 +110,7 @@ class RayLearner:
 
     async def work_seconds(self) -> float:
         seconds: list[float] = await self._ranks.on_all("work_seconds")
-        return sum(seconds)
+        return sum(seconds) + self._work_time.seconds
 
     async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
@@ -138,7 +141,9 @@ class RayLearner:
         await self._ranks.on_first("finish_state", await self._ranks.on_all("write_state"))
         if self._checkpoints is not None and self._draft is not None:
             keep = self._config.learner.save_keep
-            await asyncio.to_thread(self._checkpoints.commit, self._draft, rollout_id, keep)
+            # The commit reads all files for their checksums.
+            with self._work_time.writing():
+                await asyncio.to_thread(self._checkpoints.commit, self._draft, rollout_id, keep)
 
     async def _writing(self, rollout_id: int, work: Awaitable[T]) -> T:
         """Await a step of writing a checkpoint; name the checkpoint and its folder if the step fails."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +36,13 @@ _PREFIX = "rollout_"
 CHECKSUM_THREADS = 4
 """Files whose checksums are computed at the same time."""
 
+OnRead = Callable[[int], None]
+"""Called in several threads with the number of bytes that were read of a checkpoint."""
+
 log = structlog.get_logger(__name__)
+
+
+def _ignore_read(size: int) -> None: ...
 
 
 def checkpoint_name(rollout_id: int) -> str:
@@ -148,17 +154,19 @@ class CheckpointFolder:
             f"name of another checkpoint into {self._root / _MARKER}, or set load to another folder"
         )
 
-    def newest_of(self, run: str) -> LoadedCheckpoint | None:
+    def newest_of(self, run: str, on_read: OnRead = _ignore_read) -> LoadedCheckpoint | None:
         """Return the newest intact checkpoint that run `run` has written; None before its first one.
 
         Reads the files of the checkpoint for their checksums.
         """
         damage: list[str] = []
-        for checkpoint, progress in self._intact(damage, run):
+        for checkpoint, progress in self._intact(damage, run, on_read):
             return LoadedCheckpoint(checkpoint, progress["rollout"], progress["version"], progress["changed"], damage)
         return None
 
-    def _intact(self, damage: list[str], run: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    def _intact(
+        self, damage: list[str], run: str | None = None, on_read: OnRead = _ignore_read
+    ) -> Iterator[tuple[Path, dict[str, Any]]]:
         """The intact checkpoints, newest first, with their progress; of run `run` only those before any other run's.
 
         Adds one sentence to `damage` for each checkpoint that is damaged.
@@ -169,7 +177,7 @@ class CheckpointFolder:
                 progress = read_progress(checkpoint)
                 if run is not None and progress.get("run") != run:
                     return
-                _check_files(checkpoint, checksums=self._checksums)
+                _check_files(checkpoint, on_read, checksums=self._checksums)
             except UserError as error:
                 damage.append(str(error))
             else:
@@ -227,7 +235,7 @@ def _has(values: dict[str, Any], name: str, kind: type[Any]) -> bool:
     return isinstance(values.get(name), kind)
 
 
-def _check_files(checkpoint: Path, *, checksums: bool) -> None:
+def _check_files(checkpoint: Path, on_read: OnRead, *, checksums: bool) -> None:
     """Raises UserError if a file is missing or damaged. Without `checksums`, only sizes are compared."""
     if not (checkpoint / _FILES).is_file():
         return  # written by a version of this project that did not list the files
@@ -249,7 +257,7 @@ def _check_files(checkpoint: Path, *, checksums: bool) -> None:
     started = time.monotonic()
     expected = {name: stored for name, (_, stored) in files.items() if stored is not None}
     try:
-        found = _file_checksums(checkpoint, list(expected))
+        found = _file_checksums(checkpoint, list(expected), on_read)
     except OSError as error:
         raise UserError(f"checkpoint {checkpoint} is damaged: {error}") from error
     for name, stored in expected.items():
@@ -259,10 +267,16 @@ def _check_files(checkpoint: Path, *, checksums: bool) -> None:
         log.info("the checksums of the checkpoint were compared", checkpoint=str(checkpoint), seconds=round(seconds, 1))
 
 
-def _file_checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _file_checksums(folder: Path, names: Sequence[str], on_read: OnRead = _ignore_read) -> dict[str, str]:
     """Checksum of each of these files, several files at a time: hashing releases the interpreter lock."""
+
+    def chunks(name: str) -> Iterator[bytes]:
+        for chunk in file_chunks(folder / name):
+            on_read(len(chunk))
+            yield chunk
+
     with ThreadPoolExecutor(CHECKSUM_THREADS) as threads:
-        return dict(zip(names, threads.map(lambda name: checksum(file_chunks(folder / name)), names), strict=True))
+        return dict(zip(names, threads.map(lambda name: checksum(chunks(name)), names), strict=True))
 
 
 def _sizes(folder: Path) -> dict[str, int]:
