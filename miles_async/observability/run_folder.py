@@ -10,10 +10,13 @@ from typing import Self
 
 from miles_async.config.load import write_config
 from miles_async.config.schema import RunConfig
+from miles_async.config.schema.observability import LATEST_LINK
 from miles_async.errors import UserError
 
 DRIVER_LOG = "driver.jsonl"
 """Name of the driver's log file in the folder of the logs."""
+MAX_DATA_CHARACTERS = 40
+"""Length of the name of a data file in the name of a run. File systems limit names to 255 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class RunFolder:
         UserError if the folder cannot be written.
         """
         root = Path(config.observability.run_dir).expanduser().absolute()
-        data = config.data.reasoning_gym_task or Path(config.data.prompt_data or "run").stem
+        data = config.data.reasoning_gym_task or Path(config.data.prompt_data or "run").stem[:MAX_DATA_CHARACTERS]
         name = config.observability.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{data}"
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -129,7 +132,9 @@ def _create_unused(root: Path, stem: str) -> Path:
 def _point_latest(root: Path, folder: Path) -> None:
     # A symbolic link cannot be changed in place. Renaming a new link over the old one is atomic, so that a reader
     # always finds one of the two runs.
-    link = root / f".latest-{os.getpid()}"
+    link, latest = root / f".{LATEST_LINK}-{os.getpid()}", root / LATEST_LINK
+    if latest.is_dir() and not latest.is_symlink():
+        raise UserError(f"{latest} is a folder, but must be the link to the newest run: give the folder another name")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
-    link.replace(root / "latest")
+    link.replace(latest)

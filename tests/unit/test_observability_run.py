@@ -44,6 +44,7 @@ from miles_async.observability import http_server, run_folder
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.program_lines import PlainLines
 from miles_async.observability.console.terminal import ProgressBar
+from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import MAX_BATCHES, RunSummary
@@ -370,6 +371,38 @@ def test_a_run_folder_has_the_name_that_is_set(tmp_path: Path) -> None:
     names = [RunFolder.create(config_in(tmp_path, run_name="mine")).path.name for _ in range(2)]
     assert names == ["mine", "mine-2"]
     assert RunFolder.create(config_in(tmp_path)).path.name.endswith("-chain_sum")
+
+
+@pytest.mark.parametrize("name", ["latest", "targets"])
+def test_a_run_cannot_have_a_name_that_the_folder_of_the_runs_needs(name: str) -> None:
+    with pytest.raises(UserError, match="run_name: run_dir has another file with this name: choose another name"):
+        run_config(run_name=name)
+
+
+@pytest.mark.parametrize("setting", ["run_name", "project_name", "experiment_name"])
+@pytest.mark.parametrize("name", [".", "..", ".latest-17", "a/b", "a\n", "a\0b", "a b", "n" * 201, "ü" * 101])
+def test_a_name_that_no_folder_can_have_is_refused(setting: str, name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{setting}: "):
+        run_config(**{setting: name})
+
+
+def test_the_longest_name_of_a_run_is_short_enough_for_all_its_files(tmp_path: Path) -> None:
+    config = config_in(tmp_path, run_name="ü" * 100)
+    for _ in range(2):
+        folder = RunFolder.create(config)
+        ScrapeTargets(folder, "http://127.0.0.1:1").write({})
+    assert folder.path.name == "ü" * 100 + "-2"
+
+
+def test_a_long_name_of_the_data_is_shortened_in_the_name_of_the_run(tmp_path: Path) -> None:
+    config = run_config(run_dir=str(tmp_path), prompt_data=f"{'ü' * 120}.jsonl", reasoning_gym_task=None)
+    assert RunFolder.create(config).path.name.endswith("-" + "ü" * 40)
+
+
+def test_a_folder_in_place_of_the_link_to_the_newest_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(UserError, match=f"{tmp_path}/latest is a folder, but must be the link to the newest run"):
+        RunFolder.create(config_in(tmp_path))
 
 
 def test_a_run_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from miles_async.config.schema.section import Section
+
+LATEST_LINK, TARGETS_FOLDER = "latest", "targets"
+"""Names in run_dir that no run may have: the link to the newest run, and the folder of the scrape targets."""
+MAX_NAME_BYTES = 200
+"""File systems limit names to 255 bytes, and files of a run have its name with a suffix."""
 
 
 class Observability(Section):
@@ -19,8 +24,8 @@ class Observability(Section):
     run_dir: str = "runs"
     """Folder that receives one subfolder per run. `latest` in it points to the newest run."""
     run_name: str | None = Field(None, pattern=r"^[\w.-]+$")
-    """Name of the folder of the run in run_dir. A number is appended if the folder exists. If unset, the name consists
-    of the time and the data."""
+    """Name of the folder of the run in run_dir, other than latest and targets. A number is appended if the folder
+    exists. If unset, the name consists of the time and the data."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Loopback port of the live page and of /metrics. 0 picks a free port and prints it."""
     sample_interval_seconds: float | None = Field(5.0, gt=0)
@@ -59,6 +64,22 @@ class Observability(Section):
     it, and an evaluation while it runs."""
     no_progress_abort_seconds: float = Field(600.0, gt=0)
     """Seconds without progress (see no_progress_warn_seconds) after which the run is stopped with an error."""
+
+    @field_validator("project_name", "experiment_name", "run_name")
+    @classmethod
+    def _is_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and name.startswith("."):
+            raise ValueError("the name begins with a dot: choose one that begins with a letter or a digit")
+        if name is not None and len(name.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"the name has {len(name.encode())} bytes: choose one of at most {MAX_NAME_BYTES} bytes")
+        return name
+
+    @field_validator("run_name")
+    @classmethod
+    def _is_no_other_file(cls, name: str | None) -> str | None:
+        if name in (LATEST_LINK, TARGETS_FOLDER):
+            raise ValueError("run_dir has another file with this name: choose another name")
+        return name
 
 
 class Debug(Section):

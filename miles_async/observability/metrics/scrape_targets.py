@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from miles_async.atomic_files import write_atomically
+from miles_async.config.schema.observability import TARGETS_FOLDER
 from miles_async.observability.run_folder import RunFolder
 
 DRIVER_SCRAPE = {"__scrape_interval__": "2s", "__scrape_timeout__": "2s"}
@@ -20,7 +21,7 @@ class ScrapeTargets:
 
     def __init__(self, folder: RunFolder, metrics_url: str) -> None:
         self._run = folder.path.name
-        self.path = folder.path.parent / "targets" / f"{self._run}.json"
+        self.path = folder.path.parent / TARGETS_FOLDER / f"{self._run}.json"
         self._driver = urlsplit(metrics_url).netloc
         self._addresses: dict[str, str] | None = None
 
