@@ -80,8 +80,8 @@ def waiting_in_line() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def place(semaphore: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Hold one of the places of `semaphore`; no `TimeLimit` counts the wait for it."""
+async def permit(semaphore: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Hold one of the permits of `semaphore`; no `TimeLimit` counts the wait for it."""
     with waiting_in_line():
         await semaphore.acquire()
     try:

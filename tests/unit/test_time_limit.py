@@ -10,7 +10,7 @@ import pytest
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.rewards.graders import Graders, UnavailableError
 from miles_async.rewards.rewarder import Rewarder
-from miles_async.time_limit import TimeLimit, place, waiting_in_line
+from miles_async.time_limit import TimeLimit, permit, waiting_in_line
 from miles_async.types import Group, Sample, SampleStatus
 
 pytestmark = pytest.mark.virtual_time
@@ -91,12 +91,12 @@ async def test_a_task_that_outlives_the_block_may_still_wait_in_line() -> None:
 
 async def test_work_that_is_cancelled_in_line_leaves_the_line() -> None:
     semaphore = asyncio.Semaphore(1)
-    async with TimeLimit(10.0), place(semaphore):
-        waiting = asyncio.create_task(place(semaphore).__aenter__())
+    async with TimeLimit(10.0), permit(semaphore):
+        waiting = asyncio.create_task(permit(semaphore).__aenter__())
         await asyncio.sleep(1.0)
         waiting.cancel()
         await asyncio.wait([waiting])
-    async with TimeLimit(10.0), place(semaphore):
+    async with TimeLimit(10.0), permit(semaphore):
         pass
 
 
