@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.events import GroupGenerated, GroupMoved, StepEnded
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import DropReason, Group, SampleStatus
+from miles_async.types import DropReason, Group, Sample, SampleStatus
 from tests.configuration import run_config
 from tests.sim.agents import AgentEngines, AgentModel, AgentWorld
 from tests.sim.engines import EngineModel, Engines
@@ -51,27 +52,22 @@ class HangingEngines(AgentEngines):
         await super().abort(group)
 
 
-class TooManyMovesError(Exception):
-    """A group is fed again without end."""
-
-
-@dataclass
-class Limit:
-    """Ends a run that moves groups without end, of which the virtual clock would see nothing."""
-
-    left: int
-
-    def emit(self, event: Any) -> None:
-        self.left -= isinstance(event, GroupMoved)
-        if not self.left:
-            raise TooManyMovesError
+class EndlessError(BaseException):
+    """A group is generated again and again. Neither the virtual clock nor the store would see it."""
 
 
 @dataclass(kw_only=True)
-class LimitedWorld(AgentWorld):
+class HangingWorld(AgentWorld):
     engine_kind: type[Engines] = HangingEngines
     agents: AgentModel = field(default_factory=lambda: AgentModel(failure_rate=0.0, sigma=0.3))
-    sinks: tuple[Any, ...] = field(default_factory=lambda: (Limit(20_000),))
+    calls: Counter[int | None] = field(default_factory=Counter)
+    """Calls of the generate function by sample."""
+
+    async def _call_tool(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        self.calls[sample.index] += 1
+        if self.calls[sample.index] == 1_000:
+            raise EndlessError
+        return await super()._call_tool(args, sample, sampling_params)
 
 
 def feeds(world: World, prompt: int) -> list[float]:
@@ -83,7 +79,7 @@ def feeds(world: World, prompt: int) -> list[float]:
 @pytest.mark.parametrize("head", [False, True])
 def test_an_abort_that_gives_up_stops_one_attempt_and_no_later_one(head: bool) -> None:
     deadline = {"head_deadline_seconds": 5.0, "head_deadline_action": "recycle"} if head else {}
-    world = LimitedWorld(
+    world = HangingWorld(
         config=run_config(
             rollout_batch_size=4,
             num_rollout=BATCHES,
@@ -103,10 +99,15 @@ def test_an_abort_that_gives_up_stops_one_attempt_and_no_later_one(head: bool) -
 class RefusingEngines(Engines):
     """The engines abort every request of prompt 3 at once, and nobody asked them to."""
 
+    calls = 0
+
     async def generate(self, group: Group) -> None:
         if group.feed_index != "sample_0_3":
             await super().generate(group)
             return
+        self.calls += 1
+        if self.calls == 1_000:
+            raise EndlessError
         for sample in group:
             sample.status = SampleStatus.ABORTED
 
@@ -122,7 +123,6 @@ def test_a_group_that_the_engines_abort_on_their_own_has_as_many_attempts_as_any
             partial_rollout=partial_rollout,
         ),
         engine_kind=RefusingEngines,
-        sinks=(Limit(20_000),),
     ).run()
     assert len(world.trace.of(StepEnded)) == BATCHES
     [(prompt, reason, error)] = world.dead_letters.letters
