@@ -37,7 +37,8 @@ from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCo
 from miles_async.types import DropReason, Group, SampleStatus, Verdict, trajectories_of
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
-"""Delay before a group whose engine or router was lost is fed again: the next health check has to notice the loss."""
+"""Delay before a group is fed again whose engine or router was lost, or whose requests an engine aborted on its own:
+the next health check has to notice the loss."""
 
 
 class Outcome(Enum):
@@ -128,6 +129,8 @@ class Producer:
         self._attempts: set[asyncio.Task[None]] = set()
         """The tasks of groups in progress."""
         self._stopping = False
+        self._aborts = 0
+        """Calls of `abort` since the run began."""
         self._closed = False
         """Whether `close` was called."""
         self.finished_since_close = 0
@@ -166,6 +169,7 @@ class Producer:
         """Abort the groups in flight and feed them again. Returns when nothing is in flight."""
         # Groups that were admitted but whose task has not started must not reach the engines after the abort.
         self._stopping = True
+        self._aborts += 1
         try:
             if self._run_state.ledger.counts[GroupState.IN_FLIGHT]:
                 # Requests at a lost engine cannot be aborted; they fail when its process ends.
@@ -282,6 +286,7 @@ class Producer:
         # Log lines of this task name the group, including those of a user's function.
         structlog.contextvars.bind_contextvars(group=sequence, feed_index=group.feed_index)
         run_state.advance([group], GroupState.IN_FLIGHT)
+        aborts_before = self._aborts
         try:
             outcome = await self._attempt(group)
         except PromptTooLongError as error:
@@ -303,7 +308,13 @@ class Producer:
             else:
                 self._recycler.handle_engine_loss(group, str(error))
         if outcome is Outcome.ABORTED:
-            self._feed_aborted_again(group)
+            if self._stopping or self._aborts != aborts_before or sequence in self._overdue:
+                self._feed_aborted_again(group)
+            else:
+                # Without a pause and a limit, the group would be fed again for ever, thousands of times a second.
+                await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
+                sentence = "its requests ended with an abort that the run did not ask for"
+                self._recycler.retry(group, DropReason.ABORTED, sentence, keeps_finished=True)
         elif outcome is Outcome.FILTERED:
             run_state.drop(group, DropReason.FILTERED)
         self._overdue.discard(sequence)

@@ -19,6 +19,7 @@ import structlog
 
 from miles_async.errors import InfrastructureError
 from miles_async.rewards.confinement import scrubbed_environment
+from miles_async.time_limit import permit
 from miles_async.types import Sample
 
 START_SECONDS = 120.0
@@ -114,7 +115,7 @@ class Graders:
         seconds = self.timeout_seconds + (GRACE_SECONDS if self.is_async else 0.0)
         results: list[Any] = []
         try:
-            async with self._permits:
+            async with permit(self._permits):
                 process = self._idle_process() or await self._start()
                 while len(results) < answers:
                     answer = await self._request(process, request, seconds, "reward_timeout_seconds")

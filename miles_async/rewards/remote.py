@@ -10,6 +10,7 @@ import aiohttp
 
 from miles_async.config.redaction import redact_text
 from miles_async.errors import InfrastructureError
+from miles_async.time_limit import permit
 from miles_async.types import Sample
 
 FIRST_BACKOFF_SECONDS = 0.25
@@ -33,7 +34,7 @@ class RemoteReward:
     async def __call__(self, args: Any, sample: Sample) -> Any:
         """Raises InfrastructureError if all attempts fail, and RuntimeError if the server refuses the request."""
         body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-        async with self._permits:
+        async with permit(self._permits):
             for attempt in range(self._retries + 1):
                 if attempt:
                     await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))

@@ -17,6 +17,7 @@ from miles_async.json_values import json_value
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
 from miles_async.rewards.threads import Threads
+from miles_async.time_limit import TimeLimit
 from miles_async.types import REWARD_ERROR, Group, Sample
 
 RewardFunction = Callable[..., Any]
@@ -199,7 +200,7 @@ class Rewarder:
     async def _score_together(self, shown: list[Sample], group: Group) -> list[Any]:
         """Return the rewards of a group. Raises TrajectoryError, or InfrastructureError, which names all samples."""
         try:
-            async with asyncio.timeout(self._timeout_seconds) as limit:
+            async with TimeLimit(self._timeout_seconds) as limit:
                 rewards = list(await self._call_together(shown))
         except (Exception, SystemExit) as error:
             late = limit.expired() or isinstance(error, UnfinishedError)
@@ -229,7 +230,7 @@ class Rewarder:
 
     async def _await(self, sample: Sample) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_seconds) as limit:
+            async with TimeLimit(self._timeout_seconds) as limit:
                 return await self._function(self._args, sample)  # type: ignore[operator]
         except (Exception, SystemExit) as error:
             return UnavailableError(self._too_slow()) if limit.expired() else error

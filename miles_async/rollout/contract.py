@@ -21,6 +21,7 @@ from miles_async.config.derived import min_samples_per_group
 from miles_async.config.objectives import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.json_values import json_value
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_reward, check_sample
@@ -231,8 +232,9 @@ async def call_rollout_function(
     # By shape, because slime's own classes may come from a checkout.
     match result:
         case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
-            if metrics:
-                log.info("metrics of the rollout function", rollout=rollout_id, **metrics)
+            # As one fact, because a metric may have any name, also that of another fact.
+            if facts := json_value(metrics):
+                log.info("metrics of the rollout function", rollout=rollout_id, metrics=facts)
             return content
         case _:
             return result

@@ -42,6 +42,7 @@ from miles_async.errors import (
 )
 from miles_async.rollout.contract import Arguments, complete
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_sample
+from miles_async.time_limit import TimeLimit
 from miles_async.types import DropReason, Group, Sample, SampleStatus
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample | list[Sample]]]
@@ -81,6 +82,7 @@ class FunctionGenerator:
         on_discarded: OnDiscarded | None = None,
     ) -> None:
         """`timeout_seconds` is the time that a sample has for all of its attempts, of which there are `max_attempts`.
+        The time in which it waits in line, for a place at the engines or at a reward, does not count.
 
         `engines_abort` means that engines abort all requests when weights are published. A function that sends its own
         requests may then return ABORTED because of an engine. `on_discarded` is called for each response that is
@@ -97,8 +99,9 @@ class FunctionGenerator:
         self._on_discarded = on_discarded
         self._engines_abort = engines_abort
         self._limits = limits
-        self._running: dict[int, tuple[Group, list[asyncio.Task[list[Sample]]]]] = {}
-        """Groups that are being generated and the tasks of their samples, by identity of the group."""
+        self._running: dict[int, tuple[list[Sample], list[asyncio.Task[list[Sample]]]]] = {}
+        """The samples that are being generated and their tasks, by `id` of the group, which its call of `generate`
+        holds."""
 
     @property
     def in_flight(self) -> int:
@@ -124,15 +127,21 @@ class FunctionGenerator:
         trajectories = group.trajectories
         unfinished = [i for i, [first, *_] in enumerate(trajectories) if first.status in _UNFINISHED]
         chosen = sampling or self._sampling
-        tasks = [asyncio.create_task(self._generate_sample(group, trajectories[i][0], i, chosen)) for i in unfinished]
-        self._running[id(group)] = group, tasks
-        try:
-            # Every task is awaited before a failure is raised, so that none changes the group afterwards.
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        finally:
-            for task in tasks:
-                task.cancel()
-            del self._running[id(group)]
+        roots = [trajectories[i][0] for i in unfinished]
+        # An abort marks the samples only until this call ends, so that it cannot stop a later attempt at the group.
+        with self._turns.generating(roots):
+            tasks = [
+                asyncio.create_task(self._generate_sample(group, root, i, chosen))
+                for i, root in zip(unfinished, roots, strict=True)
+            ]
+            self._running[id(group)] = roots, tasks
+            try:
+                # Every task is awaited before a failure is raised, so that none changes the group afterwards.
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                del self._running[id(group)]
         for i, outcome in zip(unfinished, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
                 trajectories[i] = outcome
@@ -155,18 +164,16 @@ class FunctionGenerator:
             stopped = [running] if (running := self._running.get(id(group))) else []
         tasks = [task for _, tasks in stopped for task in tasks]
         samples = [sample for members, _ in stopped for sample in members]
-        # Requests end first: most functions return as soon as their request does.
-        await self._turns.stop(samples, everything=group is None)
-        try:
-            if tasks:
-                _, late = await asyncio.wait(tasks, timeout=ABORT_GRACE_SECONDS)
-                for task in late:
-                    task.cancel()
-                if late:
-                    await asyncio.wait(late)
-        finally:
-            # The samples may be sampled again once their functions have ended.
-            self._turns.release(samples)
+        # Requests end first: most functions return as soon as their request does. The functions whose requests an
+        # engine does not end are cancelled.
+        with suppress(EngineLostError):
+            await self._turns.stop(samples, everything=group is None)
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=ABORT_GRACE_SECONDS)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
 
     async def _generate_sample(
         self, group: Group, sample: Sample, number: int, sampling: SamplingParams
@@ -188,7 +195,7 @@ class FunctionGenerator:
                 self._on_discarded(group, sample, reason, tokens, str(failure))
 
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with TimeLimit(self._timeout_seconds):
                 while True:
                     try:
                         return await self._attempt(sample, number, sampling)

@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 from miles_async.errors import EngineLostError, TrajectoryError
+from miles_async.time_limit import waiting_in_line
 from miles_async.types import EngineLoad, Group, SampleStatus, SendOutcome, VersionSpan
 from tests.sim.virtual_time import VirtualClock
 
@@ -40,6 +42,8 @@ class _Ticket:
     """One group at the engines."""
 
     done: asyncio.Future[SampleStatus]
+    admitted: asyncio.Future[None]
+    """Done when its first request gets a permit."""
     unfinished: int
     born: int | None = None
     """Version of its first token."""
@@ -105,7 +109,8 @@ class Engines:
 
     async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
         """How it ended, and the version of its first token."""
-        ticket = _Ticket(asyncio.get_running_loop().create_future(), len(lengths), waiting=lengths)
+        loop = asyncio.get_running_loop()
+        ticket = _Ticket(loop.create_future(), loop.create_future(), len(lengths), waiting=lengths)
         self._tickets[id(group)] = ticket
         if self.in_flight == 0:
             self._busy_since = self._clock.monotonic()
@@ -113,6 +118,10 @@ class Engines:
         self._line.append(ticket)
         self._fill()
         try:
+            if not ticket.admitted.done():
+                ends_of_line: list[asyncio.Future[Any]] = [ticket.admitted, ticket.done]
+                with waiting_in_line():
+                    await asyncio.wait(ends_of_line, return_when=asyncio.FIRST_COMPLETED)
             status = await ticket.done
         except asyncio.CancelledError:
             self._stop(ticket)  # as SGLang, when a client disconnects
@@ -161,6 +170,7 @@ class Engines:
             ticket.ends[self._serial] = now + seconds
             if ticket.born is None:
                 ticket.born = self.version
+                ticket.admitted.set_result(None)
             heappush(self._running, (now + seconds, self._serial, ticket))
         self._set_timer()
 

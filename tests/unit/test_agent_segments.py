@@ -11,6 +11,7 @@ from miles_async.adapters.agents.endpoint import Agents
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.time_limit import TimeLimit, innermost_limit
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.unit.test_agent_endpoint import OWN, PARAMS, USER, Agent, connected_agent, played, said
@@ -52,7 +53,31 @@ async def test_the_segments_of_a_session_become_samples_of_the_group_when_the_fu
             (6, 0, 0.5, {"solved": True}),
             (6, 0, 0.5, {"solved": True}),
         ]
-        assert not agent.turns._segments, "nothing is kept of a trajectory that has ended"
+        assert not agent.turns._trajectories, "nothing is kept of a trajectory that has ended"
+
+
+async def test_the_requests_of_an_agent_run_under_the_time_limit_of_its_sample() -> None:
+    async with connected_agent("a", "b") as agent:
+        limits: list[TimeLimit | None] = []
+        answer = agent.engine.generate
+
+        async def observed(group: Group, sampling: SamplingParams | None = None) -> None:
+            limits.append(innermost_limit.get())
+            await answer(group, sampling)
+
+        agent.engine.generate = observed  # type: ignore[method-assign]
+
+        async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+            limits.append(innermost_limit.get())
+            async with args.agents.session(sample, sampling_params) as url:
+                said(await agent.ask(url, USER))
+            return sample
+
+        await generated(agent, mine, samples=2)
+        first, second = limits[:2]
+        assert first is not second
+        assert sorted(map(id, limits)) == sorted(map(id, [first, first, second, second]))
+        assert None not in limits
 
 
 async def test_a_function_may_choose_the_segments_that_it_returns_and_their_rewards() -> None:
@@ -127,7 +152,7 @@ async def test_a_posted_session_contributes_all_its_segments() -> None:
             (1, None, 0.0, "c"),
         ]
         assert [one.metadata for one in group[:2]] == [{"k": 1, "feed_index": "external_0"}] * 2
-        assert not agent.turns._segments
+        assert not agent.turns._trajectories
 
 
 async def test_a_list_of_segments_may_be_posted_in_place_of_a_sample() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import sys
 import threading
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles_async.config.schema import Section
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.observability.console.logging import configure_logging, log_file
 from miles_async.ports import DataSource
 from miles_async.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
@@ -110,6 +113,40 @@ async def test_the_contents_of_the_output_objects_of_slime_are_taken(
 ) -> None:
     contents = output.samples if isinstance(output, RolloutFnTrainOutput) else output.data
     assert await call(lambda *arguments, evaluation: output) is contents
+
+
+class Plain:
+    """An object that JSON does not know, as a key or a value."""
+
+    def __str__(self) -> str:
+        return "plain"
+
+
+@pytest.mark.usefixtures("_logging_restored")
+@pytest.mark.parametrize(
+    "metrics, logged",
+    [
+        ({name: 0.5}, {name: 0.5})
+        for name in ("rollout", "event", "level", "logger", "timestamp", "exc_info", "self", "metrics", "", "a/b c")
+    ]
+    + [
+        ({1: 2, ("a", 1): 3, None: 4}, {"1": 2, "['a', 1]": 3, "None": 4}),
+        ({Plain(): Plain()}, {"plain": "plain"}),
+        ({"of_numpy": np.float32(0.5), "nested": {2: np.arange(2)}}, {"of_numpy": 0.5, "nested": {"2": [0, 1]}}),
+        ([("accuracy", 0.5)], [["accuracy", 0.5]]),
+        (np.array([0.5, 1.5]), [0.5, 1.5]),
+    ],
+)
+async def test_metrics_of_any_shape_and_with_any_names_are_in_the_log(
+    metrics: Any, logged: Any, tmp_path: Path
+) -> None:
+    configure_logging("json")
+    lines = tmp_path / "run.jsonl"
+    with log_file(lines):
+        contents = await call(lambda *arguments, evaluation: RolloutFnTrainOutput([[finished(0)]], metrics))
+    assert contents == [[finished(0)]]
+    line = json.loads(lines.read_text())
+    assert (line["event"], line["rollout"], line["metrics"]) == ("metrics of the rollout function", 5, logged)
 
 
 async def test_an_object_with_an_async_call_runs_in_the_event_loop() -> None:

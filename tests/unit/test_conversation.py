@@ -332,18 +332,19 @@ async def test_the_failure_of_one_segment_ends_the_conversation() -> None:
 
 async def test_an_abort_of_the_sample_stops_all_its_segments() -> None:
     async with an_agent() as agent:
-        await agent.ask("a")
-        await agent.ask("b")
-        await agent.sampler.stop([agent.sample], everything=False)
-        for messages in ("c", "d"):
-            with pytest.raises(SessionClosedError, match="the run aborted the sample"):
-                await agent.ask(messages)
-        assert agent.sampler.aborted(agent.sample)
-        agent.sampler.forget(agent.sample)
-        agent.sampler.release([agent.sample])
+        with agent.sampler.generating([agent.sample]):
+            await agent.ask("a")
+            await agent.ask("b")
+            await agent.sampler.stop([agent.sample], everything=False)
+            for messages in ("c", "d"):
+                with pytest.raises(SessionClosedError, match="the run aborted the sample"):
+                    await agent.ask(messages)
+            assert agent.sampler.aborted(agent.sample)
+            agent.sampler.forget(agent.sample)
+            assert agent.sampler.stopped(agent.sample), "the run has stopped the sample, not one attempt at it"
         await Conversation(agent.sample, agent.sampler, PARAMS).complete({"messages": [message_of("again")]})
         assert agent.sampler.segments(agent.sample) == [agent.sample]
-        assert not any((agent.sampler._segments, agent.sampler._stopped, agent.sampler._aborted))
+        assert not agent.sampler._trajectories
 
 
 async def test_an_answer_that_the_agent_did_not_wait_for_leaves_the_rest_of_its_trajectory_trainable() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
-from miles_async.errors import TemplateError, TrajectoryError, UserError
+from miles_async.errors import EngineLostError, TemplateError, TrajectoryError, UserError
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator, load_generate_function
@@ -328,6 +328,49 @@ async def test_a_function_that_ignores_an_abort_is_cancelled(monkeypatch: pytest
         await running
         assert group[0].status is SampleStatus.ABORTED
         assert group[0].response_length == 0
+
+
+async def test_an_abort_that_the_engine_does_not_answer_ends_the_attempt_and_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("miles_async.rollout.generate.ABORT_GRACE_SECONDS", 0.01)
+
+    async def unanswered(group: Group | None = None) -> None:
+        raise EngineLostError("1 requests did not end within 30 s of an abort")
+
+    async with generating_with(tool_use.generate, None, "ok") as (generator, engine):
+        engine.abort = unanswered  # type: ignore[method-assign]
+        group = one()
+        running = asyncio.create_task(generator.generate(group))
+        await engine.begun.wait()
+        await generator.abort(group)
+        await running
+        assert (group[0].status, engine.cancelled) == (SampleStatus.ABORTED, 1)
+        await generator.generate(group)
+        assert (group[0].status, group[0].response) == (SampleStatus.COMPLETED, "ok")
+
+
+async def test_a_cancelled_abort_does_not_stop_a_later_attempt() -> None:
+    waits, answered = asyncio.Event(), asyncio.Event()
+
+    async def slow(group: Group | None = None) -> None:
+        waits.set()
+        await answered.wait()
+
+    async with generating_with(tool_use.generate, None, "ok") as (generator, engine):
+        engine.abort = slow  # type: ignore[method-assign]
+        group = one()
+        running = asyncio.create_task(generator.generate(group))
+        await engine.begun.wait()
+        aborting = asyncio.create_task(generator.abort(group))
+        await waits.wait()
+        aborting.cancel()
+        await asyncio.wait([aborting])
+        engine._ended.set()
+        await running
+        assert group[0].status is SampleStatus.ABORTED
+        await generator.generate(group)
+        assert (group[0].status, group[0].response) == (SampleStatus.COMPLETED, "ok")
 
 
 def test_a_plain_function_is_refused_at_start() -> None:

@@ -19,6 +19,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,6 +54,8 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 @dataclass(slots=True)
 class _Session:
     conversation: Conversation
+    context: Context = field(default_factory=copy_context)
+    """The context in which the session was opened: the time limit of its sample, and the fields of log lines."""
     requests: set[asyncio.Task[Completion]] = field(default_factory=set)
     """Requests in progress."""
     expiry: asyncio.TimerHandle | None = None
@@ -264,7 +267,7 @@ class AgentEndpoint:
         session = self._sessions.get(name)
         if session is None:
             return _error(404, "this session does not exist or has ended: open one session per sample")
-        task = asyncio.ensure_future(session.conversation.complete(asked))
+        task = asyncio.create_task(session.conversation.complete(asked), context=session.context.copy())
         session.requests.add(task)
         task.add_done_callback(session.requests.discard)
         task.add_done_callback(lambda _: self._expire_later(name))

@@ -8,8 +8,9 @@ sampling mask and the log-probability 0.0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,6 +35,20 @@ class TurnTokenizer(PromptTokenizer, Protocol):
     def text_of(self, ids: list[int]) -> str: ...
 
 
+@dataclass(slots=True, eq=False)
+class _Trajectory:
+    """What is known of a trajectory. It holds its segments, so that no other sample gets the `id` of one of them."""
+
+    segments: list[Sample]
+    """In the order in which their latest turns ended."""
+    aborted: set[int] = field(default_factory=set)
+    """`id`s of the segments whose latest turn was aborted."""
+    generating: bool = False
+    """Whether it is inside `generating`."""
+    stopped: bool = False
+    """Whether the run has stopped it."""
+
+
 class MultiTurnSampler:
     """Samples turns through `engine`, which bounds, counts and aborts the requests as it does for whole groups."""
 
@@ -42,12 +57,8 @@ class MultiTurnSampler:
         self._engine = engine
         self._turns: dict[int, Group] = {}
         """The turn that is being sampled, as a group of one, by `id` of its sample."""
-        self._segments: dict[int, list[Sample]] = {}
-        """The segments of a trajectory, by `id` of each of them; only of trajectories with several segments."""
-        self._stopped: set[int] = set()
-        """`id`s of the samples that are to end."""
-        self._aborted: set[int] = set()
-        """`id`s of the samples whose latest turn was aborted, until `forget`."""
+        self._trajectories: dict[int, _Trajectory] = {}
+        """Trajectories by `id` of each segment: those inside `generating`, and those with several segments."""
 
     async def sample(self, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
         """Continue `sample` by one turn and set its status; `max_new_tokens` bounds the whole response.
@@ -56,8 +67,9 @@ class MultiTurnSampler:
         length. ABORTED: the pipeline has stopped the sample; the caller must return it unchanged. Raises as
         `SGLangGenerator.generate`.
         """
-        self._aborted.discard(id(sample))
-        if any(map(self.stopped, self.segments(sample))):
+        trajectory = self._trajectory(sample)
+        trajectory.aborted.discard(id(sample))
+        if trajectory.stopped:
             sample.status = SampleStatus.ABORTED
             return sample
         # A turn is generated as a separate group, so that it can be aborted alone.
@@ -67,29 +79,47 @@ class MultiTurnSampler:
             await self._engine.generate(turn, SamplingParams.of(sampling_params))
         finally:
             del self._turns[id(sample)]
+        # The sample may have been forgotten meanwhile.
+        trajectory = self._trajectory(sample)
         if sample.status is SampleStatus.ABORTED:
-            self._aborted.add(id(sample))
-        segments = self.segments(sample)
+            trajectory.aborted.add(id(sample))
+        segments = trajectory.segments
         segments[:] = [*(segment for segment in segments if segment is not sample), sample]
         return sample
 
+    @contextmanager
+    def generating(self, samples: Iterable[Sample]) -> Iterator[None]:
+        """Inside the block, `stop` stops these samples. Afterwards, the sampler knows nothing of their trajectories."""
+        roots = list(samples)
+        self._trajectories |= {id(root): _Trajectory([root], generating=True) for root in roots}
+        try:
+            yield
+        finally:
+            for root in roots:
+                self.forget(root)
+                del self._trajectories[id(root)]
+
+    def _trajectory(self, sample: Sample) -> _Trajectory:
+        return self._trajectories.get(id(sample)) or _Trajectory([sample])
+
     def segments(self, sample: Sample) -> list[Sample]:
         """The segments of the sample's trajectory, in the order in which their last turns ended."""
-        return self._segments.get(id(sample), [sample])
+        return self._trajectory(sample).segments
 
     def open_segment(self, sample: Sample) -> Sample:
         """Open another segment of the sample's trajectory, without tokens. It is aborted together with the sample."""
         segment = replace(sample, metadata=dict(sample.metadata), tokens=[])
         segment.reset()
-        segments = self.segments(sample)
-        segments.append(segment)
-        self._segments |= {id(sample): segments, id(segment): segments}
+        trajectory = self._trajectory(sample)
+        trajectory.segments.append(segment)
+        self._trajectories |= {id(sample): trajectory, id(segment): trajectory}
         return segment
 
     def drop_segment(self, segment: Sample) -> None:
         """Remove a segment from its trajectory."""
-        segments = self._segments.pop(id(segment))
-        segments[:] = [other for other in segments if other is not segment]
+        trajectory = self._trajectories.pop(id(segment))
+        trajectory.aborted.discard(id(segment))
+        trajectory.segments[:] = [other for other in trajectory.segments if other is not segment]
 
     def observe(self, sample: Sample, text: str, room: int | None = None) -> int:
         """Append an observation, at most `room` tokens of it; return the number of tokens that were cut off."""
@@ -116,12 +146,14 @@ class MultiTurnSampler:
         return self.tokenizer.decode(sample.tokens[len(sample.tokens) - _sampled_at_end(sample) :])
 
     async def stop(self, samples: Iterable[Sample], *, everything: bool) -> None:
-        """Abort the current turns of these samples, and every further turn of theirs until `release`.
+        """Abort the current turns of those of the samples that are `generating`, and every further turn of theirs.
 
         `everything` means that these are all samples at the engines, so that one abort request per engine suffices.
+        Raises EngineLostError if the turns do not end in time; no further turn begins in that case either.
         """
-        roots = list(samples)
-        self._stopped.update(map(id, roots))
+        roots = [sample for sample in samples if id(sample) in self._trajectories]
+        for root in roots:
+            self._trajectories[id(root)].stopped = True
         if everything:
             await self._engine.abort()
             return
@@ -131,20 +163,20 @@ class MultiTurnSampler:
         await asyncio.gather(*map(self._engine.abort, turns))
 
     def stopped(self, sample: Sample) -> bool:
-        return id(sample) in self._stopped
+        return self._trajectory(sample).stopped
 
     def aborted(self, sample: Sample) -> bool:
         """Whether the run stopped the sample, or its engine aborted the latest turn of one of its segments."""
-        return id(sample) in self._stopped or any(id(segment) in self._aborted for segment in self.segments(sample))
+        trajectory = self._trajectory(sample)
+        return trajectory.stopped or bool(trajectory.aborted)
 
     def forget(self, sample: Sample) -> None:
-        """Forget the segments of the sample's trajectory, and how their latest turns ended."""
-        for segment in self.segments(sample):
-            self._aborted.discard(id(segment))
-            self._segments.pop(id(segment), None)
-
-    def release(self, samples: Iterable[Sample]) -> None:
-        self._stopped.difference_update(map(id, samples))
+        """Forget the further segments of the sample's trajectory, and how the latest turns ended; it stays stopped."""
+        trajectory = self._trajectory(sample)
+        for segment in trajectory.segments:
+            self._trajectories.pop(id(segment), None)
+        if trajectory.generating:
+            self._trajectories[id(sample)] = replace(trajectory, segments=[sample], aborted=set())
 
 
 def count_observations(sample: Sample) -> int:

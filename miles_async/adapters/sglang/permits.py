@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from miles_async.time_limit import waiting_in_line
+
 
 class Permits:
     """`limit()` permits, granted in order of arrival and several at a time, so that a whole group enters at once.
@@ -63,7 +65,10 @@ class Permits:
         self._queue.append((count, answer))
         self._grant()
         try:
-            return await answer
+            if answer.done():
+                return answer.result()
+            with waiting_in_line():
+                return await answer
         except asyncio.CancelledError:
             # The permits may have been granted before the waiting task could run.
             if not answer.cancelled() and answer.result():

@@ -146,10 +146,11 @@ class Rollout(Section):
     """Memory limit in GB for each process that scores rm_type reasoning_gym, math, dapo or deepscaler. A response that
     needs more memory counts as wrong. The limit applies to address space."""
     reward_timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit in seconds for scoring one sample, or for one request to rm_url. If a built-in reward or a plain
-    function exceeds it, the response counts as wrong: its reward is 0 (dapo: -1). If rm_url or an async function
-    exceeds it, the sample is scored again, up to max_attempts times. With group_rm, the limit is that of the group: a
-    plain function that exceeds it fails the group, which is generated again."""
+    """Time limit in seconds for scoring one sample, or for one request to rm_url. The time in which a reward waits for
+    a process, for rm_url or for the engines does not count. If a built-in reward or a plain function exceeds the limit,
+    the response counts as wrong: its reward is 0 (dapo: -1). If rm_url or an async function exceeds it, the sample is
+    scored again, up to max_attempts times. With group_rm, the limit is that of the group: a plain function that exceeds
+    it fails the group, which is generated again."""
     dynamic_sampling_filter_path: str | None = None
     """Function that decides whether a finished group is kept, as module.function with the signature fn(args, group) ->
     bool, Verdict, or slime's DynamicFilterOutput. If unset, every finished group is kept."""
@@ -191,9 +192,9 @@ class Rollout(Section):
     auto chooses by the chat template of the model. none leaves the reasoning in the text."""
     generate_timeout_seconds: float = Field(1800.0, gt=0)
     """Time limit in seconds for one sample of custom_generate_function_path. A sample that fails for reasons of
-    infrastructure is generated again within the limit. If a sample exceeds the limit, its group is trained without it
-    (min_samples_per_group) or retried. The session of an external generator is closed this time after its last
-    request."""
+    infrastructure is generated again within the limit. The time in which a sample waits for a place at the engines or
+    at a reward does not count. If a sample exceeds the limit, its group is trained without it (min_samples_per_group)
+    or retried. The session of an external generator is closed this time after its last request."""
     tool_max_turns: int = Field(4, ge=1)
     """Maximum number of tool calls per sample in miles_async.rollout.tool_use.generate."""
     tool_search_corpus: str | None = None
